@@ -1,0 +1,319 @@
+"""The daemon's whole configuration: one frozen dataclass, checked when it is made.
+
+A value comes from a flag (`--set key=value`), else the environment (`FASTCHECK_<KEY>`), else the
+YAML file, else the default beside its field. Unknown keys are errors. Every default works on one
+machine; each says why it is what it is. Nothing else in the daemon reads the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from fastcheck_proto.conventions import check_name, default_runtime_dir
+
+from .errors import ConfigError
+
+GIB = 1 << 30
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
+_UNITS = {"": 1} | {p: 1000**i for i, p in enumerate("KMGT", 1)} | {f"{p}I": 1024**i for i, p in enumerate("KMGT", 1)}
+
+
+def _default_node_id() -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:128] or "node"
+
+
+def _default_ram_dir() -> Path:
+    shm = Path("/dev/shm")  # noqa: S108  the machine's shared-memory tmpfs, not a temp file
+    base = shm if shm.is_dir() else Path(tempfile.gettempdir())
+    return base / f"fastcheck-{os.geteuid()}"
+
+
+def _default_state_dir() -> Path:
+    return Path("/var/lib/fastcheck") if os.geteuid() == 0 else Path.home() / ".local/state/fastcheck"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Voter:
+    """A node that takes part in the registry's consensus."""
+
+    node_id: str
+    #: host:port of its registry process' gRPC face.
+    registry_address: str
+    #: host:port of its Raft listener. Only voters speak to it.
+    raft_address: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What one node runs with. Sizes in bytes, times in seconds."""
+
+    #: Nodes of another cluster are refused: a config copied to the wrong place does no harm.
+    cluster_id: str = "fastcheck"
+    #: Survives restarts; by default the host's name.
+    node_id: str = field(default_factory=_default_node_id)
+    #: Address to listen on and to be reached under. Loopback: one machine works with no setup.
+    host: str = "127.0.0.1"
+    agent_port: int = 7450
+    data_port: int = 7451
+    lane_port: int = 7452
+    #: The registry's voters: 1, 3 or 5 nodes, the same list on every node. Empty: this node alone.
+    voters: tuple[Voter, ...] = ()
+    #: File with the 32+ byte secret that voters share. Required as soon as a voter is not on loopback.
+    raft_key_file: Path | None = None
+
+    #: Sockets; small, may vanish with a reboot.
+    runtime_dir: Path = field(default_factory=default_runtime_dir)
+    #: The registry's journal; must survive a restart of the process and should survive a reboot.
+    state_dir: Path = field(default_factory=_default_state_dir)
+    #: The RAM store: a folder on a tmpfs. Must survive a restart of the process.
+    ram_dir: Path = field(default_factory=_default_ram_dir)
+    #: Most that the RAM store may take. Half of the memory: the other half is the trainer's.
+    ram_budget_bytes: int = field(default_factory=lambda: psutil.virtual_memory().total // 2)
+
+    #: Node losses at once that a committed step survives, owner included: copies on other nodes.
+    tolerate: int = 1
+    #: Holders that one rank's shards are spread over. Enough that a restore pulls from several,
+    #: few enough that two losses seldom meet in one group.
+    spread: int = 3
+    #: Committed steps kept per job. Two: the newest, and one to go back to if it is ever damaged.
+    keep_steps: int = 2
+    #: Steps of a rank under way before `save` waits for the oldest.
+    max_in_flight: int = 2
+    #: Unit of checking and resending. Small enough to stay in cache between hash and send.
+    chunk_bytes: int = 4 << 20
+    #: Connections per shard transfer. One TCP stream alone sometimes stays in a slow mode.
+    lane_streams: int = 2
+    #: Threads that hash and copy in the data process. Half the cores: the trainer comes first.
+    worker_threads: int = field(default_factory=lambda: max(2, (os.cpu_count() or 2) // 2))
+
+    #: A sign of life to every voter this often.
+    heartbeat_interval_s: float = 0.2
+    #: Silence after which a node is suspected and probed.
+    suspect_after_s: float = 0.8
+    #: Silence after which a node that refuses its connections is DOWN at once, and one that
+    #: merely does not answer is DOWN too. Long enough for a machine whose cores are all taken.
+    down_after_s: float = 3.0
+    probe_timeout_s: float = 0.5
+    #: A transfer that moves no byte for this long has failed.
+    transfer_timeout_s: float = 10.0
+    #: A peer that just failed us gets nothing from us for this long.
+    quarantine_s: float = 5.0
+    #: A step that makes no progress for this long may be given up for a newer one.
+    stall_after_s: float = 2.0
+    #: A step that makes no progress for this long has failed.
+    commit_timeout_s: float = 60.0
+    #: How long SIGTERM waits for work under way.
+    shutdown_grace_s: float = 5.0
+    #: `human` or `json`, one line per event on stderr.
+    log_format: str = "human"
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, key: str, why: str) -> None:
+            if not ok:
+                raise ConfigError(f"config key '{key}' = {getattr(self, key)!r}: {why}")
+
+        for key in ("cluster_id", "node_id"):
+            try:
+                check_name(key, getattr(self, key))
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+        need(bool(self.host) and " " not in self.host, "host", "must be an address or a host name")
+        for key in ("agent_port", "data_port", "lane_port"):
+            need(1 <= getattr(self, key) <= 65535, key, "must be a port from 1 to 65535")
+        ports = [self.agent_port, self.data_port, self.lane_port]
+        need(len(set(ports)) == 3, "lane_port", "agent_port, data_port and lane_port must differ")
+        need(1 <= self.tolerate <= 8, "tolerate", "must be from 1 to 8")
+        need(self.spread >= self.tolerate, "spread", "must be at least tolerate")
+        need(1 <= self.keep_steps <= 100, "keep_steps", "must be from 1 to 100")
+        need(1 <= self.max_in_flight <= 16, "max_in_flight", "must be from 1 to 16")
+        need(64 << 10 <= self.chunk_bytes <= 16 << 20, "chunk_bytes", "must be from 64 KiB to 16 MiB")
+        need(self.chunk_bytes % 4096 == 0, "chunk_bytes", "must be a multiple of 4096")
+        need(1 <= self.lane_streams <= 16, "lane_streams", "must be from 1 to 16")
+        need(1 <= self.worker_threads <= 256, "worker_threads", "must be from 1 to 256")
+        need(self.ram_budget_bytes >= 1 << 20, "ram_budget_bytes", "must be at least 1 MiB")
+        need(self.log_format in {"human", "json"}, "log_format", "must be 'human' or 'json'")
+        for f in dataclasses.fields(self):
+            if f.name.endswith("_s"):
+                need(0 < getattr(self, f.name) <= 3600, f.name, "must be above 0 and at most 3600 seconds")
+        need(
+            self.heartbeat_interval_s * 2 <= self.suspect_after_s,
+            "suspect_after_s",
+            "must be at least twice heartbeat_interval_s",
+        )
+        need(self.suspect_after_s <= self.down_after_s, "down_after_s", "must be at least suspect_after_s")
+        self._check_voters(need)
+
+    def _check_voters(self, need: Any) -> None:
+        need(len(self.voters) in {0, 1, 3, 5, 7}, "voters", "must be 1, 3, 5 or 7 nodes, or empty")
+        ids = [v.node_id for v in self.voters]
+        need(len(set(ids)) == len(ids), "voters", "names a node twice")
+        addresses = [a for v in self.voters for a in (v.registry_address, v.raft_address)]
+        for address in addresses:
+            try:
+                split_address(address)
+            except ValueError as error:
+                raise ConfigError(f"config key 'voters': {error}") from None
+        need(len(set(addresses)) == len(addresses), "voters", "uses an address twice")
+        off_loopback = any(not is_loopback(split_address(v.raft_address)[0]) for v in self.effective_voters)
+        if off_loopback and self.raft_key_file is None:
+            raise ConfigError(
+                "config key 'raft_key_file' is missing: voters off loopback need a shared secret of at least "
+                "32 random bytes; make one with: head -c 32 /dev/urandom > raft.key && chmod 600 raft.key"
+            )
+
+    @property
+    def effective_voters(self) -> tuple[Voter, ...]:
+        """The voters; with none configured, this node alone, beside its other ports."""
+        if self.voters:
+            return self.voters
+        base = max(self.agent_port, self.data_port, self.lane_port)
+        return (
+            Voter(
+                node_id=self.node_id,
+                registry_address=f"{self.host}:{base + 1}",
+                raft_address=f"{self.host}:{base + 2}",
+            ),
+        )
+
+    @property
+    def own_voter(self) -> Voter | None:
+        """This node's entry among the voters, if it is one."""
+        return next((v for v in self.effective_voters if v.node_id == self.node_id), None)
+
+    @property
+    def agent_address(self) -> str:
+        """host:port of this node's agent."""
+        return f"{self.host}:{self.agent_port}"
+
+    @property
+    def data_address(self) -> str:
+        """host:port of this node's data process."""
+        return f"{self.host}:{self.data_port}"
+
+    @property
+    def lane_address(self) -> str:
+        """host:port of this node's bulk lane."""
+        return f"{self.host}:{self.lane_port}"
+
+    @property
+    def agent_socket(self) -> Path:
+        """Unix socket of the agent: what FASTCHECK_ADDRESS points to on this node."""
+        return self.runtime_dir / "fastcheckd.sock"
+
+    @property
+    def data_socket(self) -> Path:
+        """Unix socket of the data process; the agent tells trainers of it."""
+        return self.runtime_dir / "data.sock"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split host:port; raises ValueError when it is not one."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit() or not 1 <= int(port) <= 65535:
+        raise ValueError(f"{address!r} is not host:port")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a bind address can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from an integer or from text such as `8GiB`, `500 MB`."""
+    if isinstance(text, bool):
+        raise ValueError("is not a size")
+    if isinstance(text, int):
+        return text
+    match = _SIZE.fullmatch(str(text).strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write for example 8GiB or 500MB")
+    unit = (match[2] or "").upper().rstrip("B")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def load_config(
+    path: Path | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    overrides: Sequence[str] = (),
+) -> Config:
+    """Build the config from defaults, a YAML file, the environment and `key=value` overrides.
+
+    Raises:
+        ConfigError: the file cannot be read or parsed, a key is unknown, or a value is not valid.
+    """
+    values: dict[str, Any] = {}
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read config file {path}: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigError(f"config file {path} must hold 'key: value' pairs")
+        values.update(loaded or {})
+    for name in fields:
+        if (text := (environment or {}).get(f"FASTCHECK_{name.upper()}")) is not None:
+            values[name] = yaml.safe_load(text)
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {override!r}: write --set key=value")
+        values[key] = yaml.safe_load(text)
+    for key in values:
+        if key not in fields:
+            known = ", ".join(sorted(fields))
+            raise ConfigError(f"unknown config key {key!r}; known keys: {known}")
+    return Config(**{key: _convert(key, value) for key, value in values.items()})
+
+
+def _convert(key: str, value: Any) -> Any:
+    """Turn a YAML value into the field's type, or say which key is wrong."""
+    wanted = str(next(f.type for f in dataclasses.fields(Config) if f.name == key))
+    try:
+        if key == "voters":
+            return tuple(_voter(v) for v in value or ())
+        if key.endswith("_bytes"):
+            return parse_size(value)
+        if wanted.startswith("Path"):
+            return None if value is None else Path(str(value))
+        if wanted == "int":
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"must be a whole number, not {value!r}")
+            return value
+        if wanted == "float":
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"must be a number, not {value!r}")
+            return float(value)
+        if not isinstance(value, str | int | float):
+            raise ValueError(f"must be text, not {value!r}")
+        return str(value)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"config key {key!r}: {error}") from None
+
+
+def _voter(value: Any) -> Voter:
+    names = {"node_id", "registry_address", "raft_address"}
+    if not isinstance(value, dict) or set(value) != names:
+        raise ValueError(f"each voter needs exactly the keys {', '.join(sorted(names))}")
+    return Voter(**{k: str(v) for k, v in value.items()})

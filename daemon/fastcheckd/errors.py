@@ -1,0 +1,149 @@
+"""The daemon's one error tree. A message says what failed, whose side it is on and what to do next.
+
+    FastCheckdError
+    ├── ConfigError            the operator's file, environment or flags
+    ├── InvalidRequestError    the caller sent something malformed
+    ├── FencedError            the caller speaks for a life that is over
+    ├── StoreError
+    │   ├── OverBudgetError    this node's RAM budget
+    │   ├── StoreFullError     the tmpfs underneath
+    │   ├── NotHeldError       no such replica here
+    │   └── CorruptError       bytes and digest disagree
+    ├── TransferError
+    │   ├── FrameError         the other end of a lane broke the protocol
+    │   └── PeerError          a peer cannot be reached, or refused
+    ├── RegistryError
+    │   ├── NoQuorumError      no leader that can commit
+    │   ├── PlacementError     too few healthy nodes
+    │   ├── HolderLostError    a holder died between its acknowledgement and the commit
+    │   ├── NotNewerError      step is not newer than the newest committed one
+    │   ├── SupersededError    a newer step took this one's place
+    │   └── WorldSizeError     ranks disagree about their number
+    └── RestoreError
+        ├── StepGoneError      the asked-for step is not kept
+        └── LostError          every copy of a shard is bad or gone
+
+Every class carries the wire's `ErrorCode`, so the services translate without a table of their own.
+"""
+
+from __future__ import annotations
+
+from fastcheck_proto.v1 import common_pb2 as pb
+
+
+class FastCheckdError(Exception):
+    """Base of all errors that the daemon raises on purpose."""
+
+    code: pb.ErrorCode.ValueType = pb.ERROR_CODE_INTERNAL
+
+
+class ConfigError(FastCheckdError):
+    code = pb.ERROR_CODE_INVALID
+
+
+class InvalidRequestError(FastCheckdError):
+    code = pb.ERROR_CODE_INVALID
+
+
+class FencedError(FastCheckdError):
+    code = pb.ERROR_CODE_FENCED
+
+
+class StoreError(FastCheckdError):
+    pass
+
+
+class OverBudgetError(StoreError):
+    code = pb.ERROR_CODE_OVER_BUDGET
+
+
+class StoreFullError(StoreError):
+    code = pb.ERROR_CODE_STORE_FULL
+
+
+class NotHeldError(StoreError):
+    code = pb.ERROR_CODE_NOT_FOUND
+
+
+class CorruptError(StoreError):
+    code = pb.ERROR_CODE_CORRUPT
+
+
+class TransferError(FastCheckdError):
+    code = pb.ERROR_CODE_UNREACHABLE
+
+
+class FrameError(TransferError):
+    code = pb.ERROR_CODE_INVALID
+
+
+class PeerError(TransferError):
+    """A peer could not be reached or refused; `reason` is the code it gave, if any."""
+
+    def __init__(self, message: str, reason: pb.ErrorCode.ValueType = pb.ERROR_CODE_UNREACHABLE) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class RegistryError(FastCheckdError):
+    pass
+
+
+class NoQuorumError(RegistryError):
+    code = pb.ERROR_CODE_NO_QUORUM
+
+
+class PlacementError(RegistryError):
+    code = pb.ERROR_CODE_NO_PLACEMENT
+
+
+class HolderLostError(RegistryError):
+    """Carries the node ids to replace."""
+
+    code = pb.ERROR_CODE_HOLDER_LOST
+
+    def __init__(self, message: str, node_ids: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.node_ids = node_ids
+
+
+class NotNewerError(RegistryError):
+    code = pb.ERROR_CODE_NOT_NEWER
+
+
+class SupersededError(RegistryError):
+    code = pb.ERROR_CODE_SUPERSEDED
+
+
+class WorldSizeError(RegistryError):
+    code = pb.ERROR_CODE_WORLD_SIZE
+
+
+class RestoreError(FastCheckdError):
+    pass
+
+
+class StepGoneError(RestoreError):
+    code = pb.ERROR_CODE_NOT_FOUND
+
+
+class LostError(RestoreError):
+    code = pb.ERROR_CODE_LOST
+
+
+_BY_CODE: dict[int, type[FastCheckdError]] = {
+    cls.code: cls
+    for cls in (
+        InvalidRequestError, FencedError, OverBudgetError, StoreFullError, NotHeldError, CorruptError,
+        NoQuorumError, PlacementError, HolderLostError, NotNewerError, SupersededError, WorldSizeError,
+        LostError,
+    )
+}  # fmt: skip
+
+
+def from_code(code: int, message: str) -> FastCheckdError:
+    """The error that a wire code stands for: what one process raised, another can raise again."""
+    cls = _BY_CODE.get(code)
+    if cls is None:
+        return PeerError(message) if code == pb.ERROR_CODE_UNREACHABLE else FastCheckdError(message)
+    return cls(message)
