@@ -27,7 +27,8 @@ from .errors import ConfigError
 
 GIB = 1 << 30
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
-_UNITS = {"": 1} | {p: 1000**i for i, p in enumerate("KMGT", 1)} | {f"{p}I": 1024**i for i, p in enumerate("KMGT", 1)}
+_PREFIXES = list(enumerate("KMGT", 1))
+_UNITS = {"": 1} | {p: 1000**i for i, p in _PREFIXES} | {f"{p}I": 1024**i for i, p in _PREFIXES}
 
 
 def _default_node_id() -> str:

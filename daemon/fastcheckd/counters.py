@@ -1,0 +1,57 @@
+"""What the daemon counts, by name. One place, so that docs, admin output and tests agree on the names.
+
+Counting is the other half of handling: an error that is retried, repaired or survived leaves a number here.
+"""
+
+from __future__ import annotations
+
+import threading
+
+#: Name → what it counts.
+NAMES: dict[str, str] = {
+    "saves_staged": "saves sealed by trainers",
+    "saves_committed": "saves that were committed",
+    "saves_failed": "saves that ended in an error",
+    "saves_superseded": "saves given up for a newer step",
+    "save_waits": "saves that had to wait for an older step",
+    "bytes_sent": "payload bytes sent to holders and readers",
+    "bytes_received": "payload bytes received over the lane",
+    "shards_received": "copies accepted as a holder",
+    "shards_resent": "shards that went to another holder than first placed",
+    "shards_fetched": "shards pulled from a holder for a restore",
+    "chunks_resent": "chunks sent again because the holder found them bad",
+    "corrupt_received": "chunks that arrived not matching their digest",
+    "corrupt_found": "replicas here whose bytes did not match their digest",
+    "corrupt_reported": "copies elsewhere that this node found bad while reading",
+    "copies_missing": "copies that a commit named and a reader did not find",
+    "puts_refused": "put requests refused: fenced, over budget or malformed",
+    "lane_rejected": "lane connections closed for breaking the protocol",
+    "manifests_adopted": "shards found in the RAM directory at start",
+    "manifests_dropped": "manifests found broken at start",
+    "restores": "loads answered with a step",
+    "registry_retries": "registry calls repeated for lack of a leader",
+    "peers_quarantined": "peers given a rest after a failure",
+}
+
+
+class Counters:
+    """A thread-safe set of counters; asking for a name that is not declared is an error."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values = dict.fromkeys(NAMES, 0)
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Add to one counter."""
+        with self._lock:
+            self._values[name] += amount
+
+    def get(self, name: str) -> int:
+        """One counter's value."""
+        with self._lock:
+            return self._values[name]
+
+    def snapshot(self) -> dict[str, int]:
+        """All values at one moment."""
+        with self._lock:
+            return dict(self._values)
