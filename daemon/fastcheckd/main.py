@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return _run("agent", config)
     except ConfigError as error:
-        print(f"fastcheckd: {error}", file=sys.stderr)  # noqa: T201  before logging is set up
+        print(f"fastcheckd: {error}", file=sys.stderr)
         return EXIT_CONFIG
 
 
@@ -47,7 +47,7 @@ def _run_child(process: str) -> int:
     parent = os.environ.pop(CHILD_PARENT, "")
     text = os.environ.pop(CHILD_CONFIG, "")
     if not parent or not text:
-        print("fastcheckd: `child` is started by the agent only", file=sys.stderr)  # noqa: T201
+        print("fastcheckd: `child` is started by the agent only", file=sys.stderr)
         return 2
     die_with_parent(int(parent))
     return _run(process, Config.from_json(text))
