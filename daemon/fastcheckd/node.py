@@ -39,6 +39,7 @@ from .services.admin import AdminService
 from .services.node import DataControlService, NodeService
 from .services.peer import PeerService
 from .services.trainer import TrainerService
+from .store.manifests import replica_id
 from .store.ram_store import RamStore
 from .store.retention import what_to_drop
 from .transfer.lane_server import LaneServer
@@ -183,8 +184,9 @@ PROCESSES: dict[str, Callable[[Config], Awaitable[None]]] = {
 
 def _prune(store: RamStore, kept_steps: dict[str, list[int]]) -> None:
     """Drop replicas of steps that the registry no longer keeps."""
-    for shard in what_to_drop(store.held(), kept_steps):
-        store.drop(shard)
+    held = {shard.id: shard for shard in store.held()}
+    for kind, key in what_to_drop([(s.kind, s.key) for s in held.values()], kept_steps):
+        store.drop(held[replica_id(key, kind)])
 
 
 def _stop_signal() -> asyncio.Future[None]:

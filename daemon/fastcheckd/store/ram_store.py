@@ -152,6 +152,17 @@ class RamStore:
         """The caller of `allocate` is done with the segment; the shards published in it keep it."""
         self._pools.give_back(segment)
 
+    def take_again(self, shard: HeldShard) -> Segment:
+        """Become the owner of a held shard's segment, as after `allocate`, until `release`.
+
+        Raises:
+            NotHeldError: the shard is not held any more.
+            StoreError: somebody owns the segment already.
+        """
+        with self.pinned(shard):
+            self._pools.take_again(shard.segment)
+        return shard.segment
+
     def spare(self, size_bytes: int, pool: str) -> Segment | None:
         """The free segment that `allocate` would hand out next, not taken: a hint, it may go any time."""
         return self._pools.spare(size_bytes, pool)
@@ -252,18 +263,26 @@ class RamStore:
         with self.pinned(shard):
             bad_chunk = shard.first_bad_chunk()
             if bad_chunk is None:
-                self._note_verified(shard)
-                return True
-            self._pools.condemn(shard.segment)
-            if self._drop(shard):
-                self._counters.add("corrupt_found")
-                logger.error(
-                    "dropped shard %s: chunk %d in %s at %d does not match its digest",
-                    tuple(shard.id), bad_chunk, shard.segment.name, shard.offset,
-                )  # fmt: skip
-            return False
+                self.note_verified(shard)
+            else:
+                self.condemn(shard, f"chunk {bad_chunk}")
+            return bad_chunk is None
 
-    def _note_verified(self, shard: HeldShard) -> None:
+    def condemn(self, shard: HeldShard, what: str) -> None:
+        """Drop a shard whose bytes were found bad, counted; its memory is not used again.
+
+        `what` says which part does not match its digest.
+        """
+        self._pools.condemn(shard.segment)
+        if self._drop(shard):
+            self._counters.add("corrupt_found")
+            logger.error(
+                "dropped shard %s: %s in %s at %d does not match its digest",
+                tuple(shard.id), what, shard.segment.name, shard.offset,
+            )  # fmt: skip
+
+    def note_verified(self, shard: HeldShard) -> None:
+        """Remember that a shard's bytes were hashed just now and matched."""
         checked = dataclasses.replace(shard, verified_at_ms=self._now_ms())
         try:
             with self._staged_manifest(checked) as staged, self._lock:

@@ -194,6 +194,19 @@ class SegmentPools:
             doomed = self._drop_reference(segment)
         self._unlink(doomed)
 
+    def take_again(self, segment: Segment) -> None:
+        """Become the owner of a segment in use whose allocation was given back.
+
+        Raises:
+            StoreError: it is free or gone, or has an owner.
+        """
+        with self._changed:
+            self._check_open()
+            if segment not in self._in_use or segment.allocated:
+                raise StoreError(f"segment {segment.name} cannot be taken again")
+            segment.allocated = True
+            segment.references += 1
+
     def give_back(self, segment: Segment) -> None:
         """Take the allocation's reference away. Does nothing on a closed store.
 
