@@ -222,7 +222,7 @@ class RestoreRoom:
         if manifest is not None:
             tally.local_bytes += shard.bytes
             return manifest
-        tried = []
+        tried: list[str] = []
         for source in plan.sources:
             if (manifest := await self._pull(source, key, shard, into, tally, tried)) is not None:
                 return manifest
