@@ -53,7 +53,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         self._checking = asyncio.Semaphore(1)
 
     @answers
-    async def BeginPut(  # noqa: N802  the name in peer.proto
+    async def BeginPut(
         self, request: peer_pb2.BeginPutRequest, context: Context
     ) -> peer_pb2.BeginPutResponse:
         """Reserve memory for a copy."""
@@ -66,14 +66,14 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             raise
 
     @answers
-    async def FinishPut(  # noqa: N802  the name in peer.proto
+    async def FinishPut(
         self, request: peer_pb2.FinishPutRequest, context: Context
     ) -> peer_pb2.FinishPutResponse:
         """Check, make visible, acknowledge."""
         return await asyncio.to_thread(self._desk.finish, request)
 
     @answers
-    async def AbortPut(  # noqa: N802  the name in peer.proto
+    async def AbortPut(
         self, request: peer_pb2.AbortPutRequest, context: Context
     ) -> peer_pb2.AbortPutResponse:
         """Give a reservation back."""
@@ -81,7 +81,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         return peer_pb2.AbortPutResponse()
 
     @answers
-    async def BeginGet(  # noqa: N802  the name in peer.proto
+    async def BeginGet(
         self, request: peer_pb2.BeginGetRequest, context: Context
     ) -> peer_pb2.BeginGetResponse:
         """Open a replica for reading; whichever kind has the digest that is wanted."""
@@ -105,7 +105,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         return peer_pb2.BeginGetResponse(manifest=held.manifest, tickets=tickets)
 
     @answers
-    async def ListReplicas(  # noqa: N802  the name in peer.proto
+    async def ListReplicas(
         self, request: peer_pb2.ListReplicasRequest, context: Context
     ) -> peer_pb2.ListReplicasResponse:
         """What is held, as the store has it."""
@@ -125,7 +125,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         )
 
     @answers
-    async def ReportCorrupt(  # noqa: N802  the name in peer.proto
+    async def ReportCorrupt(
         self, request: peer_pb2.ReportCorruptRequest, context: Context
     ) -> peer_pb2.ReportCorruptResponse:
         """Believe nobody: hash the replicas again and drop what is bad."""
@@ -141,7 +141,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         return peer_pb2.ReportCorruptResponse(dropped=dropped)
 
     @answers
-    async def GetStats(  # noqa: N802  the name in peer.proto
+    async def GetStats(
         self, request: peer_pb2.GetStatsRequest, context: Context
     ) -> peer_pb2.GetStatsResponse:
         """Counters and memory."""
