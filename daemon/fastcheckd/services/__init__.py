@@ -1,0 +1,1 @@
+"""gRPC faces: they check what came over the wire, translate, delegate, and decide nothing."""
