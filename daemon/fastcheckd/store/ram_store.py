@@ -153,7 +153,7 @@ class RamStore:
         self._pools.give_back(segment)
 
     def spare(self, size_bytes: int, pool: str) -> Segment | None:
-        """The free segment that `allocate` would hand out next, without taking it: a hint, it may go any time."""
+        """The free segment that `allocate` would hand out next, not taken: a hint, it may go any time."""
         return self._pools.spare(size_bytes, pool)
 
     def publish(

@@ -161,10 +161,11 @@ class SegmentPools:
                 raise StoreError(f"cannot {what} in {self._folder.parent}: {error.strerror}") from None
             system = os.statvfs(self._folder)
             left, size = (blocks * system.f_frsize for blocks in (system.f_bavail, system.f_blocks))
+            inodes = system.f_favail
             raise StoreFullError(
-                f"cannot {what}: the file system of {self._folder.parent} has {left} of {size} bytes left: "
-                "enlarge it, or set ram_budget_bytes below its size; unlinked files that a trainer still has "
-                "mapped take room as well"
+                f"cannot {what}: the file system of {self._folder.parent} has {left} of {size} bytes and "
+                f"{inodes} inodes left: enlarge it, or set ram_budget_bytes below its size; unlinked files "
+                "that a trainer still has mapped take room as well"
             ) from None
 
     def adopt(self, segment: Segment) -> None:
