@@ -89,8 +89,7 @@ class IncomingShard:
         """Where the chunk's bytes go; until `accept` it counts as not there."""
         self._arrived[index] = 0
         start, stop = chunk_range(index, self.shard_bytes, self.chunk_bytes)
-        place: memoryview = self._view[start:stop]
-        return place
+        return self._view[start:stop]
 
     def accept(self, index: int, data: memoryview, claimed_digest: bytes) -> bool:
         """Hash a chunk where it lies; whether it is what the sender meant to send."""
