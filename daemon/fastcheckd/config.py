@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import json
 import os
 import re
 import socket
@@ -115,6 +116,8 @@ class Config:
     stall_after_s: float = 2.0
     #: A step that makes no progress for this long has failed.
     commit_timeout_s: float = 60.0
+    #: How long a replicated rank waits for the other ranks of its step.
+    rank_wait_timeout_s: float = 600.0
     #: How long SIGTERM waits for work under way.
     shutdown_grace_s: float = 5.0
     #: `human` or `json`, one line per event on stderr.
@@ -173,6 +176,15 @@ class Config:
                 "config key 'raft_key_file' is missing: voters off loopback need a shared secret of at least "
                 "32 random bytes; make one with: head -c 32 /dev/urandom > raft.key && chmod 600 raft.key"
             )
+
+    def to_json(self) -> str:
+        """The resolved configuration, for a child process."""
+        return json.dumps(dataclasses.asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> Config:
+        """Inverse of `to_json`."""
+        return cls(**{key: _convert(key, value) for key, value in json.loads(text).items()})
 
     @property
     def effective_voters(self) -> tuple[Voter, ...]:

@@ -1,0 +1,69 @@
+# The two commands of the README, `make demo` and `make test`, work alone on a fresh checkout with
+# Python 3.11+: each sets up a virtual environment in .venv first. Nothing outside the checkout changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# The stub generator is old on purpose (docs/protocol.md) and would pull the runtime down with it.
+PROTO_VENV := .venv-proto
+PROTO_READY := $(PROTO_VENV)/.ready
+PROTOS := $(wildcard proto/fastcheck_proto/v1/*.proto)
+BUF := @bufbuild/buf@1.75.0
+
+.PHONY: demo test lint format bench proto clean help
+
+help:
+	@echo "make demo   train on 4 nodes, lose one, resume bit for bit from the others' RAM (about 3 minutes)"
+	@echo "make test   all tests        make lint   all checks        make format  let ruff format"
+	@echo "make bench  the figures      make proto  regenerate stubs  make clean   remove what these made"
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "FastCheck needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(PROTO_READY):
+	$(PYTHON) -m venv $(PROTO_VENV)
+	$(PROTO_VENV)/bin/pip install --quiet --disable-pip-version-check \
+		grpcio-tools==1.63.2 mypy-protobuf==3.7.0 'setuptools<81'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/fastcheck demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY) $(PROTO_READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@rm -rf .stubs && mkdir .stubs
+	@$(call generate,.stubs)
+	@for f in .stubs/fastcheck_proto/v1/*; do cmp "$$f" "proto/fastcheck_proto/v1/$$(basename $$f)" \
+		|| { echo "stale stubs: run 'make proto'"; exit 1; }; done
+	@rm -rf .stubs && echo "stubs are fresh"
+	@if command -v npx >/dev/null; then cd proto && npx --yes $(BUF) lint && echo "buf lint passed"; \
+		else echo "buf lint skipped: no npm here"; fi
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(READY)
+	$(BIN)/python -m tests.benchmarks
+
+proto: $(PROTO_READY)
+	$(call generate,proto)
+
+define generate
+	PATH="$(CURDIR)/$(PROTO_VENV)/bin:$$PATH" $(PROTO_VENV)/bin/python -m grpc_tools.protoc -Iproto \
+		--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
+endef
+
+clean:
+	rm -rf $(VENV) $(PROTO_VENV) .stubs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

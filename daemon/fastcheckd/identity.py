@@ -1,0 +1,34 @@
+"""Who this data process speaks as: the node's current life and the newest membership it has seen.
+
+The agent assumes an incarnation from the registry and tells the data process; the registry's view
+raises the epoch. Both only ever grow, so whatever compares with them can be fenced by them.
+"""
+
+from __future__ import annotations
+
+from fastcheck_proto.v1 import common_pb2 as pb
+
+
+class Identity:
+    """This node's life as its data process knows it. Owned by the event loop's thread."""
+
+    def __init__(self, node_id: str) -> None:
+        self.node_id = node_id
+        #: 0 until the agent has registered the node.
+        self.incarnation = 0
+        self.epoch = 0
+
+    def assume(self, incarnation: int) -> bool:
+        """Take a newer incarnation; an older one is ignored. Returns whether it changed."""
+        if incarnation <= self.incarnation:
+            return False
+        self.incarnation = incarnation
+        return True
+
+    def saw_epoch(self, epoch: int) -> None:
+        """Remember the newest epoch."""
+        self.epoch = max(self.epoch, epoch)
+
+    def ref(self) -> pb.NodeRef:
+        """This life, for the wire."""
+        return pb.NodeRef(node_id=self.node_id, incarnation=self.incarnation)

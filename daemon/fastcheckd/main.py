@@ -1,0 +1,83 @@
+"""The command line of `fastcheckd`.
+
+    fastcheckd run --config FILE [--set key=value ...]        the daemon
+    fastcheckd validate --config FILE [--set key=value ...]   check the configuration and stop
+
+Exit codes: 0 stopped as asked, 1 failed, 2 usage, 78 the configuration cannot work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import __version__
+from .config import Config, load_config
+from .errors import ConfigError, FastCheckdError
+from .log import configure
+from .supervise import CHILD_CONFIG, CHILD_PARENT, EXIT_CONFIG, die_with_parent
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.command == "child":
+            return _run_child(arguments.process)
+        config = load_config(arguments.config, environment=os.environ, overrides=arguments.set or ())
+        if arguments.command == "validate":
+            print(
+                f"valid: node {config.node_id} of cluster {config.cluster_id}, agent at {config.agent_address}"
+            )
+            return 0
+        return _run("agent", config)
+    except ConfigError as error:
+        print(f"fastcheckd: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+
+
+def _run_child(process: str) -> int:
+    parent = os.environ.pop(CHILD_PARENT, "")
+    text = os.environ.pop(CHILD_CONFIG, "")
+    if not parent or not text:
+        print("fastcheckd: `child` is started by the agent only", file=sys.stderr)
+        return 2
+    die_with_parent(int(parent))
+    return _run(process, Config.from_json(text))
+
+
+def _run(process: str, config: Config) -> int:
+    from .node import PROCESSES  # noqa: PLC0415  late: `validate` needs none of it
+
+    configure(config.log_format, f"{config.node_id}/{process}")
+    try:
+        asyncio.run(PROCESSES[process](config))
+    except ConfigError as error:
+        logger.error("%s", error)
+        return EXIT_CONFIG
+    except FastCheckdError as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fastcheckd", description="The FastCheck daemon of one node.")
+    parser.add_argument("--version", action="version", version=f"fastcheckd {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (("run", "run the daemon"), ("validate", "check the configuration and stop")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--config", type=Path, help="YAML file; without it the defaults are used")
+        command.add_argument(
+            "--set", action="append", metavar="KEY=VALUE", help="override one key; may be repeated"
+        )
+    child = commands.add_parser("child")  # no help: started by the agent
+    child.add_argument("process", choices=("data", "registry"))
+    return parser

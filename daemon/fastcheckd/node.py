@@ -1,0 +1,241 @@
+"""Wires the rooms into the three processes of a node. The only place that knows all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from fastcheck_proto.v1 import (
+    admin_pb2_grpc,
+    node_pb2_grpc,
+    peer_pb2_grpc,
+    registry_pb2,
+    trainer_pb2_grpc,
+)
+
+from .agent import Agent
+from .config import Config
+from .counters import Counters
+from .errors import ConfigError
+from .identity import Identity
+from .registry.client import RegistryClient
+from .registry.server import RegistryServer
+from .restore.room import RestoreRoom
+from .rpc import SERVER_OPTIONS
+from .saving.replicate import Replicator
+from .saving.room import SavingRoom
+from .services.admin import AdminService
+from .services.node import DataControlService, NodeService
+from .services.peer import PeerService
+from .services.trainer import TrainerService
+from .store.ram_store import RamStore
+from .store.retention import what_to_drop
+from .transfer.lane_server import LaneServer
+from .transfer.peer_client import PeerClient
+from .transfer.put_desk import PutDesk
+from .transfer.tickets import TicketOffice
+from .view import ViewFollower
+
+logger = logging.getLogger(__name__)
+
+
+# --- the three processes ----------------------------------------------------------------------------
+
+
+async def run_agent(config: Config) -> None:
+    """The `fastcheckd` process itself; returns after SIGTERM or SIGINT."""
+    stopping = _stop_signal()
+    _private_directory(config.runtime_dir)
+    registry = RegistryClient(config, Counters())
+    peers_pool = ThreadPoolExecutor(1, thread_name_prefix="admin")
+    peers = PeerClient(config, Counters(), peers_pool)
+    agent = Agent(config, registry)
+    health = health_aio.HealthServicer()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    node_pb2_grpc.add_NodeServiceServicer_to_server(NodeService(config, lambda: agent.incarnation), server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(config, registry, peers), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    _listen_tcp(server, config.agent_address, "agent_port")
+    async with _listening(server, config.agent_socket):
+        await health.set("", health_pb2.HealthCheckResponse.SERVING)
+        agent.start()
+        try:
+            done, _ = await asyncio.wait({stopping, agent.fatal}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await health.enter_graceful_shutdown()
+            await agent.stop()
+            await peers.close()
+            await registry.close()
+            peers_pool.shutdown(wait=False)
+        if agent.fatal in done:
+            raise agent.fatal.result()
+
+
+class _DataRooms:
+    """The rooms of a data process, joined."""
+
+    def __init__(self, config: Config, store: RamStore, counters: Counters) -> None:
+        self.identity = identity = Identity(config.node_id)
+        self.store = store
+        self.hashing = ThreadPoolExecutor(config.worker_threads, thread_name_prefix="hash")
+        # Lane threads mostly wait for the network: room for several ranks' steps at full spread.
+        self.lanes = ThreadPoolExecutor(4 * config.spread * config.lane_streams, thread_name_prefix="lane")
+        self.registry = registry = RegistryClient(config, counters)
+        self.view = view = ViewFollower(registry, identity)
+        self.peers = peers = PeerClient(config, counters, self.lanes)
+        tickets = TicketOffice()
+        self.lane = LaneServer(config.host, config.lane_port, tickets, counters, config.transfer_timeout_s)
+        self.desk = desk = PutDesk(config, store, tickets, counters, identity)
+        replicator = Replicator(
+            config=config, identity=identity, store=store, registry=registry, peers=peers, view=view,
+            counters=counters, executor=self.hashing,
+        )  # fmt: skip
+        self.saving = SavingRoom(
+            config=config, identity=identity, store=store, registry=registry, view=view,
+            counters=counters, replicator=replicator,
+        )  # fmt: skip
+        restore = RestoreRoom(
+            config=config, store=store, registry=registry, peers=peers, view=view,
+            counters=counters, executor=self.hashing,
+        )  # fmt: skip
+        self.peer_service = PeerService(config, store, desk, tickets, counters, self.hashing)
+        self.trainer_service = TrainerService(config, self.saving, restore, registry)
+        self._resumed = False
+        view.on_change(self._on_view)
+
+    async def _on_view(self, seen: registry_pb2.ClusterView) -> None:
+        """Free what the registry no longer keeps; once, carry on with what an earlier life had staged."""
+        if not self._resumed and self.identity.incarnation:
+            self._resumed = True
+            if count := self.saving.resume():
+                logger.info("carrying on with %d staged steps of an earlier life", count)
+        await asyncio.to_thread(_prune, self.store, self.view.kept_steps())
+
+    async def close(self) -> None:
+        """Let go of everything but the bytes."""
+        self.lane.stop()
+        await self.peers.close()
+        await self.registry.close()
+        self.hashing.shutdown(wait=False, cancel_futures=True)
+        self.lanes.shutdown(wait=False, cancel_futures=True)
+        self.store.close()
+
+
+async def run_data(config: Config) -> None:
+    """The data process; returns after SIGTERM."""
+    stopping = _stop_signal()
+    counters = Counters()
+    store = await asyncio.to_thread(
+        RamStore.open, config.ram_dir, budget_bytes=config.ram_budget_bytes, counters=counters
+    )
+    rooms = _DataRooms(config, store, counters)
+    far = grpc.aio.server(options=SERVER_OPTIONS)
+    peer_pb2_grpc.add_PeerServiceServicer_to_server(rooms.peer_service, far)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, far)
+    _listen_tcp(far, config.data_address, "data_port")
+    near = grpc.aio.server(options=SERVER_OPTIONS)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, near)
+    node_pb2_grpc.add_DataControlServiceServicer_to_server(DataControlService(rooms.identity, store), near)
+    rooms.lane.start()
+    try:
+        async with _listening(far), _listening(near, config.data_socket):
+            following = asyncio.create_task(rooms.view.run(), name="view")
+            logger.info("%d shards adopted from %s", len(store.held()), config.ram_dir)
+            await asyncio.wait({stopping, following}, return_when=asyncio.FIRST_COMPLETED)
+            following.cancel()
+            await rooms.saving.stop()
+            await asyncio.gather(following, return_exceptions=True)
+    finally:
+        await rooms.close()
+
+
+async def run_registry(config: Config) -> None:
+    """The registry process of a voter; returns after SIGTERM."""
+    stopping = _stop_signal()
+    server = RegistryServer(config)
+    await server.start()
+    try:
+        await stopping
+    finally:
+        await server.stop()
+
+
+PROCESSES: dict[str, Callable[[Config], Awaitable[None]]] = {
+    "agent": run_agent,
+    "data": run_data,
+    "registry": run_registry,
+}
+
+
+# --- what they share --------------------------------------------------------------------------------
+
+
+def _prune(store: RamStore, kept_steps: dict[str, list[int]]) -> None:
+    """Drop replicas of steps that the registry no longer keeps."""
+    for shard in what_to_drop(store.held(), kept_steps):
+        store.drop(shard)
+
+
+def _stop_signal() -> asyncio.Future[None]:
+    """A future that SIGTERM or SIGINT completes."""
+    loop = asyncio.get_running_loop()
+    stopping: asyncio.Future[None] = loop.create_future()
+
+    def stop() -> None:
+        if not stopping.done():
+            stopping.set_result(None)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    return stopping
+
+
+def _private_directory(path: Path) -> None:
+    """Make a directory that only this user may enter, or refuse one that others can."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise ConfigError(
+            f"{path} must be a directory of this user that nobody else may write to; fix it or set runtime_dir"
+        )
+
+
+def _listen_tcp(server: grpc.aio.Server, address: str, key: str) -> None:
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError:
+        bound = 0
+    if not bound:
+        raise ConfigError(
+            f"cannot listen on {address}: the port is in use or the address is not of this machine; "
+            f"change {key} or host"
+        )
+
+
+@contextlib.asynccontextmanager
+async def _listening(server: grpc.aio.Server, socket: Path | None = None) -> AsyncIterator[None]:
+    """Serve while the context lasts, on a Unix socket too if one is given."""
+    if socket is not None:
+        if len(str(socket)) > 100:
+            raise ConfigError(
+                f"the socket path {socket} is too long for the kernel; set a shorter runtime_dir"
+            )
+        # Left by an earlier life; whether one still runs, the TCP port has told.
+        socket.unlink(missing_ok=True)  # noqa: ASYNC240  before serving, nobody waits
+        server.add_insecure_port(f"unix://{socket}")
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(grace=0.2)

@@ -1,0 +1,325 @@
+"""Brings a committed step of a rank into one local segment, checked, and keeps it there while it is read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import registry_pb2 as rpb
+from fastcheck_proto.v1 import trainer_pb2 as tpb
+
+from ..config import Config
+from ..counters import Counters
+from ..errors import (
+    CorruptError,
+    FastCheckdError,
+    InvalidRequestError,
+    LostError,
+    NotHeldError,
+    PeerError,
+    StepGoneError,
+    WorldSizeError,
+)
+from ..registry.client import RegistryClient
+from ..store.ram_store import HeldShard, RamStore
+from ..store.segments import Segment
+from ..transfer.peer_client import PeerClient
+from ..view import ViewFollower
+from .plan import ShardPlan, other_sources, plan_fetch
+from .verify import count_bad_chunks
+
+logger = logging.getLogger(__name__)
+
+LOOKUP_TIMEOUT_S = 20.0
+LIST_TIMEOUT_S = 2.0
+
+
+@dataclass
+class _Tally:
+    """Where the bytes of one load came from."""
+
+    local_bytes: int = 0
+    fetched_bytes: int = 0
+    bad_copies: int = 0
+    holders: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A rank's state in local memory."""
+
+    ready: tpb.LoadReady
+    segment: Segment
+
+
+class RestoreRoom:
+    """All loads of one data process. Owned by the event loop's thread."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        store: RamStore,
+        registry: RegistryClient,
+        peers: PeerClient,
+        view: ViewFollower,
+        counters: Counters,
+        executor: Executor,
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._registry = registry
+        self._peers = peers
+        self._view = view
+        self._counters = counters
+        self._executor = executor
+        self._locks: dict[tuple[str, int], asyncio.Lock] = {}
+
+    @contextlib.asynccontextmanager
+    async def load(self, request: tpb.LoadRequest) -> AsyncIterator[Loaded | None]:
+        """Hold the asked-for step in a local segment for as long as the context lasts.
+
+        Yields None when no step was asked for by number and none is committed.
+
+        Raises:
+            StepGoneError: the asked-for step is not kept; the message lists what is.
+            WorldSizeError: the step was saved by another number of ranks.
+            LostError: every copy of some shard is bad or gone; the message names older steps.
+        """
+        started = time.monotonic()
+        found = await self._lookup(request)
+        if found is None:
+            yield None
+            return
+        record, kept = found
+        lock = self._locks.setdefault((request.job, request.rank), asyncio.Lock())
+        tally = _Tally()
+        async with lock:  # two loads of one rank must not both fetch
+            try:
+                shards = await self._bring(request.job, record, tally)
+            except LostError as error:
+                raise LostError(f"{error}. {_offer(record.step, kept)}") from None
+            segment = shards[0].segment
+            self._store.retain(segment)
+        first = shards[0].manifest
+        self._counters.add("restores")
+        try:
+            yield Loaded(
+                tpb.LoadReady(
+                    step=record.step,
+                    segment=tpb.SegmentRef(path=str(segment.path), bytes=segment.size_bytes),
+                    state_bytes=first.state_bytes,
+                    header_offset=first.header_offset,
+                    header_bytes=first.header_bytes,
+                    local_bytes=tally.local_bytes,
+                    fetched_bytes=tally.fetched_bytes,
+                    holders=len(tally.holders),
+                    bad_copies=tally.bad_copies,
+                    restore_s=time.monotonic() - started,
+                ),
+                segment,
+            )
+        finally:
+            self._store.release(segment)
+
+    async def _lookup(self, request: tpb.LoadRequest) -> tuple[rpb.StepRecord, list[int]] | None:
+        lookup = rpb.LookupRequest(job=request.job, rank=request.rank)
+        if request.HasField("step"):
+            lookup.step = request.step
+        response = await self._registry.lookup(lookup, timeout_s=LOOKUP_TIMEOUT_S)
+        kept = list(response.kept_steps)
+        if not response.HasField("record"):
+            if request.HasField("step"):
+                raise StepGoneError(
+                    f"job {request.job!r} has no committed step {request.step} any more; "
+                    f"it has {', '.join(map(str, kept)) or 'none'}"
+                )
+            return None
+        record = response.record
+        if record.world_size != request.world_size:
+            raise WorldSizeError(
+                f"step {record.step} of job {request.job!r} was saved by {record.world_size} ranks and cannot be "
+                f"loaded by {request.world_size}: start as many ranks as saved it"
+            )
+        if len(record.ranks) != 1 or record.ranks[0].rank != request.rank:
+            raise InvalidRequestError(f"step {record.step} of job {request.job!r} has no rank {request.rank}")
+        return record, kept
+
+    # --- bringing the bytes here -----------------------------------------------------------------
+
+    async def _bring(self, job: str, step: rpb.StepRecord, tally: _Tally) -> list[HeldShard]:
+        record = step.ranks[0]
+        own = await self._own(job, step.step, record)
+        if own is not None:
+            tally.local_bytes = record.state_bytes
+            return own
+        pool = f"staging.{job}.{record.rank}"
+        segment = await asyncio.to_thread(self._store.allocate, record.state_bytes, pool)
+        try:
+            nodes = {n.node_id: n for n in (await self._nodes()).nodes}
+            plans = plan_fetch(record, nodes, self._config.node_id)
+            fetches = [self._fetch(job, step.step, record, plan, segment, nodes, tally) for plan in plans]
+            manifests = await asyncio.gather(*fetches)
+            return await asyncio.to_thread(self._publish, manifests, segment)
+        finally:
+            self._store.release(segment)
+
+    async def _nodes(self) -> rpb.ClusterView:
+        """The membership: the leader's if it answers, else the newest seen."""
+        try:
+            return await self._registry.view(timeout_s=LIST_TIMEOUT_S)
+        except FastCheckdError as error:
+            logger.info("using the last view seen: %s", error)
+            return self._view.view
+
+    async def _own(self, job: str, step: int, record: rpb.RankRecord) -> list[HeldShard] | None:
+        """The rank's shards as this node's own bytes, checked, if they all lie in one segment here."""
+        shards = []
+        for wanted in record.shards:
+            key = pb.ShardKey(job=job, step=step, rank=record.rank, shard=wanted.shard)
+            held = self._store.find(key, pb.REPLICA_KIND_OWNER)
+            if held is None or held.manifest.digest != wanted.digest or held.offset != wanted.offset:
+                return None
+            shards.append(held)
+        if not shards or len({s.segment.name for s in shards}) != 1:
+            return None
+        checks = await asyncio.gather(*(self._is_intact(s) for s in shards))
+        return shards if all(checks) else None
+
+    async def _is_intact(self, held: HeldShard) -> bool:
+        """Check a replica here; a bad one is dropped and counted."""
+        with self._store.pinned(held):
+            bad = await count_bad_chunks(
+                held.view, held.manifest.chunk_digests, held.manifest.chunk_bytes, self._executor
+            )
+        if bad:
+            logger.error(
+                "%d chunks of shard %d of %s step %d rank %d in RAM do not match their digest; dropping that copy",
+                bad, held.key.shard, held.key.job, held.key.step, held.key.rank,
+            )  # fmt: skip
+            self._counters.add("corrupt_found")
+            self._store.discard(held)
+        return not bad
+
+    async def _fetch(
+        self,
+        job: str,
+        step: int,
+        record: rpb.RankRecord,
+        plan: ShardPlan,
+        segment: Segment,
+        nodes: Mapping[str, rpb.NodeRecord],
+        tally: _Tally,
+    ) -> pb.ShardManifest:
+        """Get one shard into its place: from this node's own replicas, else from one peer after the other."""
+        shard = plan.record
+        key = pb.ShardKey(job=job, step=step, rank=record.rank, shard=shard.shard)
+        into = segment.view[shard.offset : shard.offset + shard.bytes]
+        manifest = await self._copy_local(key, shard, into)
+        if manifest is not None:
+            tally.local_bytes += shard.bytes
+            return manifest
+        tried = []
+        for source in plan.sources:
+            if (manifest := await self._pull(source, key, shard, into, tally, tried)) is not None:
+                return manifest
+        for source in await self._who_else_has(
+            key, shard.digest, other_sources(plan, nodes, self._config.node_id)
+        ):
+            if (manifest := await self._pull(source, key, shard, into, tally, tried)) is not None:
+                return manifest
+        raise LostError(
+            f"shard {shard.shard} of rank {record.rank}, step {step} of job {job!r}: no good copy left "
+            f"({'; '.join(tried) or 'none of its holders is known'})"
+        )
+
+    async def _copy_local(
+        self, key: pb.ShardKey, shard: rpb.ShardRecord, into: memoryview
+    ) -> pb.ShardManifest | None:
+        for kind in (pb.REPLICA_KIND_OWNER, pb.REPLICA_KIND_COPY):
+            held = self._store.find(key, kind)
+            if held is None or held.manifest.digest != shard.digest or not await self._is_intact(held):
+                continue
+            with self._store.pinned(held):
+                await asyncio.get_running_loop().run_in_executor(self._executor, _copy, held.view, into)
+            return held.manifest
+        return None
+
+    async def _pull(
+        self,
+        source: pb.Holder,
+        key: pb.ShardKey,
+        shard: rpb.ShardRecord,
+        into: memoryview,
+        tally: _Tally,
+        tried: list[str],
+    ) -> pb.ShardManifest | None:
+        """Pull a shard from one peer; None, counted and noted in `tried`, when its copy is bad or gone."""
+
+        def progress(_sent: int) -> None:
+            """A load shows its progress once it is worth watching."""
+
+        try:
+            manifest = await self._peers.get_shard(source, key, shard.digest, into, progress)
+        except CorruptError as error:
+            tally.bad_copies += 1
+            tried.append(str(error))
+        except (NotHeldError, PeerError) as error:
+            tally.bad_copies += 1
+            self._counters.add("copies_missing")
+            tried.append(str(error))
+        else:
+            self._counters.add("shards_fetched")
+            tally.fetched_bytes += shard.bytes
+            tally.holders.add(source.node.node_id)
+            return manifest
+        logger.warning(
+            "%s/%d/%d/%d: %s; trying the next copy", key.job, key.step, key.rank, key.shard, tried[-1]
+        )
+        return None
+
+    async def _who_else_has(self, key: pb.ShardKey, digest: bytes, nodes: list[pb.Holder]) -> list[pb.Holder]:
+        async def has(node: pb.Holder) -> bool:
+            try:
+                replicas = await self._peers.list_replicas(
+                    node.data_address, key.job, key.step, LIST_TIMEOUT_S
+                )
+            except FastCheckdError:
+                return False  # it was only a chance; the named holders have been reported already
+            return any(
+                r.key.rank == key.rank and r.key.shard == key.shard and r.digest == digest for r in replicas
+            )
+
+        answers = await asyncio.gather(*(has(n) for n in nodes))
+        return [n for n, yes in zip(nodes, answers, strict=True) if yes]
+
+    def _publish(self, manifests: list[pb.ShardManifest], segment: Segment) -> list[HeldShard]:
+        """Keep what was brought here as this node's own copy: it serves others and the next load."""
+        held = []
+        for source in manifests:
+            manifest = pb.ShardManifest()
+            manifest.CopyFrom(source)
+            manifest.kind = pb.REPLICA_KIND_OWNER
+            manifest.part = 0
+            held.append(self._store.publish(manifest, segment, manifest.offset, verified=True))
+        return held
+
+
+def _copy(source: memoryview, into: memoryview) -> None:
+    # In pieces: one large slice assignment would hold the interpreter lock for its whole length.
+    step = 1 << 20
+    for low in range(0, len(source), step):
+        into[low : low + step] = source[low : low + step]
+
+
+def _offer(step: int, kept: list[int]) -> str:
+    older = [s for s in kept if s < step]
+    if not older:
+        return "No older step is kept in memory: fall back to durable storage"
+    return f"Older committed steps: {', '.join(map(str, older))}; load one with load(state, step={older[-1]})"

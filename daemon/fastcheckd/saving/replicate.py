@@ -1,0 +1,346 @@
+"""Carries a sealed save to its holders and through the commit.
+
+Place → put every shard to every holder at once → publish the owner's manifests → report until the
+registry decides. A holder that fails gets a rest (quarantine) and its copy goes elsewhere; the split into
+shards is fixed by the first placement, later ones only supply other holders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import registry_pb2 as rpb
+from fastcheck_proto.v1 import trainer_pb2 as tpb
+
+from ..config import Config
+from ..counters import Counters
+from ..digests import shard_digest
+from ..errors import (
+    FastCheckdError,
+    FencedError,
+    HolderLostError,
+    NoQuorumError,
+    PeerError,
+    PlacementError,
+    SupersededError,
+    from_code,
+)
+from ..identity import Identity
+from ..registry.client import RegistryClient
+from ..store.ram_store import RamStore
+from ..transfer.chunk_digests import ChunkDigests
+from ..transfer.peer_client import PeerClient
+from ..view import ViewFollower
+from .save import Save
+
+logger = logging.getLogger(__name__)
+
+#: Pause before asking a registry again that could not place or had no leader.
+RETRY_PAUSE_S = 0.3
+RETRY_PAUSE_MAX_S = 2.0
+#: Rounds of sending before the save fails: nodes die one by one, only a defect fails every round.
+PUT_ATTEMPTS_MAX = 30
+REGISTRY_TIMEOUT_S = 3.0
+REPORT_WAIT_S = 5.0
+
+
+class Quarantine:
+    """Peers that just failed us and get nothing from us for a while."""
+
+    def __init__(self, rest_s: float) -> None:
+        self._rest_s = rest_s
+        self._until: dict[str, float] = {}
+
+    def add(self, node_id: str) -> None:
+        """Give a peer a rest."""
+        self._until[node_id] = time.monotonic() + self._rest_s
+
+    def members(self) -> list[str]:
+        """Peers resting now."""
+        now = time.monotonic()
+        self._until = {n: t for n, t in self._until.items() if t > now}
+        return sorted(self._until)
+
+
+@dataclass(eq=False)
+class _Shard:
+    """One shard of the save and the copies of it that are acknowledged."""
+
+    index: int
+    offset: int
+    bytes: int
+    digests: ChunkDigests
+    manifest: pb.ShardManifest
+    #: Copies acknowledged, by node id.
+    acknowledged: dict[str, pb.NodeRef] = field(default_factory=dict)
+    published: bool = False
+
+
+def pick_holders(
+    shard: int, wanted: int, taken: Iterable[str], placement: rpb.PlaceResponse
+) -> list[pb.Holder]:
+    """Choose up to `wanted` holders for a shard from a placement, none of them in `taken`.
+
+    The placement's own choice for the shard comes first; others of the group follow, rotated by
+    the shard's index so that several shards in need do not all go to one node. Pure.
+    """
+    own = [h for s in placement.shards if s.shard == shard for h in s.holders]
+    everyone = [h for s in placement.shards for h in s.holders]
+    turn = shard % len(everyone) if everyone else 0
+    chosen: dict[str, pb.Holder] = {}
+    for holder in own + everyone[turn:] + everyone[:turn]:
+        if len(chosen) < wanted and holder.node.node_id not in taken:
+            chosen.setdefault(holder.node.node_id, holder)
+    return list(chosen.values())
+
+
+class Replicator:
+    """Runs saves to their end; one instance per data process."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        identity: Identity,
+        store: RamStore,
+        registry: RegistryClient,
+        peers: PeerClient,
+        view: ViewFollower,
+        counters: Counters,
+        executor: Executor,
+    ) -> None:
+        self._config = config
+        self._identity = identity
+        self._store = store
+        self._registry = registry
+        self._peers = peers
+        self._view = view
+        self._counters = counters
+        self._executor = executor
+        self._quarantine = Quarantine(config.quarantine_s)
+
+    async def run(self, save: Save) -> None:
+        """Bring a staged save to COMMITTED; raises what stopped it."""
+        started = time.monotonic()
+        placement = await self._place(save)
+        shards = self._split(save, placement)
+        while True:
+            epoch = await self._replicate(save, shards, placement)
+            save.replicate_s = time.monotonic() - started
+            save.copies = min(len(s.acknowledged) for s in shards)
+            save.encoded_bytes = save.sent_bytes // save.copies
+            if save.state < tpb.SAVE_STATE_REPLICATED:
+                save.advance(tpb.SAVE_STATE_REPLICATED)
+            reported = time.monotonic()
+            try:
+                await self._report(save, shards, epoch)
+            except HolderLostError as error:
+                logger.warning("%s: %s; placing its shards again", save.key, error)
+                for shard in shards:
+                    for node_id in error.node_ids:
+                        shard.acknowledged.pop(node_id, None)
+                placement = await self._place(save)
+                continue
+            save.commit_s = time.monotonic() - reported
+            return
+
+    # --- placing ---------------------------------------------------------------------------------
+
+    async def _place(self, save: Save) -> rpb.PlaceResponse:
+        """Ask where the shards go, again and again while nobody can say, within the save's patience."""
+        while True:
+            request = rpb.PlaceRequest(
+                job=save.key.job,
+                step=save.key.step,
+                rank=save.key.rank,
+                world_size=save.world_size,
+                session=save.session,
+                owner=self._identity.ref(),
+                state_bytes=save.state_bytes,
+                chunk_bytes=self._config.chunk_bytes,
+                avoid=self._quarantine.members(),
+            )
+            try:
+                response = await self._registry.place(request, timeout_s=REGISTRY_TIMEOUT_S)
+            except (NoQuorumError, PlacementError, PeerError) as error:
+                await self._wait_out(save, error)
+                continue
+            except FencedError:
+                if not self._reborn(request.owner):
+                    raise
+                continue
+            if not response.shards or any(not s.holders for s in response.shards):
+                raise FastCheckdError(
+                    f"{save.key}: the registry's placement names no holders; report this defect"
+                )
+            return response
+
+    async def _wait_out(self, save: Save, error: FastCheckdError) -> None:
+        save.stalled(error)
+        if save.idle_s() > self._config.commit_timeout_s:
+            raise error
+        await asyncio.sleep(RETRY_PAUSE_S)
+
+    def _reborn(self, ref: pb.NodeRef) -> bool:
+        """Whether the node has begun a new life since `ref`: then the same call is worth repeating."""
+        return self._identity.incarnation > ref.incarnation
+
+    def _split(self, save: Save, placement: rpb.PlaceResponse) -> list[_Shard]:
+        shards = []
+        for planned in placement.shards:
+            view = save.segment.view[planned.offset : planned.offset + planned.bytes]
+            manifest = pb.ShardManifest(
+                key=pb.ShardKey(
+                    job=save.key.job, step=save.key.step, rank=save.key.rank, shard=planned.shard
+                ),
+                shard_count=len(placement.shards),
+                world_size=save.world_size,
+                owner=self._config.node_id,
+                session=save.session,
+                state_bytes=save.state_bytes,
+                offset=planned.offset,
+                bytes=planned.bytes,
+                header_offset=save.header_offset,
+                header_bytes=save.header_bytes,
+                chunk_bytes=self._config.chunk_bytes,
+                kind=pb.REPLICA_KIND_COPY,
+            )
+            digests = ChunkDigests(view, self._config.chunk_bytes)
+            shards.append(_Shard(planned.shard, planned.offset, planned.bytes, digests, manifest))
+        return shards
+
+    # --- sending ---------------------------------------------------------------------------------
+
+    async def _replicate(self, save: Save, shards: list[_Shard], placement: rpb.PlaceResponse) -> int:
+        """Get every shard to as many holders as the placement names; returns the epoch placed by."""
+        copies = min(len(s.holders) for s in placement.shards)
+        for attempt in range(PUT_ATTEMPTS_MAX):
+            puts = [
+                self._put(save, shard, holder, placement.epoch)
+                for shard in shards
+                for holder in pick_holders(
+                    shard.index, copies - len(shard.acknowledged), shard.acknowledged, placement
+                )
+            ]
+            errors = [error for error in await asyncio.gather(*puts) if error is not None]
+            short = [s for s in shards if len(s.acknowledged) < copies]
+            if not short:
+                return placement.epoch
+            error = errors[0] if errors else PlacementError(f"nobody is left to hold shard {short[0].index}")
+            save.stalled(error)
+            if attempt + 1 == PUT_ATTEMPTS_MAX or save.idle_s() > self._config.commit_timeout_s:
+                raise error
+            save.resent_shards += len(short)
+            self._counters.add("shards_resent", len(short))
+            await asyncio.sleep(min(RETRY_PAUSE_S * attempt, RETRY_PAUSE_MAX_S))
+            placement = await self._place(save)
+        raise AssertionError("unreachable")
+
+    async def _put(self, save: Save, shard: _Shard, holder: pb.Holder, epoch: int) -> FastCheckdError | None:
+        """Send one copy; a failure is returned, and the holder rests, so that the others go on."""
+        put = asyncio.create_task(
+            self._peers.put_shard(
+                holder,
+                epoch=epoch,
+                owner=self._identity.ref(),
+                manifest=shard.manifest,
+                digests=shard.digests,
+                source=save.segment.view[shard.offset : shard.offset + shard.bytes],
+                progress=save.moved,
+            )
+        )
+        gone = asyncio.create_task(self._view.until_gone(holder.node))
+        node_id = holder.node.node_id
+        try:
+            await asyncio.wait({put, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not put.done():
+                raise PeerError(f"node {node_id} went DOWN while it was sent shard {shard.index}")
+            put.result()
+            await self._publish_own(save, shard)
+        except FastCheckdError as error:
+            logger.warning("%s: shard %d to %s failed: %s", save.key, shard.index, node_id, error)
+            if not isinstance(error, FencedError):  # an old epoch is our lag, not the holder's fault
+                self._quarantine.add(node_id)
+                self._counters.add("peers_quarantined")
+            return error
+        finally:
+            for task in (put, gone):
+                task.cancel()
+            await asyncio.gather(put, gone, return_exceptions=True)
+        save.moved()
+        save.sent_bytes += shard.bytes
+        shard.acknowledged[node_id] = holder.node
+        return None
+
+    async def _publish_own(self, save: Save, shard: _Shard) -> None:
+        """Make the owner's copy findable: from here on a restart of this process keeps it."""
+        if shard.published:
+            return
+        shard.published = True
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._publish, save, shard)
+
+    def _publish(self, save: Save, shard: _Shard) -> None:
+        manifest = pb.ShardManifest()
+        manifest.CopyFrom(shard.manifest)
+        manifest.kind = pb.REPLICA_KIND_OWNER
+        manifest.chunk_digests = shard.digests.complete()
+        manifest.digest = shard_digest(manifest.chunk_digests)
+        self._store.publish(manifest, save.segment, shard.offset, verified=True)
+
+    # --- committing ------------------------------------------------------------------------------
+
+    async def _report(self, save: Save, shards: list[_Shard], epoch: int) -> None:
+        """Report until the registry commits; raises what it refuses with."""
+        give_up_at = time.monotonic() + self._config.rank_wait_timeout_s
+        while True:
+            record = rpb.RankRecord(
+                rank=save.key.rank,
+                session=save.session,
+                owner=self._identity.ref(),
+                state_bytes=save.state_bytes,
+                shards=[
+                    rpb.ShardRecord(
+                        shard=s.index,
+                        offset=s.offset,
+                        bytes=s.bytes,
+                        digest=shard_digest(s.digests.complete()),
+                        holders=s.acknowledged.values(),
+                    )
+                    for s in shards
+                ],
+            )
+            request = rpb.ReportRequest(
+                job=save.key.job,
+                step=save.key.step,
+                world_size=save.world_size,
+                epoch=epoch,
+                record=record,
+                wait_s=REPORT_WAIT_S,
+            )
+            try:
+                response = await self._registry.report(request, timeout_s=REPORT_WAIT_S + REGISTRY_TIMEOUT_S)
+            except (NoQuorumError, PeerError) as error:
+                await self._wait_out(save, error)
+                continue
+            save.moved()
+            if response.state == rpb.REPORT_STATE_COMMITTED:
+                return
+            if response.state == rpb.REPORT_STATE_WAITING:
+                if time.monotonic() > give_up_at:
+                    raise SupersededError(
+                        f"{save.key}: other ranks did not save this step within "
+                        f"{self._config.rank_wait_timeout_s:.0f} s: {response.error.message}"
+                    )
+                continue
+            if response.error.code == pb.ERROR_CODE_HOLDER_LOST:
+                lost = tuple(n.node_id for n in response.lost_holders)
+                raise HolderLostError(response.error.message, lost)
+            if response.error.code == pb.ERROR_CODE_FENCED and self._reborn(record.owner):
+                continue
+            raise from_code(response.error.code, response.error.message)

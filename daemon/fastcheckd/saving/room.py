@@ -1,0 +1,317 @@
+"""The saves of this node's trainers: who may save, how many at once, and what becomes of them.
+
+Bounds the steps under way per rank. A trainer waits only when the bound is reached, and never for a
+step that cannot go forward: that one is given up for the newer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Iterable
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import registry_pb2 as rpb
+from fastcheck_proto.v1 import trainer_pb2 as tpb
+
+from ..config import Config
+from ..counters import Counters
+from ..errors import (
+    FastCheckdError,
+    FencedError,
+    InvalidRequestError,
+    NotHeldError,
+    NotNewerError,
+    SupersededError,
+)
+from ..identity import Identity
+from ..registry.client import RegistryClient
+from ..store.ram_store import RamStore
+from ..store.segments import Segment
+from ..view import ViewFollower
+from .replicate import Replicator
+from .save import Save, SaveKey
+
+logger = logging.getLogger(__name__)
+
+#: Finished saves remembered per rank, for trainers that ask late.
+FINISHED_KEPT = 4
+#: How often a waiting BeginSave looks whether the step before it has stalled.
+STALL_CHECK_S = 0.25
+OPEN_TIMEOUT_S = 5.0
+
+
+class SavingRoom:
+    """All saves of one data process, keyed by job and rank. Owned by the event loop's thread."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        identity: Identity,
+        store: RamStore,
+        registry: RegistryClient,
+        view: ViewFollower,
+        counters: Counters,
+        replicator: Replicator,
+    ) -> None:
+        self._config = config
+        self._identity = identity
+        self._store = store
+        self._registry = registry
+        self._view = view
+        self._counters = counters
+        self._replicator = replicator
+        self._sessions: dict[tuple[str, int], int] = {}
+        self._reserved: dict[str, Save] = {}
+        self._saves: dict[tuple[str, int], list[Save]] = {}
+        self._spares: set[asyncio.Task[None]] = set()
+
+    # --- sessions --------------------------------------------------------------------------------
+
+    async def open_session(self, request: tpb.OpenSessionRequest) -> int:
+        """Take a rank's place in a job at the registry; whatever an older process left unsealed here goes."""
+        response = await self._registry.open_rank(
+            rpb.OpenRankRequest(
+                job=request.job,
+                rank=request.rank,
+                world_size=request.world_size,
+                client_id=request.client_id,
+                node=self._identity.ref(),
+            ),
+            timeout_s=OPEN_TIMEOUT_S,
+        )
+        self._admit(request.job, request.rank, response.session)
+        return response.session
+
+    def _admit(self, job: str, rank: int, session: int) -> None:
+        """Remember the newest session of a rank; refuse an older one."""
+        known = self._sessions.get((job, rank), 0)
+        if session < known:
+            raise FencedError(
+                f"another process has taken over rank {rank} of job {job!r}; this one's saves are refused"
+            )
+        if session > known:
+            self._sessions[(job, rank)] = session
+            for save in [s for s in self._reserved.values() if (s.key.job, s.key.rank) == (job, rank)]:
+                self.abandon(save.save_id)
+
+    # --- one save --------------------------------------------------------------------------------
+
+    async def begin(self, request: tpb.BeginSaveRequest) -> tuple[Save, float]:
+        """Reserve a staging segment; returns the save and the seconds waited for older steps."""
+        self._admit(request.job, request.rank, request.session)
+        rank = (request.job, request.rank)
+        for save in [s for s in self._reserved.values() if (s.key.job, s.key.rank) == rank]:
+            self.abandon(save.save_id)  # the trainer came back without sealing it
+        self._check_newer(request)
+        waited_s = await self._wait_for_room(request)
+        self._check_newer(request)
+        segment = await asyncio.to_thread(self._store.allocate, request.state_bytes, staging_pool(*rank))
+        save = Save(
+            key=SaveKey(request.job, request.rank, request.step),
+            save_id=secrets.token_hex(16),
+            session=request.session,
+            world_size=request.world_size,
+            segment=segment,
+            state_bytes=request.state_bytes,
+        )
+        self._reserved[save.save_id] = save
+        return save, waited_s
+
+    def _check_newer(self, request: tpb.BeginSaveRequest) -> None:
+        newest = self._view.newest_step(request.job)
+        if newest is not None and request.step <= newest:
+            raise NotNewerError(
+                f"step {request.step} of job {request.job!r} is not newer than its newest committed step {newest}; "
+                "save a later step, or use another job name for a run of its own"
+            )
+        for save in self._saves.get((request.job, request.rank), []):
+            if not save.done and save.key.step >= request.step:
+                raise NotNewerError(
+                    f"step {save.key.step} is already under way; step {request.step} comes too late"
+                )
+
+    async def _wait_for_room(self, request: tpb.BeginSaveRequest) -> float:
+        bound = request.max_in_flight or self._config.max_in_flight
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        waited = False
+        while len(under_way := self._under_way(request.job, request.rank)) >= bound:
+            oldest = under_way[0]
+            if oldest.stalled_because is not None and oldest.idle_s() > self._config.stall_after_s:
+                self._give_up(oldest, request.step)
+                continue
+            waited = True
+            done = asyncio.create_task(oldest.until_done())
+            await asyncio.wait({done}, timeout=STALL_CHECK_S)
+            done.cancel()
+        if not waited:
+            return 0.0
+        self._counters.add("save_waits")
+        return loop.time() - started
+
+    def _under_way(self, job: str, rank: int) -> list[Save]:
+        return [s for s in self._saves.get((job, rank), []) if not s.done]
+
+    def _give_up(self, save: Save, newer_step: int) -> None:
+        logger.warning("%s given up for step %d: %s", save.key, newer_step, save.stalled_because)
+        self._counters.add("saves_superseded")
+        self._finish(
+            save, SupersededError(f"given up for step {newer_step}, because: {save.stalled_because}")
+        )
+        if save.task is not None:
+            save.task.cancel()
+
+    def spare_for(self, save: Save) -> Segment | None:
+        """A free segment that a later save of this rank will probably get; starts making one if there is none."""
+        pool = staging_pool(save.key.job, save.key.rank)
+        spare = self._store.peek_free(save.state_bytes, pool)
+        if spare is None and not self._spares:
+            task = asyncio.create_task(self._make_spare(save.state_bytes, pool))
+            self._spares.add(task)
+            task.add_done_callback(self._spares.discard)
+        return spare
+
+    async def _make_spare(self, size_bytes: int, pool: str) -> None:
+        usage = self._store.usage()
+        if usage.used_bytes + usage.free_bytes + 2 * size_bytes > usage.budget_bytes:
+            return  # room is short: leave it to what must be kept
+        try:
+            segment = await asyncio.to_thread(self._store.allocate, size_bytes, pool)
+        except FastCheckdError as error:
+            logger.info("no spare segment: %s", error)
+            return
+        self._store.release(segment)
+
+    def abandon(self, save_id: str) -> None:
+        """Give back a segment that will not be sealed; unknown ids are no error."""
+        save = self._reserved.pop(save_id, None)
+        if save is not None:
+            self._store.release(save.segment)
+
+    def seal(self, save_id: str, header_offset: int, header_bytes: int) -> Save:
+        """The trainer is done writing: start replicating."""
+        save = self._reserved.get(save_id)
+        if save is None:
+            raise NotHeldError(
+                "this save is not known any more: the daemon restarted, or another process took over the rank"
+            )
+        if header_bytes == 0 or header_offset + header_bytes > save.state_bytes:
+            raise InvalidRequestError("the state header lies outside of the state")
+        del self._reserved[save_id]
+        save.header_offset, save.header_bytes = header_offset, header_bytes
+        self._counters.add("saves_staged")
+        self._launch(save)
+        return save
+
+    def _launch(self, save: Save) -> None:
+        saves = self._saves.setdefault((save.key.job, save.key.rank), [])
+        finished = [s for s in saves if s.done]
+        for old in finished[: max(0, len(finished) - FINISHED_KEPT)]:
+            saves.remove(old)
+        saves.append(save)
+        save.moved()
+        save.advance(tpb.SAVE_STATE_STAGED)
+        save.task = asyncio.create_task(self._run(save), name=f"save-{save.key}")
+
+    async def _run(self, save: Save) -> None:
+        try:
+            await self._replicator.run(save)
+            error = None
+        except FastCheckdError as failure:
+            error = failure
+        except asyncio.CancelledError:
+            return  # given up, or shutting down: whoever cancelled has settled the save
+        except Exception as failure:
+            logger.exception("%s failed by a defect", save.key)
+            error = FastCheckdError(f"internal error: {failure!r}")
+        self._finish(save, error)
+
+    def _finish(self, save: Save, error: FastCheckdError | None) -> None:
+        if save.done:
+            return
+        if error is None:
+            self._counters.add("saves_committed")
+            save.advance(tpb.SAVE_STATE_COMMITTED)
+        else:
+            self._counters.add("saves_failed")
+            logger.warning("%s not committed: %s", save.key, error)
+            save.advance(tpb.SAVE_STATE_FAILED, error)
+            self._drop_own(save.key)
+        self._store.release(save.segment)
+
+    def _drop_own(self, key: SaveKey) -> None:
+        for held in self._store.held(key.job, key.step):
+            if held.kind == pb.REPLICA_KIND_OWNER and held.key.rank == key.rank:
+                self._store.drop(held)
+
+    def find(self, request: tpb.WatchSaveRequest) -> Save:
+        """The save that a trainer follows; NotHeldError when this process does not know it."""
+        for save in self._saves.get((request.job, request.rank), []):
+            if save.key.step == request.step and save.session == request.session:
+                return save
+        raise NotHeldError(
+            f"step {request.step} of rank {request.rank} is not known here: "
+            "the daemon restarted before it was replicated"
+        )
+
+    def watch(self, request: tpb.WatchSaveRequest) -> AsyncIterator[tpb.WatchSaveResponse]:
+        """Follow a save to its end."""
+        return self.find(request).watch()
+
+    # --- restart and stop ------------------------------------------------------------------------
+
+    def resume(self) -> int:
+        """Carry on with staged steps that an earlier life of this process left uncommitted."""
+        groups: dict[tuple[str, int, int], list[pb.ShardManifest]] = {}
+        segments: dict[tuple[str, int, int], Segment] = {}
+        for held in self._store.held():
+            if held.kind == pb.REPLICA_KIND_OWNER:
+                group = (held.key.job, held.key.rank, held.key.step)
+                groups.setdefault(group, []).append(held.manifest)
+                segments[group] = held.segment
+        resumed = 0
+        for (job, rank, step), manifests in sorted(groups.items()):
+            newest = self._view.newest_step(job)
+            if (newest is not None and step <= newest) or not _complete(manifests):
+                continue
+            first = manifests[0]
+            self._store.retain(segments[(job, rank, step)])
+            save = Save(
+                key=SaveKey(job, rank, step),
+                save_id=secrets.token_hex(16),
+                session=first.session,
+                world_size=first.world_size,
+                segment=segments[(job, rank, step)],
+                state_bytes=first.state_bytes,
+                header_offset=first.header_offset,
+                header_bytes=first.header_bytes,
+            )
+            self._sessions[(job, rank)] = max(self._sessions.get((job, rank), 0), first.session)
+            self._launch(save)
+            resumed += 1
+        return resumed
+
+    async def stop(self) -> None:
+        """Cancel what is under way; staged steps with manifests are resumed by the next process."""
+        tasks = [s.task for saves in self._saves.values() for s in saves if s.task is not None]
+        for task in [*tasks, *self._spares]:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._spares, return_exceptions=True)
+
+
+def staging_pool(job: str, rank: int) -> str:
+    """Name of the segments that only this rank's trainer may map."""
+    return f"staging.{job}.{rank}"
+
+
+def _complete(manifests: Iterable[pb.ShardManifest]) -> bool:
+    """Whether the shards cover the rank's whole state."""
+    position = 0
+    for manifest in sorted(manifests, key=lambda m: m.offset):
+        if manifest.offset != position:
+            return False
+        position += manifest.bytes
+    return position == next(iter(manifests)).state_bytes

@@ -1,0 +1,120 @@
+"""One step of one rank on its way to being committed.
+
+    RESERVED ──seal──▶ STAGED ──all holders──▶ REPLICATED ──registry──▶ COMMITTED
+        │                 │                        │
+        └─abandon         └────────── FAILED ◀─────┘
+
+A save only moves forward; whoever watches it sees every state at most once and always the last one.
+Owned by the event loop's thread, but for `moved()`, which sending threads may call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from fastcheck_proto.v1 import trainer_pb2 as tpb
+
+from ..errors import FastCheckdError
+from ..rpc import detail
+from ..store.segments import Segment
+
+State = tpb.SaveState.ValueType
+FINAL: tuple[State, ...] = (tpb.SAVE_STATE_COMMITTED, tpb.SAVE_STATE_FAILED)
+
+
+@dataclass(frozen=True)
+class SaveKey:
+    """Which save: a rank's step in a job."""
+
+    job: str
+    rank: int
+    step: int
+
+
+@dataclass(eq=False)
+class Save:
+    """The step's bytes, where it stands, and what it cost so far."""
+
+    key: SaveKey
+    save_id: str
+    session: int
+    world_size: int
+    segment: Segment
+    #: Payload and header together; at most the segment's size.
+    state_bytes: int
+    header_offset: int = 0
+    header_bytes: int = 0
+
+    state: State = tpb.SAVE_STATE_UNSPECIFIED
+    error: FastCheckdError | None = None
+    #: Bytes of all acknowledged copies, and that divided by the number of copies.
+    sent_bytes: int = 0
+    encoded_bytes: int = 0
+    replicate_s: float = 0.0
+    commit_s: float = 0.0
+    copies: int = 0
+    resent_shards: int = 0
+
+    #: Why nothing moves at present (no quorum, no holders); None while things go on.
+    stalled_because: FastCheckdError | None = None
+    moved_at: float = field(default_factory=time.monotonic)
+    task: asyncio.Task[None] | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def done(self) -> bool:
+        """Committed or failed."""
+        return self.state in FINAL
+
+    def moved(self, _amount: int = 0) -> None:
+        """Something went forward: a byte was sent, a call was answered."""
+        self.moved_at = time.monotonic()
+        self.stalled_because = None
+
+    def stalled(self, why: FastCheckdError) -> None:
+        """Nothing can go forward at present."""
+        self.stalled_because = why
+
+    def idle_s(self) -> float:
+        """Seconds since something went forward."""
+        return time.monotonic() - self.moved_at
+
+    def advance(self, state: State, error: FastCheckdError | None = None) -> None:
+        """Enter a later state and wake the watchers."""
+        assert state > self.state, f"{self.key} cannot go from {self.state} to {state}"
+        assert not self.done
+        self.state = state
+        self.error = error
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until_done(self) -> None:
+        """Return when the save is committed or has failed."""
+        while not self.done:
+            await self._changed.wait()
+
+    async def watch(self) -> AsyncIterator[tpb.WatchSaveResponse]:
+        """Report the present state and every later one, the final one last."""
+        shown: State | None = None
+        while shown not in FINAL:
+            changed = self._changed
+            if self.state != shown:
+                shown = self.state
+                yield self.report()
+            else:
+                await changed.wait()
+
+    def report(self) -> tpb.WatchSaveResponse:
+        """The save as the trainer sees it."""
+        return tpb.WatchSaveResponse(
+            state=self.state,
+            error=None if self.error is None else detail(self.error),
+            encoded_bytes=self.encoded_bytes,
+            replicate_s=self.replicate_s,
+            commit_s=self.commit_s,
+            copies=self.copies,
+            resent_shards=self.resent_shards,
+        )

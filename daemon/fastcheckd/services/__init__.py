@@ -1,0 +1,1 @@
+"""The gRPC faces: check what comes in, delegate, translate errors. They decide nothing."""

@@ -1,0 +1,66 @@
+"""NodeService, the agent's front door, and DataControlService, the agent's line to its data process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+
+from fastcheck_proto.v1 import node_pb2 as npb
+from fastcheck_proto.v1 import node_pb2_grpc as npb_grpc
+
+from .. import __version__
+from ..config import Config
+from ..identity import Identity
+from ..rpc import answers
+from ..store.ram_store import RamStore
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class NodeService(npb_grpc.NodeServiceServicer):
+    """Says who this node is and where its data process listens."""
+
+    def __init__(self, config: Config, incarnation: Callable[[], int]) -> None:
+        self._config = config
+        self._incarnation = incarnation
+
+    @answers
+    async def Describe(self, request: npb.DescribeRequest, context: Context) -> npb.DescribeResponse:
+        """Who and where."""
+        return npb.DescribeResponse(
+            cluster_id=self._config.cluster_id,
+            node_id=self._config.node_id,
+            incarnation=self._incarnation(),
+            version=__version__,
+            data_socket=str(self._config.data_socket),
+            data_address=self._config.data_address,
+            agent_address=self._config.agent_address,
+        )
+
+    @answers
+    async def Probe(self, request: npb.ProbeRequest, context: Context) -> npb.ProbeResponse:
+        """A sign of life."""
+        return npb.ProbeResponse(node_id=self._config.node_id, incarnation=self._incarnation())
+
+
+class DataControlService(npb_grpc.DataControlServiceServicer):
+    """Takes the node's incarnation from the agent; answers with signs of progress."""
+
+    def __init__(self, identity: Identity, store: RamStore) -> None:
+        self._identity = identity
+        self._store = store
+        self._answers = 0
+
+    @answers
+    async def Assume(self, request: npb.AssumeRequest, context: Context) -> npb.AssumeResponse:
+        """Be this incarnation from now on."""
+        self._identity.assume(request.incarnation)
+        self._answers += 1
+        usage = self._store.usage()
+        return npb.AssumeResponse(
+            progress=self._answers,
+            ram_used_bytes=usage.used_bytes,
+            ram_budget_bytes=usage.budget_bytes,
+        )

@@ -1,0 +1,191 @@
+"""TrainerService: what a trainer on this node, or one without a daemon of its own, asks of the data process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from fastcheck_proto.conventions import HEADER_BYTES_MAX, RANK_MAX, STEP_MAX, STREAM_PIECE_BYTES, check_name
+from fastcheck_proto.v1 import registry_pb2 as rpb
+from fastcheck_proto.v1 import trainer_pb2 as tpb
+from fastcheck_proto.v1 import trainer_pb2_grpc as tpb_grpc
+
+from ..config import Config
+from ..errors import FastCheckdError, InvalidRequestError, OverBudgetError
+from ..registry.client import RegistryClient
+from ..restore.room import RestoreRoom
+from ..rpc import abort, answers
+from ..saving.room import SavingRoom
+from ..saving.save import Save
+
+#: Pieces of state that a sender may choose; ours are smaller.
+PIECE_BYTES_MAX = 4 * STREAM_PIECE_BYTES
+LIST_TIMEOUT_S = 10.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TrainerService(tpb_grpc.TrainerServiceServicer):
+    """Serves trainers, near ones by segments and far ones by streams."""
+
+    def __init__(
+        self, config: Config, saving: SavingRoom, restore: RestoreRoom, registry: RegistryClient
+    ) -> None:
+        self._config = config
+        self._saving = saving
+        self._restore = restore
+        self._registry = registry
+
+    @answers
+    async def OpenSession(self, request: tpb.OpenSessionRequest, context: Context) -> tpb.OpenSessionResponse:
+        """Take a rank's place."""
+        _check_rank(request.job, request.rank, request.world_size)
+        if not 1 <= len(request.client_id) <= 64:
+            raise InvalidRequestError("client_id must have 1 to 64 characters")
+        return tpb.OpenSessionResponse(session=await self._saving.open_session(request))
+
+    @answers
+    async def BeginSave(self, request: tpb.BeginSaveRequest, context: Context) -> tpb.BeginSaveResponse:
+        """Reserve a segment."""
+        save, waited_s = await self._begin(request)
+        response = tpb.BeginSaveResponse(
+            save_id=save.save_id,
+            segment=tpb.SegmentRef(path=str(save.segment.path), bytes=save.segment.size_bytes),
+            waited_s=waited_s,
+        )
+        spare = self._saving.spare_for(save)
+        if spare is not None:
+            response.spare.CopyFrom(tpb.SegmentRef(path=str(spare.path), bytes=spare.size_bytes))
+        return response
+
+    async def _begin(self, request: tpb.BeginSaveRequest) -> tuple[Save, float]:
+        _check_rank(request.job, request.rank, request.world_size)
+        if not 0 <= request.step <= STEP_MAX:
+            raise InvalidRequestError(f"step {request.step} is not from 0 to {STEP_MAX}")
+        if request.state_bytes == 0:
+            raise InvalidRequestError("a state has at least its header")
+        if request.state_bytes > self._config.ram_budget_bytes:
+            raise OverBudgetError(
+                f"this rank's state has {request.state_bytes} bytes, but node {self._config.node_id} may use only "
+                f"{self._config.ram_budget_bytes}: raise ram_budget_bytes"
+            )
+        return await self._saving.begin(request)
+
+    @answers
+    async def SealSave(self, request: tpb.SealSaveRequest, context: Context) -> tpb.SealSaveResponse:
+        """Start replicating."""
+        self._seal(request.save_id, request.header_offset, request.header_bytes)
+        return tpb.SealSaveResponse()
+
+    def _seal(self, save_id: str, header_offset: int, header_bytes: int) -> None:
+        if header_bytes > HEADER_BYTES_MAX:
+            raise InvalidRequestError(f"a state header may have at most {HEADER_BYTES_MAX} bytes")
+        self._saving.seal(save_id, header_offset, header_bytes)
+
+    @answers
+    async def AbandonSave(self, request: tpb.AbandonSaveRequest, context: Context) -> tpb.AbandonSaveResponse:
+        """Give a segment back."""
+        self._saving.abandon(request.save_id)
+        return tpb.AbandonSaveResponse()
+
+    async def WatchSave(
+        self, request: tpb.WatchSaveRequest, context: Context
+    ) -> AsyncIterator[tpb.WatchSaveResponse]:
+        """Follow a save."""
+        try:
+            async for response in self._saving.watch(request):
+                yield response
+        except FastCheckdError as error:
+            await abort(context, error)
+
+    @answers
+    async def ListSteps(self, request: tpb.ListStepsRequest, context: Context) -> tpb.ListStepsResponse:
+        """Committed steps, linearizable."""
+        _check_job(request.job)
+        response = await self._registry.lookup(
+            rpb.LookupRequest(job=request.job, rank=0), timeout_s=LIST_TIMEOUT_S
+        )
+        return tpb.ListStepsResponse(steps=response.kept_steps)
+
+    async def Load(self, request: tpb.LoadRequest, context: Context) -> AsyncIterator[tpb.LoadResponse]:
+        """Bring a step here and keep it while the stream is open."""
+        try:
+            _check_rank(request.job, request.rank, request.world_size)
+            async with self._restore.load(request) as loaded:
+                if loaded is None:
+                    yield tpb.LoadResponse(nothing=tpb.LoadNothing())
+                    return
+                yield tpb.LoadResponse(ready=loaded.ready)
+                await asyncio.Event().wait()  # until the trainer cancels or dies
+        except FastCheckdError as error:
+            await abort(context, error)
+
+    @answers
+    async def Push(
+        self, request_iterator: AsyncIterator[tpb.PushRequest], context: Context
+    ) -> tpb.PushResponse:
+        """A save whose bytes come through the stream."""
+        save: Save | None = None
+        position = 0
+        waited_s = 0.0
+        sealed = False
+        try:
+            async for request in request_iterator:
+                part = request.WhichOneof("part")
+                if part == "begin" and save is None:
+                    save, waited_s = await self._begin(request.begin)
+                elif part == "data" and save is not None and not sealed:
+                    piece = request.data
+                    if len(piece) > PIECE_BYTES_MAX or position + len(piece) > save.state_bytes:
+                        raise InvalidRequestError("the stream holds more bytes than it announced")
+                    save.segment.view[position : position + len(piece)] = piece
+                    position += len(piece)
+                elif part == "seal" and save is not None and not sealed:
+                    if position != save.state_bytes:
+                        raise InvalidRequestError(f"{position} of {save.state_bytes} announced bytes came")
+                    self._seal(save.save_id, request.seal.header_offset, request.seal.header_bytes)
+                    sealed = True
+                else:
+                    raise InvalidRequestError("a push is one begin, then data, then one seal")
+            if not sealed:
+                raise InvalidRequestError("the push ended before its seal")
+        finally:
+            if save is not None and not sealed:
+                self._saving.abandon(save.save_id)
+        return tpb.PushResponse(waited_s=waited_s)
+
+    async def Pull(self, request: tpb.PullRequest, context: Context) -> AsyncIterator[tpb.PullResponse]:
+        """A load whose bytes go through the stream."""
+        try:
+            load = request.load
+            _check_rank(load.job, load.rank, load.world_size)
+            async with self._restore.load(load) as loaded:
+                if loaded is None:
+                    yield tpb.PullResponse(nothing=tpb.LoadNothing())
+                    return
+                ready = loaded.ready
+                ready.ClearField("segment")
+                yield tpb.PullResponse(ready=ready)
+                for low in range(0, ready.state_bytes, STREAM_PIECE_BYTES):
+                    high = min(low + STREAM_PIECE_BYTES, ready.state_bytes)
+                    yield tpb.PullResponse(data=bytes(loaded.segment.view[low:high]))
+        except FastCheckdError as error:
+            await abort(context, error)
+
+
+def _check_job(job: str) -> None:
+    try:
+        check_name("job", job)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from None
+
+
+def _check_rank(job: str, rank: int, world_size: int) -> None:
+    _check_job(job)
+    if not 1 <= world_size <= RANK_MAX:
+        raise InvalidRequestError(f"world size {world_size} is not from 1 to {RANK_MAX}")
+    if rank >= world_size:
+        raise InvalidRequestError(f"rank {rank} is not below the world size {world_size}")

@@ -1,0 +1,143 @@
+import contextlib
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastcheckd.config import Config, is_loopback, load_config, parse_size, split_address
+from fastcheckd.errors import ConfigError
+
+VOTERS = """
+voters:
+  - {node_id: a, registry_address: "127.0.0.1:9001", raft_address: "127.0.0.1:9002"}
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "fastcheckd.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_work_on_one_machine():
+    config = Config()
+    assert config.own_voter is not None
+    assert config.agent_socket.name == "fastcheckd.sock"
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path):
+    path = write(tmp_path, "tolerate: 2\nspread: 5\nkeep_steps: 4\n")
+    config = load_config(
+        path, environment={"FASTCHECK_SPREAD": "6", "FASTCHECK_KEEP_STEPS": "5"}, overrides=["keep_steps=6"]
+    )
+    assert (config.tolerate, config.spread, config.keep_steps) == (2, 6, 6)
+    assert config.max_in_flight == Config().max_in_flight
+
+
+def test_environment_of_the_sdk_is_not_taken_for_configuration():
+    load_config(
+        environment={"FASTCHECK_ADDRESS": "unix:///x", "FASTCHECK_JOB": "gpt", "FASTCHECK_DISABLE": "1"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("tolerrate: 1", "tolerrate"),
+        ("tolerate: 0", "tolerate"),
+        ("tolerate: yes", "tolerate"),
+        ("tolerate: '1'", "tolerate"),
+        ("spread: 1\ntolerate: 2", "spread"),
+        ("agent_port: 70000", "agent_port"),
+        ("agent_port: 7451", "port"),
+        ("node_id: ../x", "node_id"),
+        ("cluster_id: ''", "cluster_id"),
+        ("ram_budget_bytes: lots", "ram_budget_bytes"),
+        ("ram_budget_bytes: 5", "ram_budget_bytes"),
+        ("chunk_bytes: 5000", "chunk_bytes"),
+        ("heartbeat_interval_s: -1", "heartbeat_interval_s"),
+        ("heartbeat_interval_s: .nan", "heartbeat_interval_s"),
+        ("suspect_after_s: 0.2", "suspect_after_s"),
+        ("log_format: xml", "log_format"),
+        ("voters: [a, b]", "voters"),
+        ("voters: 3", "voters"),
+        ("- 1", "key: value"),
+        ("a: [", "YAML"),
+    ],
+)
+def test_a_bad_file_is_refused_by_the_name_of_its_key(tmp_path, text, named):
+    with pytest.raises(ConfigError, match=named):
+        load_config(write(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nothing.yaml"):
+        load_config(tmp_path / "nothing.yaml")
+
+
+def test_an_override_without_value_is_refused():
+    with pytest.raises(ConfigError, match="key=value"):
+        load_config(overrides=["tolerate"])
+
+
+def test_voters_off_loopback_need_a_key(tmp_path):
+    text = VOTERS.replace("127.0.0.1", "10.0.0.1")
+    with pytest.raises(ConfigError, match="raft_key_file"):
+        load_config(write(tmp_path, text))
+    assert load_config(write(tmp_path, text + "raft_key_file: /etc/raft.key")).raft_key_file == Path(
+        "/etc/raft.key"
+    )
+
+
+def test_an_even_number_of_voters_is_refused(tmp_path):
+    second = VOTERS + '  - {node_id: b, registry_address: "127.0.0.1:9003", raft_address: "127.0.0.1:9004"}\n'
+    with pytest.raises(ConfigError, match="1, 3, 5 or 7"):
+        load_config(write(tmp_path, second))
+
+
+def test_a_child_gets_the_very_same_configuration(tmp_path):
+    config = load_config(
+        write(tmp_path, VOTERS + "raft_key_file: /k\nram_budget_bytes: 3GiB\nsuspect_after_s: 1")
+    )
+    assert Config.from_json(config.to_json()) == config
+
+
+def test_every_field_survives_the_way_to_a_child():
+    config = Config()
+    assert dataclasses.asdict(Config.from_json(config.to_json())) == dataclasses.asdict(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GiB", 8 << 30),
+        ("500 MB", 500_000_000),
+        ("1.5K", 1500),
+        ("12", 12),
+        ("7 b", 7),
+        (42, 42),
+        ("2TiB", 2 << 40),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@given(st.text(max_size=12))
+def test_a_size_is_understood_or_refused(text):
+    with contextlib.suppress(ValueError):
+        assert parse_size(text) >= 0
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:0", "host:65536", "host:x"])
+def test_bad_addresses(address):
+    with pytest.raises(ValueError, match="host:port"):
+        split_address(address)
+
+
+def test_addresses():
+    assert split_address("[::1]:80") == ("::1", 80)
+    assert is_loopback("127.3.4.5") and is_loopback("::1") and is_loopback("localhost")
+    assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
