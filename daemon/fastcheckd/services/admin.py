@@ -74,7 +74,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._peers = peers
 
     @answers
-    async def Status(  # noqa: N802  the name in admin.proto
+    async def Status(
         self, request: admin_pb2.StatusRequest, context: Context
     ) -> admin_pb2.StatusResponse:
         """One answer to "is it well, and if not, why". Without a registry it says just that."""
@@ -94,7 +94,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         )
 
     @answers
-    async def Nodes(  # noqa: N802  the name in admin.proto
+    async def Nodes(
         self, request: admin_pb2.NodesRequest, context: Context
     ) -> admin_pb2.NodesResponse:
         """All members, with the counters of those that answered."""
@@ -102,7 +102,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.NodesResponse(nodes=reports.node_reports(view, await self._stats(view)))
 
     @answers
-    async def Jobs(  # noqa: N802  the name in admin.proto
+    async def Jobs(
         self, request: admin_pb2.JobsRequest, context: Context
     ) -> admin_pb2.JobsResponse:
         """All jobs and the steps kept of each."""
@@ -110,7 +110,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.JobsResponse(jobs=listed.jobs)
 
     @answers
-    async def Checkpoints(  # noqa: N802  the name in admin.proto
+    async def Checkpoints(
         self, request: admin_pb2.CheckpointsRequest, context: Context
     ) -> admin_pb2.CheckpointsResponse:
         """A job's steps that can be loaded or are under way."""
@@ -120,7 +120,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.CheckpointsResponse(steps=listed.steps)
 
     @answers
-    async def Replicas(  # noqa: N802  the name in admin.proto
+    async def Replicas(
         self, request: admin_pb2.ReplicasRequest, context: Context
     ) -> admin_pb2.ReplicasResponse:
         """Who really holds what of a job's kept steps, or of one of them."""
@@ -143,7 +143,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         )
 
     @answers
-    async def Inspect(  # noqa: N802  the name in admin.proto
+    async def Inspect(
         self, request: admin_pb2.InspectRequest, context: Context
     ) -> admin_pb2.InspectResponse:
         """One committed step: its record and where its shards lie."""
