@@ -8,6 +8,7 @@ from fastcheck_proto.conventions import check_name
 
 from ..admin import AdminClient
 from . import tables
+from .demo_command import demo
 from .local_commands import local
 from .options import FastCheckGroup, admin_options
 from .output import emit, exit_for_health
@@ -95,3 +96,4 @@ def inspect(job: str, step: int, address: str, timeout_s: float, output: str) ->
 
 
 cli.add_command(local)
+cli.add_command(demo)
