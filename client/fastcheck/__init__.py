@@ -1,0 +1,87 @@
+"""FastCheck for trainers: `Checkpointer` keeps the state of a training job in other nodes' RAM.
+
+    ckpt = Checkpointer(job="gpt")
+    step = ckpt.load(state)               # in place; None when there is nothing yet
+    handle = ckpt.save(step, state)       # returns when `state` may change again
+    handle.result(timeout=60)             # replicated and committed
+
+Importing the package is cheap and needs neither torch nor a daemon: the admin CLI lives here too.
+`Checkpointer` and `SaveHandle` bring torch in when first named.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    ClosedError,
+    CorruptError,
+    DaemonUnavailableError,
+    FastCheckError,
+    FencedError,
+    InvalidArgumentError,
+    InvalidNameError,
+    LoadFailedError,
+    LostError,
+    NotNewerError,
+    OutOfMemoryError,
+    PartialLoadError,
+    RegistryUnavailableError,
+    ReplicationError,
+    SaveFailedError,
+    SaveTimeoutError,
+    StateMismatchError,
+    StepNotFoundError,
+    SupersededError,
+    UnsupportedStateError,
+    WorldSizeError,
+)
+
+if TYPE_CHECKING:
+    from .checkpointer import Checkpointer
+    from .handle import SaveHandle
+
+__all__ = [
+    "Checkpointer",
+    "ClosedError",
+    "CorruptError",
+    "DaemonUnavailableError",
+    "FastCheckError",
+    "FencedError",
+    "InvalidArgumentError",
+    "InvalidNameError",
+    "LoadFailedError",
+    "LostError",
+    "NotNewerError",
+    "OutOfMemoryError",
+    "PartialLoadError",
+    "RegistryUnavailableError",
+    "ReplicationError",
+    "SaveFailedError",
+    "SaveHandle",
+    "SaveTimeoutError",
+    "StateMismatchError",
+    "StepNotFoundError",
+    "SupersededError",
+    "UnsupportedStateError",
+    "WorldSizeError",
+]
+
+_LAZY = {"Checkpointer": ".checkpointer", "SaveHandle": ".handle"}
+
+
+def _version() -> str:
+    try:
+        return metadata.version("fastcheck")
+    except metadata.PackageNotFoundError:
+        return "0+source"  # run from a source tree that is not installed
+
+
+__version__ = _version()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

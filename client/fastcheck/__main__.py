@@ -1,0 +1,5 @@
+"""`python -m fastcheck` is `fastcheck`."""
+
+from .cli.entry import main
+
+main()

@@ -1,0 +1,1 @@
+"""The `fastcheck` command: the admin questions, a cluster on this machine, and the demo."""

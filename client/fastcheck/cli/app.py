@@ -1,0 +1,99 @@
+"""The commands that ask a cluster. Each asks once, prints once, and says the rest by its exit code."""
+
+from __future__ import annotations
+
+import click
+
+from fastcheck_proto.conventions import check_name
+
+from ..admin import AdminClient
+from . import tables
+from .demo_command import demo
+from .local_commands import local
+from .options import FastCheckGroup, admin_options
+from .output import emit, exit_for_health
+
+
+class JobName(click.ParamType[str]):
+    """A job's name; a bad one is wrong usage and never sent."""
+
+    name = "job"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the name."""
+        try:
+            return check_name("job", value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+job_argument = click.argument("job", type=JobName())
+
+
+@click.group(
+    cls=FastCheckGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: 0 ok, 1 error, 2 usage, 3 unreachable, 4 critical, 5 degraded.",
+)
+def cli() -> None:
+    """Ask a FastCheck cluster how it is and what it holds."""
+
+
+@cli.command()
+@admin_options
+@click.pass_context
+def status(ctx: click.Context, address: str, timeout_s: float, output: str) -> None:
+    """Say whether all is well, and if not, what to do. Exits 4 when critical, 5 when degraded."""
+    with AdminClient(address, timeout_s=timeout_s) as client:
+        result = client.status()
+    emit(result, output, tables.status)
+    ctx.exit(exit_for_health(result["health"]))
+
+
+@cli.command()
+@admin_options
+def nodes(address: str, timeout_s: float, output: str) -> None:
+    """List the nodes, their state and their memory."""
+    with AdminClient(address, timeout_s=timeout_s) as client:
+        emit(client.nodes(), output, tables.nodes)
+
+
+@cli.command()
+@admin_options
+def jobs(address: str, timeout_s: float, output: str) -> None:
+    """List the jobs and their newest committed step."""
+    with AdminClient(address, timeout_s=timeout_s) as client:
+        emit(client.jobs(), output, tables.jobs)
+
+
+@cli.command()
+@job_argument
+@admin_options
+def checkpoints(job: str, address: str, timeout_s: float, output: str) -> None:
+    """List a job's steps: committed, replicating, provisional."""
+    with AdminClient(address, timeout_s=timeout_s) as client:
+        emit(client.checkpoints(job), output, tables.checkpoints)
+
+
+@cli.command()
+@job_argument
+@click.option("--step", type=click.IntRange(min=0), help="Only this step. Default: all that are kept.")
+@admin_options
+def replicas(job: str, step: int | None, address: str, timeout_s: float, output: str) -> None:
+    """List which nodes say that they hold which shard."""
+    with AdminClient(address, timeout_s=timeout_s) as client:
+        emit(client.replicas(job, step), output, tables.replicas)
+
+
+@cli.command()
+@job_argument
+@click.argument("step", type=click.IntRange(min=0))
+@admin_options
+def inspect(job: str, step: int, address: str, timeout_s: float, output: str) -> None:
+    """Show everything about one committed step."""
+    with AdminClient(address, timeout_s=timeout_s) as client:
+        emit(client.inspect(job, step), output, tables.inspect)
+
+
+cli.add_command(local)
+cli.add_command(demo)

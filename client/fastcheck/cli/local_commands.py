@@ -1,0 +1,117 @@
+"""`fastcheck local ...`: a cluster on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import yaml
+
+from ..local import LocalCluster, layout
+from . import tables
+from .options import output_option, timeout_option
+from .output import emit, say
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _local_options(command: F) -> F:
+    where = click.option(
+        "--dir",
+        "cluster_dir",
+        type=click.Path(path_type=Path, file_okay=False),
+        default=layout.default_dir,
+        show_default="a folder in the user's runtime or temporary directory",
+        help="Folder of the cluster.",
+    )
+    return where(timeout_option(60.0, "Longest wait until the nodes are UP.")(output_option(command)))
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise click.BadParameter(f"{text!r}: write --set key=value")
+    return key, yaml.safe_load(value)
+
+
+node_argument = click.argument("node")
+
+
+@click.group()
+def local() -> None:
+    """Run a whole cluster on this machine: for trying and for tests."""
+
+
+@local.command()
+@click.option(
+    "--nodes", type=click.IntRange(1, layout.NODES_MAX), default=4, show_default=True, help="How many nodes."
+)
+@click.option(
+    "--tolerate",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Node losses at once that a committed step survives.",
+)
+@click.option("--ram-budget", metavar="SIZE", help="RAM store of each node, e.g. 512MiB.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A config key for every node.")
+@_local_options
+def up(
+    *,
+    nodes: int,
+    tolerate: int,
+    ram_budget: str | None,
+    settings: tuple[str, ...],
+    cluster_dir: Path,
+    timeout_s: float,
+    output: str,
+) -> None:
+    """Start a fresh cluster and wait until all nodes are UP."""
+    chosen = dict(_setting(text) for text in settings)
+    cluster = LocalCluster(cluster_dir, on_event=say)
+    cluster.up(nodes, tolerate=tolerate, ram_budget=ram_budget, settings=chosen, timeout_s=timeout_s)
+    emit(cluster.status(), output, tables.local)
+    say(f"trainers and commands find node-0 with: export FASTCHECK_ADDRESS={cluster.address('node-0')}")
+
+
+@local.command()
+@_local_options
+def down(cluster_dir: Path, timeout_s: float, output: str) -> None:
+    """Stop all nodes and delete their RAM; logs stay."""
+    cluster = LocalCluster(cluster_dir, on_event=say)
+    if not cluster.exists:
+        say(f"there is no local cluster in {cluster.dir}")
+    cluster.down()
+    emit({"nodes": [], "dir": str(cluster.dir)}, output, tables.local)
+
+
+@local.command()
+@_local_options
+def status(cluster_dir: Path, timeout_s: float, output: str) -> None:
+    """List the nodes and their processes."""
+    emit(LocalCluster(cluster_dir).status(), output, tables.local)
+
+
+@local.command()
+@node_argument
+@click.option("--wipe", is_flag=True, help="Also delete its RAM directory, as a power cut would.")
+@_local_options
+def kill(node: str, wipe: bool, cluster_dir: Path, timeout_s: float, output: str) -> None:
+    """SIGKILL all processes of a node."""
+    cluster = LocalCluster(cluster_dir, on_event=say)
+    killed = cluster.kill(node, wipe=wipe)
+    if not killed:
+        say(f"{node} was not running")
+    emit({**cluster.status(), "killed_pids": killed}, output, tables.local)
+
+
+@local.command()
+@node_argument
+@_local_options
+def start(node: str, cluster_dir: Path, timeout_s: float, output: str) -> None:
+    """Start a killed node again, or add a new one (node-N)."""
+    cluster = LocalCluster(cluster_dir, on_event=say)
+    cluster.start(node, timeout_s=timeout_s)
+    emit(cluster.status(), output, tables.local)

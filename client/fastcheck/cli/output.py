@@ -1,0 +1,91 @@
+"""How a result reaches people and programs: JSON or YAML alone on stdout, or a table; messages on stderr.
+
+Also the exit codes, which scripts branch on. No questions to daemons here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import yaml
+from rich.console import Console, RenderableType
+
+Json = dict[str, Any]
+
+#: Grows when a key of any command's output changes its meaning or goes away; new keys do not count.
+SCHEMA_VERSION = 1
+FORMATS = ("table", "json", "yaml")
+
+
+class Exit(IntEnum):
+    """What the exit status of every command means. 2 is click's own for wrong usage."""
+
+    OK = 0
+    ERROR = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    CRITICAL = 4
+    DEGRADED = 5
+
+
+def exit_for_health(health: str) -> Exit:
+    """Exit status of `fastcheck status`."""
+    return {"OK": Exit.OK, "DEGRADED": Exit.DEGRADED}.get(health, Exit.CRITICAL)
+
+
+def stdout_console() -> Console:
+    """Where tables go. Rich honours NO_COLOR and leaves colours out when it is no terminal."""
+    return Console(highlight=False)
+
+
+def stderr_console() -> Console:
+    """Where messages go."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """One message for the person at the terminal."""
+    stderr_console().print(text, markup=False)
+
+
+def emit(result: Json, output: str, table: Callable[[Json], RenderableType]) -> None:
+    """Print a command's result in the format asked for."""
+    if output == "table":
+        stdout_console().print(table(result))
+    else:
+        sys.stdout.write(dump(result, output))
+        sys.stdout.flush()
+
+
+def dump(result: Json, output: str, *, one_line: bool = False) -> str:
+    """The result as text for programs, with a final newline."""
+    versioned = {"schema_version": SCHEMA_VERSION, **result}
+    if output == "yaml":
+        return yaml.safe_dump(versioned, sort_keys=False, allow_unicode=True)
+    return json.dumps(versioned, indent=None if one_line else 2) + "\n"
+
+
+def human_bytes(count: int) -> str:
+    """`1.5 GiB`: at most four characters and a unit."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 999.5 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("the loop ends at the last unit")
+
+
+def human_age(iso_utc: str | None, now: datetime.datetime) -> str:
+    """How long ago an ISO-8601 moment was: `12 s`, `3 min`, `2 h`; `never` for none."""
+    if iso_utc is None:
+        return "never"
+    seconds = max(0.0, (now - datetime.datetime.fromisoformat(iso_utc)).total_seconds())
+    for limit, unit, divisor in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / divisor:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"

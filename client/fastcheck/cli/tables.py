@@ -1,0 +1,166 @@
+"""Tables for people, one function per command: from the JSON shape to something to print. Pure."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .output import human_age, human_bytes
+
+Json = dict[str, Any]
+
+STYLES = {
+    "UP": "green",
+    "SUSPECT": "yellow",
+    "DRAINING": "cyan",
+    "DOWN": "red",
+    "OK": "bold green",
+    "DEGRADED": "bold yellow",
+    "CRITICAL": "bold red",
+    "committed": "green",
+    "replicating": "yellow",
+    "provisional": "yellow",
+    "running": "green",
+    "stopped": "red",
+}
+
+
+def state(word: str) -> Text:
+    """A state, in its colour."""
+    return Text(word, style=STYLES.get(word, ""))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for column in columns:
+        # A leading ">" marks numbers, which line up on the right.
+        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
+    return table
+
+
+def _or_note(table: Table, note: str) -> RenderableType:
+    return table if table.row_count else Text(note, style="dim")
+
+
+def status(result: Json) -> RenderableType:
+    """Health in one line, the membership in another, then what is wrong and what to do."""
+    head = Table.grid(padding=(0, 2))
+    head.add_row("health", state(result["health"]))
+    head.add_row("cluster", result["cluster_id"])
+    head.add_row("leader", Text(result["leader"] or "none", style="" if result["leader"] else "red"))
+    head.add_row("epoch", str(result["epoch"]))
+    head.add_row("nodes", f"{result['nodes_up']} of {result['nodes_total']} up")
+    head.add_row("voters", ", ".join(result["voters"]))
+    if not result["codes"]:
+        return head
+    codes = _table("CODE", "WHAT", "DO")
+    for code in result["codes"]:
+        codes.add_row(Text(code["code"], style=STYLES.get(code["severity"], "")), code["detail"], code["do"])
+    return Group(head, Text(), codes)
+
+
+def nodes(result: Json) -> RenderableType:
+    """Members with their state and memory."""
+    table = _table("NODE", "STATE", ">INCARNATION", "ADDRESS", "VOTER", ">RAM USED", ">BUDGET", ">USED %")
+    for node in result["nodes"]:
+        used, budget = node["ram_used_bytes"], node["ram_budget_bytes"]
+        word = state(node["state"])
+        if not node["reachable"] and node["state"] != "DOWN":
+            word.append(" (no answer)", style="yellow")
+        table.add_row(
+            node["node_id"],
+            word,
+            str(node["incarnation"]),
+            node["address"],
+            "yes" if node["voter"] else "",
+            human_bytes(used),
+            human_bytes(budget),
+            f"{100 * used / budget:.0f} %" if budget else "",
+        )
+    return _or_note(table, "no node has registered yet")
+
+
+def jobs(result: Json) -> RenderableType:
+    """Jobs with their newest step."""
+    table = _table("JOB", ">RANKS", ">NEWEST STEP", "KEPT STEPS")
+    for job in result["jobs"]:
+        newest = "none" if job["newest_step"] is None else str(job["newest_step"])
+        table.add_row(job["job"], str(job["world_size"]), newest, ", ".join(map(str, job["kept_steps"])))
+    return _or_note(table, "no job has saved anything yet")
+
+
+def checkpoints(result: Json) -> RenderableType:
+    """A job's steps."""
+    table = _table(">STEP", "STATE", ">RANKS", ">BYTES", ">COPIES")
+    for step in result["checkpoints"]:
+        ranks = f"{step['ranks']} of {step['world_size']}"
+        table.add_row(
+            str(step["step"]), state(step["state"]), ranks, human_bytes(step["bytes"]), str(step["copies"])
+        )
+    return _or_note(table, "no step of this job is committed or under way")
+
+
+def replicas(result: Json) -> RenderableType:
+    """Who holds what; missing holders stand out."""
+    now = datetime.datetime.now(datetime.UTC)
+    table = _table(">STEP", ">RANK", ">SHARD", "OWNER", "HOLDERS", ">BYTES", "DIGEST", ">VERIFIED")
+    for replica in result["replicas"]:
+        holders = Text(", ".join(replica["holders"]))
+        for node_id in sorted(set(replica["placed"]) - set(replica["holders"])):
+            holders.append(" " if holders else "")
+            holders.append(f"{node_id} missing", style="red")
+        owner = Text(replica["owner"], style="" if replica["owner_holds"] else "dim strike")
+        table.add_row(
+            str(replica["step"]),
+            str(replica["rank"]),
+            str(replica["shard"]),
+            owner,
+            holders,
+            human_bytes(replica["bytes"]),
+            replica["digest"][:12],
+            human_age(replica["verified_at"], now),
+        )
+    shown = _or_note(table, "no committed step of this job is kept")
+    if result["unreachable"]:
+        silent = ", ".join(result["unreachable"])
+        return Group(shown, Text(f"no answer from {silent}: what they hold is not known", style="yellow"))
+    return shown
+
+
+def inspect(result: Json) -> RenderableType:
+    """One step: head, ranks, replicas."""
+    head = Table.grid(padding=(0, 2))
+    head.add_row("job", result["job"])
+    head.add_row("step", f"{result['step']} ({result['state']})")
+    head.add_row("ranks", str(result["world_size"]))
+    head.add_row("bytes", human_bytes(result["bytes"]))
+    head.add_row("copies", f"{result['copies']} on other nodes")
+    ranks = _table(">RANK", "OWNER", ">INCARNATION", ">SHARDS", ">BYTES")
+    for rank in result["ranks"]:
+        ranks.add_row(
+            str(rank["rank"]),
+            rank["owner"],
+            str(rank["incarnation"]),
+            str(rank["shards"]),
+            human_bytes(rank["bytes"]),
+        )
+    return Group(head, Text(), ranks, Text(), replicas(result))
+
+
+def local(result: Json) -> RenderableType:
+    """Nodes of the cluster on this machine."""
+    table = _table("NODE", "STATE", "ADDRESS", "PIDS", "RAM DIRECTORY")
+    for node in result["nodes"]:
+        table.add_row(
+            node["node_id"],
+            state(node["state"]),
+            node["address"],
+            " ".join(map(str, node["pids"])),
+            node["ram_dir"],
+        )
+    return _or_note(table, "the cluster has no nodes")

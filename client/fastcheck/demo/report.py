@@ -1,0 +1,166 @@
+"""From what the ranks said to the demo's figures and its verdict. Pure: no clocks, no processes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+Event = dict[str, Any]
+
+
+@dataclass
+class RunRecord:
+    """What the ranks of one run (or of its two parts, before and after the loss) said."""
+
+    #: (step, rank) → loss as float hex.
+    losses: dict[tuple[int, int], str] = field(default_factory=dict)
+    #: rank → digest of its state after the last step.
+    final: dict[int, str] = field(default_factory=dict)
+    #: rank → (step, digest) right after `load`.
+    loaded: dict[int, tuple[int | None, str | None]] = field(default_factory=dict)
+    #: rank → digest after the step asked for.
+    probed: dict[int, str] = field(default_factory=dict)
+    stalls_ms: list[float] = field(default_factory=list)
+    memcpys_ms: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+    bytes_raw: int = 0
+    bytes_sent: int = 0
+    committed_step: int = 0
+    params: int = 0
+    #: rank → when its first step was done, on the machine's monotonic clock.
+    first_step_at_s: dict[int, float] = field(default_factory=dict)
+    #: Steps whose loss was computed twice with different results.
+    conflicts: list[int] = field(default_factory=list)
+
+    def take(self, event: Event) -> None:
+        """Add one event of a rank."""
+        rank = event["rank"]
+        match event["event"]:
+            case "ready":
+                self.params = event["params"]
+            case "loaded":
+                self.loaded[rank] = (event["step"], event["digest"])
+                self.load_s.append(event["load_s"])
+            case "step":
+                self._take_step(event)
+            case "digest":
+                self.probed[rank] = event["digest"]
+            case "saved" if event["committed"]:
+                self.bytes_raw += event["bytes"]
+                self.bytes_sent += event["encoded_bytes"]
+                self.committed_step = max(self.committed_step, event["step"])
+            case "done":
+                self.final[rank] = event["digest"]
+
+    def _take_step(self, event: Event) -> None:
+        key = (event["step"], event["rank"])
+        if self.losses.setdefault(key, event["loss"]) != event["loss"]:
+            self.conflicts.append(event["step"])
+        self.first_step_at_s.setdefault(event["rank"], event["at_s"])
+        # A rank's first save maps fresh memory, and its first copy only makes the yardstick.
+        if event["memcpy_ms"]:
+            self.stalls_ms.append(event["stall_ms"])
+            self.memcpys_ms.append(event["memcpy_ms"])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the interrupted run ended as the uninterrupted one; `reasons` says where not."""
+
+    bit_identical: bool
+    losses_identical: bool
+    reasons: tuple[str, ...]
+
+
+def compare(before: RunRecord, after: RunRecord, reference: RunRecord, *, ranks: int, steps: int) -> Verdict:
+    """Compare a run that lost a node with one that did not.
+
+    Args:
+        before: until the loss.
+        after: from the restore to the end.
+        reference: the whole run, undisturbed, probed at the restored step.
+        ranks: number of ranks.
+        steps: number of the last step.
+    """
+    reasons: list[str] = []
+    restored = {step for step, _ in after.loaded.values()}
+    if len(after.loaded) != ranks or len(restored) != 1 or None in restored:
+        reasons.append(f"the ranks did not all load one step: {dict(sorted(after.loaded.items()))}")
+    elif (step := restored.pop()) is not None and step < before.committed_step:
+        reasons.append(f"step {step} was loaded, but step {before.committed_step} had been committed")
+    for rank in range(ranks):
+        if (after.loaded.get(rank) or (None, None))[1] != reference.probed.get(rank, ""):
+            reasons.append(f"rank {rank}'s loaded state differs from the reference's at that step")
+        if after.final.get(rank) != reference.final.get(rank, ""):
+            reasons.append(f"rank {rank}'s final state differs from the reference's")
+    bits = not reasons
+    wrong_losses = sorted(_differing_steps([before, after], reference, ranks=ranks, steps=steps))
+    if wrong_losses:
+        reasons.append(f"losses differ from the reference's at steps {', '.join(map(str, wrong_losses))}")
+    return Verdict(bits, not wrong_losses, tuple(reasons))
+
+
+def _differing_steps(parts: Iterable[RunRecord], reference: RunRecord, *, ranks: int, steps: int) -> set[int]:
+    wrong: set[int] = set()
+    seen: set[tuple[int, int]] = set()
+    for part in parts:
+        wrong |= set(part.conflicts)
+        wrong |= {key[0] for key, loss in part.losses.items() if reference.losses.get(key) != loss}
+        seen |= set(part.losses)
+    wrong |= {step for step in range(1, steps + 1) for rank in range(ranks) if (step, rank) not in seen}
+    return wrong
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Moments of the recovery on one clock, in seconds."""
+
+    killed_at_s: float
+    detected_at_s: float
+    restarted_at_s: float
+
+
+def summary(
+    before: RunRecord,
+    after: RunRecord,
+    verdict: Verdict,
+    timeline: Timeline,
+    *,
+    nodes: int,
+    ranks: int,
+    steps: int,
+    killed_node: str,
+    killed_at_step: int,
+) -> dict[str, Any]:
+    """The demo's result as `fastcheck demo -o json` prints it."""
+    raw = before.bytes_raw + after.bytes_raw
+    sent = before.bytes_sent + after.bytes_sent
+    first_step_at_s = max(after.first_step_at_s.values(), default=timeline.restarted_at_s)
+    return {
+        "nodes": nodes,
+        "ranks": ranks,
+        "params": before.params,
+        "steps": steps,
+        "killed_node": killed_node,
+        "killed_at_step": killed_at_step,
+        "committed_step": before.committed_step,
+        "restored_step": next((step for step, _ in after.loaded.values()), None),
+        "bit_identical": verdict.bit_identical,
+        "losses_identical": verdict.losses_identical,
+        "save_stall_ms": _median(before.stalls_ms + after.stalls_ms),
+        "memcpy_ms": _median(before.memcpys_ms + after.memcpys_ms),
+        "recovery_s": round(first_step_at_s - timeline.killed_at_s, 3),
+        "detection_s": round(timeline.detected_at_s - timeline.killed_at_s, 3),
+        "restart_s": round(timeline.restarted_at_s - timeline.detected_at_s, 3),
+        "load_s": round(max(after.load_s, default=0.0), 3),
+        "bytes_raw": raw,
+        "bytes_sent": sent,
+        "ratio": round(raw / sent, 4) if sent else None,
+        "differences": list(verdict.reasons),
+    }
+
+
+def _median(values: list[float]) -> float | None:
+    return round(statistics.median(values), 3) if values else None

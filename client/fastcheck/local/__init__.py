@@ -1,0 +1,5 @@
+"""A whole FastCheck cluster on one machine, in real processes: for trying, for tests, for the demo."""
+
+from .cluster import LocalCluster, LocalClusterError
+
+__all__ = ["LocalCluster", "LocalClusterError"]

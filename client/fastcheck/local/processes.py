@@ -1,0 +1,173 @@
+"""Starting and ending one node's processes, by id and start time. Knows nothing of clusters.
+
+A node's processes are its agent and what descends from it. The agent is started as leader of a session of its
+own, so its children are found by that session even after it is gone and they have another parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import site
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+#: Start times come from clock ticks since boot; a different process differs by more than this.
+_START_TIME_SLACK_S = 0.05
+
+
+@dataclass(frozen=True)
+class ProcessRef:
+    """A process that cannot be mistaken for a later one with the same id."""
+
+    pid: int
+    started_at_s: float
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessRef:
+        """The process that has this id now; raises psutil.NoSuchProcess when none has."""
+        return cls(pid, psutil.Process(pid).create_time())
+
+    def find(self) -> psutil.Process | None:
+        """The process if it still lives; None when it is gone, a zombie, or the id is somebody else's now."""
+        try:
+            process = psutil.Process(self.pid)
+            if abs(process.create_time() - self.started_at_s) > _START_TIME_SLACK_S:
+                return None
+            return None if process.status() == psutil.STATUS_ZOMBIE else process
+        except psutil.NoSuchProcess:
+            return None
+
+    def may_have_orphans(self) -> bool:
+        """Whether the id is still this process' or nobody's: only then that session is its own."""
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.started_at_s) <= _START_TIME_SLACK_S
+        except psutil.NoSuchProcess:
+            return True
+
+
+def node_processes(agent: ProcessRef) -> list[psutil.Process]:
+    """Everything alive of a node: the agent first, then its children at any depth."""
+    found: dict[int, psutil.Process] = {}
+    root = agent.find()
+    if root is not None:
+        found[root.pid] = root
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {child.pid: child for child in root.children(recursive=True)}
+    # The kernel gives a session's id to no new process while the session has members. Asking for the daemon's
+    # name as well makes sure that a stranger is never ended.
+    if agent.may_have_orphans():
+        for process in psutil.process_iter():
+            if process.pid not in found and _session(process.pid) == agent.pid and _is_daemon(process):
+                found[process.pid] = process
+    return [p for p in found.values() if not _is_zombie(p.pid)]
+
+
+def kill_all(agent: ProcessRef, extra: Iterable[ProcessRef] = (), *, timeout_s: float = 10.0) -> list[int]:
+    """SIGKILL a node's processes, the agent first so that it restarts no child, until none is left.
+
+    Returns:
+        The ids of what was killed.
+
+    Raises:
+        TimeoutError: something is still there after `timeout_s` (stuck in the kernel).
+    """
+    killed: list[int] = []
+    deadline = time.monotonic() + timeout_s
+    while True:
+        processes = node_processes(agent) + [p for ref in extra if (p := ref.find()) is not None]
+        if not processes:
+            return killed
+        if time.monotonic() > deadline:
+            left = ", ".join(str(p.pid) for p in processes)
+            raise TimeoutError(f"processes {left} are still alive {timeout_s:g} s after SIGKILL")
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+                if process.pid not in killed:
+                    killed.append(process.pid)
+        psutil.wait_procs(processes, timeout=0.2)
+
+
+def daemon_environment(own_keys: Iterable[str]) -> dict[str, str]:
+    """Environment for `python -m fastcheckd`: this one, minus what would override the node's own config.
+
+    The daemon is found where this interpreter would find it, also when that was arranged at run time.
+
+    Raises:
+        ModuleNotFoundError: the daemon is not installed.
+    """
+    environment = dict(os.environ)
+    for key in own_keys:
+        environment.pop(f"FASTCHECK_{key.upper()}", None)
+    environment["PYTHONPATH"] = python_path(("fastcheckd", "fastcheck_proto"), environment)
+    return environment
+
+
+def python_path(packages: Iterable[str], environment: Mapping[str, str]) -> str:
+    """PYTHONPATH with which a child finds these packages where this process does; absolute."""
+    roots = []
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ModuleNotFoundError(f"package {package} is not installed", name=package)
+        root = str(Path(spec.submodule_search_locations[0]).absolute().parent)
+        # What every interpreter sees anyway must not be moved before the standard library.
+        if root not in [*site.getsitepackages(), site.getusersitepackages()]:
+            roots.append(root)
+    inherited = [str(Path(p).absolute()) for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return os.pathsep.join(dict.fromkeys([*roots, *inherited]))
+
+
+def spawn_daemon(
+    config_file: Path, log_file: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a node's agent in a session of its own, its stderr appended to the log."""
+    with log_file.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "fastcheckd", "run", "--config", str(config_file)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=dict(environment),
+            start_new_session=True,
+        )
+
+
+def tail(log_file: Path, lines: int = 15, bytes_max: int = 16 * 1024) -> str:
+    """The last lines of a log, empty when there is none."""
+    try:
+        with log_file.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - bytes_max))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return ""
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
+
+
+def _is_daemon(process: psutil.Process) -> bool:
+    try:
+        return any("fastcheckd" in argument for argument in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

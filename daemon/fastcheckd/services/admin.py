@@ -1,0 +1,259 @@
+"""AdminService on the agent: what an operator may ask of any node.
+
+It asks the registry first, then all nodes side by side with a deadline each, and answers with what came
+back: a dead node costs its part of the answer and never the answer. What the replies mean is decided in
+`admin_reports.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import grpc.aio
+
+from fastcheck_proto.conventions import check_name
+from fastcheck_proto.v1 import admin_pb2, admin_pb2_grpc, peer_pb2, registry_pb2
+
+from ..config import Config
+from ..errors import FastCheckdError, InvalidRequestError, NoQuorumError, StepGoneError
+from ..rpc import answers
+from . import admin_reports as reports
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+#: Per call, to the registry and to each node. An operator waits twice this at most, three times for `Status`.
+CALL_TIMEOUT_S = 1.5
+
+
+class Registry(Protocol):
+    """What this service needs of `registry.client.RegistryClient`."""
+
+    async def view(self, timeout_s: float) -> registry_pb2.ClusterView:
+        """The cluster's members and jobs."""
+
+    async def lookup(
+        self, request: registry_pb2.LookupRequest, timeout_s: float
+    ) -> registry_pb2.LookupResponse:
+        """A committed step."""
+
+    async def list_job_steps(
+        self, request: registry_pb2.ListJobStepsRequest, timeout_s: float
+    ) -> registry_pb2.ListJobStepsResponse:
+        """Steps of one job."""
+
+    async def list_jobs(
+        self, request: registry_pb2.ListJobsRequest, timeout_s: float
+    ) -> registry_pb2.ListJobsResponse:
+        """All jobs."""
+
+
+class Peers(Protocol):
+    """What this service needs of `transfer.peer_client.PeerClient`."""
+
+    async def list_replicas(
+        self, data_address: str, job: str, step: int | None, timeout_s: float
+    ) -> list[peer_pb2.Replica]:
+        """What a node holds."""
+
+    async def get_stats(self, data_address: str, timeout_s: float) -> peer_pb2.GetStatsResponse:
+        """A node's memory and counters."""
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """Answers for the whole cluster from one node."""
+
+    def __init__(self, config: Config, registry: Registry, peers: Peers) -> None:
+        self._config = config
+        self._registry = registry
+        self._peers = peers
+
+    @answers
+    async def Status(
+        self, request: admin_pb2.StatusRequest, context: Context
+    ) -> admin_pb2.StatusResponse:
+        """One answer to "is it well, and if not, why". Without a registry it says just that."""
+        try:
+            view = await self._registry.view(CALL_TIMEOUT_S)
+        except FastCheckdError as error:
+            logger.warning("status without a registry: %s", error)
+            return self._status(self._empty_view(), reports.Answers(), [], has_quorum=False)
+        stats, (newest, has_quorum) = await asyncio.gather(self._stats(view), self._newest_steps(view.jobs))
+        held = await self._held(view) if newest else {}
+        newest = await self._still_short(newest, held)
+        return self._status(
+            view,
+            reports.Answers(stats=stats, replicas=held),
+            newest,
+            has_quorum=view.has_leader and has_quorum,
+        )
+
+    @answers
+    async def Nodes(
+        self, request: admin_pb2.NodesRequest, context: Context
+    ) -> admin_pb2.NodesResponse:
+        """All members, with the counters of those that answered."""
+        view = await self._registry.view(CALL_TIMEOUT_S)
+        return admin_pb2.NodesResponse(nodes=reports.node_reports(view, await self._stats(view)))
+
+    @answers
+    async def Jobs(
+        self, request: admin_pb2.JobsRequest, context: Context
+    ) -> admin_pb2.JobsResponse:
+        """All jobs and the steps kept of each."""
+        listed = await self._registry.list_jobs(registry_pb2.ListJobsRequest(), CALL_TIMEOUT_S)
+        return admin_pb2.JobsResponse(jobs=listed.jobs)
+
+    @answers
+    async def Checkpoints(
+        self, request: admin_pb2.CheckpointsRequest, context: Context
+    ) -> admin_pb2.CheckpointsResponse:
+        """A job's steps that can be loaded or are under way."""
+        listed = await self._registry.list_job_steps(
+            registry_pb2.ListJobStepsRequest(job=_job(request.job)), CALL_TIMEOUT_S
+        )
+        return admin_pb2.CheckpointsResponse(steps=listed.steps)
+
+    @answers
+    async def Replicas(
+        self, request: admin_pb2.ReplicasRequest, context: Context
+    ) -> admin_pb2.ReplicasResponse:
+        """Who really holds what of a job's kept steps, or of one of them."""
+        job = _job(request.job)
+        view = await self._registry.view(CALL_TIMEOUT_S)
+        if request.HasField("step"):
+            records = [await self._record(job, request.step)]
+        else:
+            kept = (await self._lookup(job, None)).kept_steps
+            found = await asyncio.gather(*(self._lookup(job, step) for step in kept), return_exceptions=True)
+            # A step may be replaced by a newer one between the two questions; then it is not kept any more.
+            records = [r.record for r in found if not isinstance(r, BaseException) and r.HasField("record")]
+            for error in (r for r in found if isinstance(r, BaseException)):
+                if not isinstance(error, StepGoneError):
+                    raise error
+        held = await self._held(view, job, records[0].step if len(records) == 1 else None)
+        return admin_pb2.ReplicasResponse(
+            replicas=[report for record in records for report in reports.replica_reports(record, held)],
+            unreachable=reports.unanswered(view, held),
+        )
+
+    @answers
+    async def Inspect(
+        self, request: admin_pb2.InspectRequest, context: Context
+    ) -> admin_pb2.InspectResponse:
+        """One committed step: its record and where its shards lie."""
+        view = await self._registry.view(CALL_TIMEOUT_S)
+        record = await self._record(_job(request.job), request.step)
+        held = await self._held(view, record.job, record.step)
+        return admin_pb2.InspectResponse(
+            record=record,
+            replicas=reports.replica_reports(record, held),
+            unreachable=reports.unanswered(view, held),
+        )
+
+    def _status(
+        self,
+        view: registry_pb2.ClusterView,
+        answered: reports.Answers,
+        newest: Sequence[registry_pb2.StepRecord],
+        *,
+        has_quorum: bool,
+    ) -> admin_pb2.StatusResponse:
+        codes = reports.health_codes(view, answered, newest, has_quorum=has_quorum)
+        return admin_pb2.StatusResponse(
+            health=reports.worst(codes),
+            codes=codes,
+            epoch=view.epoch,
+            leader=view.leader if has_quorum else "",
+            nodes_up=sum(node.state == registry_pb2.NODE_STATE_UP for node in view.nodes),
+            nodes_total=len(view.nodes),
+            cluster_id=view.cluster_id,
+            voters=view.voters,
+        )
+
+    def _empty_view(self) -> registry_pb2.ClusterView:
+        voters = [voter.node_id for voter in self._config.effective_voters]
+        return registry_pb2.ClusterView(cluster_id=self._config.cluster_id, voters=voters)
+
+    async def _newest_steps(
+        self, jobs: Sequence[registry_pb2.JobView]
+    ) -> tuple[list[registry_pb2.StepRecord], bool]:
+        """Newest committed step of each job, and whether the registry could answer for them."""
+        names = [job.job for job in jobs if job.kept_steps]
+        found = await asyncio.gather(*(self._lookup(name, None) for name in names), return_exceptions=True)
+        records, has_quorum = [], True
+        for name, response in zip(names, found, strict=True):
+            if isinstance(response, registry_pb2.LookupResponse):
+                records.extend([response.record] if response.HasField("record") else [])
+            elif isinstance(response, FastCheckdError):
+                logger.info("newest step of job %s is not known: %s", name, response)
+                has_quorum = has_quorum and not isinstance(response, NoQuorumError)
+            else:
+                raise response
+        return records, has_quorum
+
+    async def _still_short(
+        self,
+        newest: Sequence[registry_pb2.StepRecord],
+        held: Mapping[str, Sequence[peer_pb2.Replica]],
+    ) -> list[registry_pb2.StepRecord]:
+        """Leave out steps that look short because newer ones replaced them while the nodes were asked."""
+        keep = []
+        for record in newest:
+            if reports.short_shards(reports.replica_reports(record, held)):
+                try:
+                    kept_steps = list((await self._lookup(record.job, None)).kept_steps)
+                except FastCheckdError as error:
+                    logger.info("cannot tell whether job %s moved on: %s", record.job, error)
+                    kept_steps = [record.step]
+                if record.step not in kept_steps:
+                    continue
+            keep.append(record)
+        return keep
+
+    async def _lookup(self, job: str, step: int | None) -> registry_pb2.LookupResponse:
+        return await self._registry.lookup(registry_pb2.LookupRequest(job=job, step=step), CALL_TIMEOUT_S)
+
+    async def _record(self, job: str, step: int) -> registry_pb2.StepRecord:
+        found = await self._lookup(job, step)
+        if not found.HasField("record"):
+            kept = ", ".join(map(str, found.kept_steps)) or "none"
+            raise StepGoneError(f"step {step} of job {job} is not kept; kept steps: {kept}")
+        return found.record
+
+    async def _stats(self, view: registry_pb2.ClusterView) -> dict[str, peer_pb2.GetStatsResponse]:
+        return await self._ask(view, lambda address: self._peers.get_stats(address, CALL_TIMEOUT_S))
+
+    async def _held(
+        self, view: registry_pb2.ClusterView, job: str = "", step: int | None = None
+    ) -> dict[str, list[peer_pb2.Replica]]:
+        return await self._ask(
+            view, lambda address: self._peers.list_replicas(address, job, step, CALL_TIMEOUT_S)
+        )
+
+    async def _ask(self, view: registry_pb2.ClusterView, call: Callable[[str], Awaitable[T]]) -> dict[str, T]:
+        """Put one question to all nodes that are not DOWN, at once; node id → its answer if it gave one."""
+        addresses = {node.node_id: node.data_address for node in view.nodes}
+
+        async def one(node_id: str) -> tuple[str, T] | None:
+            try:
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    return node_id, await call(addresses[node_id])
+            except (FastCheckdError, TimeoutError) as error:
+                logger.info("%s did not answer an admin question: %s", node_id, error or "timed out")
+                return None
+
+        replies = await asyncio.gather(*(one(node_id) for node_id in reports.node_ids_to_ask(view)))
+        return dict(reply for reply in replies if reply is not None)
+
+
+def _job(name: str) -> str:
+    try:
+        return check_name("job", name)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from None
