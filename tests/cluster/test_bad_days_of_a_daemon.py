@@ -9,8 +9,7 @@ import sys
 import psutil
 import pytest
 import yaml
-
-from .conftest import Job, counters, node_states
+from tests.cluster.harness import Job, counters, node_states
 
 
 def daemon(*arguments, **environment):
