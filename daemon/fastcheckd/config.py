@@ -97,6 +97,9 @@ class Config:
     chunk_bytes: int = 4 << 20
     #: Connections per shard transfer. One TCP stream alone sometimes stays in a slow mode.
     lane_streams: int = 2
+    #: TCP congestion control of the lane, one of `sysctl net.ipv4.tcp_available_congestion_control`;
+    #: empty: the system's. Where that is bbr, cubic is faster on loopback.
+    lane_congestion: str = ""
     #: Threads that hash and copy in the data process. Half the cores: the trainer comes first.
     worker_threads: int = field(default_factory=lambda: max(2, (os.cpu_count() or 2) // 2))
 

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import logging
 import os
+import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,9 +54,16 @@ def _run_child(process: str) -> int:
     return _run(process, Config.from_json(text))
 
 
+def _raise_file_limit() -> None:
+    """Every mapped segment and every lane holds a descriptor: use what the system lets us have."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def _run(process: str, config: Config) -> int:
     from .node import PROCESSES  # noqa: PLC0415  late: `validate` needs none of it
 
+    _raise_file_limit()
     configure(config.log_format, f"{config.node_id}/{process}")
     try:
         asyncio.run(PROCESSES[process](config))

@@ -8,9 +8,10 @@ import logging
 import os
 import signal
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -39,6 +40,7 @@ from .services.admin import AdminService
 from .services.node import DataControlService, NodeService
 from .services.peer import PeerService
 from .services.trainer import TrainerService
+from .store.manifests import replica_id
 from .store.ram_store import RamStore
 from .store.retention import what_to_drop
 from .transfer.lane_server import LaneServer
@@ -71,14 +73,15 @@ async def run_agent(config: Config) -> None:
         await health.set("", health_pb2.HealthCheckResponse.SERVING)
         agent.start()
         try:
-            done, _ = await asyncio.wait({stopping, agent.fatal}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {stopping, agent.fatal}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await health.enter_graceful_shutdown()
             await agent.stop()
             await peers.close()
             await registry.close()
             peers_pool.shutdown(wait=False)
-        if agent.fatal in done:
+        if agent.fatal.done():
             raise agent.fatal.result()
 
 
@@ -95,8 +98,15 @@ class _DataRooms:
         self.view = view = ViewFollower(registry, identity)
         self.peers = peers = PeerClient(config, counters, self.lanes)
         tickets = TicketOffice()
-        self.lane = LaneServer(config.host, config.lane_port, tickets, counters, config.transfer_timeout_s)
-        self.desk = desk = PutDesk(config, store, tickets, counters, identity)
+        self.lane = LaneServer(
+            config.host, config.lane_port, tickets, counters, config.transfer_timeout_s,
+            congestion=config.lane_congestion,
+        )  # fmt: skip
+        self.desk = PutDesk(
+            cluster_id=config.cluster_id, node_id=config.node_id, store=store, tickets=tickets,
+            counters=counters, incarnation=lambda: identity.incarnation, epoch=lambda: identity.epoch,
+            budget_bytes=config.ram_budget_bytes, transfer_timeout_s=config.transfer_timeout_s,
+        )  # fmt: skip
         replicator = Replicator(
             config=config, identity=identity, store=store, registry=registry, peers=peers, view=view,
             counters=counters, executor=self.hashing,
@@ -109,7 +119,9 @@ class _DataRooms:
             config=config, store=store, registry=registry, peers=peers, view=view,
             counters=counters, executor=self.hashing,
         )  # fmt: skip
-        self.peer_service = PeerService(config, store, desk, tickets, counters, self.hashing)
+        self.peer_service = PeerService(
+            cluster_id=config.cluster_id, desk=self.desk, store=store, tickets=tickets, counters=counters
+        )
         self.trainer_service = TrainerService(config, self.saving, restore, registry)
         self._resumed = False
         view.on_change(self._on_view)
@@ -124,7 +136,8 @@ class _DataRooms:
 
     async def close(self) -> None:
         """Let go of everything but the bytes."""
-        self.lane.stop()
+        self.desk.close()
+        await asyncio.to_thread(self.lane.stop)
         await self.peers.close()
         await self.registry.close()
         self.hashing.shutdown(wait=False, cancel_futures=True)
@@ -148,6 +161,7 @@ async def run_data(config: Config) -> None:
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, near)
     node_pb2_grpc.add_DataControlServiceServicer_to_server(DataControlService(rooms.identity, store), near)
     rooms.lane.start()
+    rooms.desk.start()
     try:
         async with _listening(far), _listening(near, config.data_socket):
             following = asyncio.create_task(rooms.view.run(), name="view")
@@ -171,7 +185,7 @@ async def run_registry(config: Config) -> None:
         await server.stop()
 
 
-PROCESSES: dict[str, Callable[[Config], Awaitable[None]]] = {
+PROCESSES: dict[str, Callable[[Config], Coroutine[None, None, None]]] = {
     "agent": run_agent,
     "data": run_data,
     "registry": run_registry,
@@ -183,8 +197,9 @@ PROCESSES: dict[str, Callable[[Config], Awaitable[None]]] = {
 
 def _prune(store: RamStore, kept_steps: dict[str, list[int]]) -> None:
     """Drop replicas of steps that the registry no longer keeps."""
-    for shard in what_to_drop(store.held(), kept_steps):
-        store.drop(shard)
+    held = {shard.id: shard for shard in store.held()}
+    for kind, key in what_to_drop([(s.kind, s.key) for s in held.values()], kept_steps):
+        store.drop(held[replica_id(key, kind)])
 
 
 def _stop_signal() -> asyncio.Future[None]:

@@ -28,7 +28,7 @@ from ..errors import (
 )
 from ..registry.client import RegistryClient
 from ..store.ram_store import HeldShard, RamStore
-from ..store.segments import Segment
+from ..store.segments import Segment, staging_pool
 from ..transfer.peer_client import PeerClient
 from ..view import ViewFollower
 from .plan import ShardPlan, other_sources, plan_fetch
@@ -105,11 +105,11 @@ class RestoreRoom:
                 shards = await self._bring(request.job, record, tally)
             except LostError as error:
                 raise LostError(f"{error}. {_offer(record.step, kept)}") from None
-            segment = shards[0].segment
-            self._store.retain(segment)
-        first = shards[0].manifest
+            pins = contextlib.ExitStack()
+            pins.enter_context(self._store.pinned(shards[0]))  # all lie in one segment
+        first, segment = shards[0].manifest, shards[0].segment
         self._counters.add("restores")
-        try:
+        with pins:
             yield Loaded(
                 tpb.LoadReady(
                     step=record.step,
@@ -125,8 +125,6 @@ class RestoreRoom:
                 ),
                 segment,
             )
-        finally:
-            self._store.release(segment)
 
     async def _lookup(self, request: tpb.LoadRequest) -> tuple[rpb.StepRecord, list[int]] | None:
         lookup = rpb.LookupRequest(job=request.job, rank=request.rank)
@@ -159,7 +157,7 @@ class RestoreRoom:
         if own is not None:
             tally.local_bytes = record.state_bytes
             return own
-        pool = f"staging.{job}.{record.rank}"
+        pool = staging_pool(job, record.rank)
         segment = await asyncio.to_thread(self._store.allocate, record.state_bytes, pool)
         try:
             nodes = {n.node_id: n for n in (await self._nodes()).nodes}
@@ -194,18 +192,17 @@ class RestoreRoom:
 
     async def _is_intact(self, held: HeldShard) -> bool:
         """Check a replica here; a bad one is dropped and counted."""
-        with self._store.pinned(held):
-            bad = await count_bad_chunks(
-                held.view, held.manifest.chunk_digests, held.manifest.chunk_bytes, self._executor
-            )
-        if bad:
-            logger.error(
-                "%d chunks of shard %d of %s step %d rank %d in RAM do not match their digest; dropping that copy",
-                bad, held.key.shard, held.key.job, held.key.step, held.key.rank,
-            )  # fmt: skip
-            self._counters.add("corrupt_found")
-            self._store.discard(held)
-        return not bad
+        try:
+            with self._store.pinned(held):
+                manifest = held.manifest
+                bad = await count_bad_chunks(
+                    held.view, manifest.chunk_digests, manifest.chunk_bytes, self._executor
+                )
+                if bad:
+                    await asyncio.to_thread(self._store.condemn, held, f"{bad} of its chunks")
+                return not bad
+        except NotHeldError:
+            return False  # pruned a moment ago: as good as never here
 
     async def _fetch(
         self,
@@ -225,7 +222,7 @@ class RestoreRoom:
         if manifest is not None:
             tally.local_bytes += shard.bytes
             return manifest
-        tried = []
+        tried: list[str] = []
         for source in plan.sources:
             if (manifest := await self._pull(source, key, shard, into, tally, tried)) is not None:
                 return manifest
@@ -246,8 +243,11 @@ class RestoreRoom:
             held = self._store.find(key, kind)
             if held is None or held.manifest.digest != shard.digest or not await self._is_intact(held):
                 continue
-            with self._store.pinned(held):
-                await asyncio.get_running_loop().run_in_executor(self._executor, _copy, held.view, into)
+            try:
+                with self._store.pinned(held):
+                    await asyncio.get_running_loop().run_in_executor(self._executor, _copy, held.view, into)
+            except NotHeldError:
+                continue
             return held.manifest
         return None
 

@@ -27,8 +27,8 @@ from ..errors import (
 )
 from ..identity import Identity
 from ..registry.client import RegistryClient
-from ..store.ram_store import RamStore
-from ..store.segments import Segment
+from ..store.ram_store import HeldShard, RamStore
+from ..store.segments import Segment, staging_pool
 from ..view import ViewFollower
 from .replicate import Replicator
 from .save import Save, SaveKey
@@ -167,7 +167,7 @@ class SavingRoom:
     def spare_for(self, save: Save) -> Segment | None:
         """A free segment that a later save of this rank will probably get; starts making one if there is none."""
         pool = staging_pool(save.key.job, save.key.rank)
-        spare = self._store.peek_free(save.state_bytes, pool)
+        spare = self._store.spare(save.state_bytes, pool)
         if spare is None and not self._spares:
             task = asyncio.create_task(self._make_spare(save.state_bytes, pool))
             self._spares.add(task)
@@ -176,7 +176,7 @@ class SavingRoom:
 
     async def _make_spare(self, size_bytes: int, pool: str) -> None:
         usage = self._store.usage()
-        if usage.used_bytes + usage.free_bytes + 2 * size_bytes > usage.budget_bytes:
+        if usage.used_bytes - usage.free_bytes + 2 * size_bytes > usage.budget_bytes:
             return  # room is short: leave it to what must be kept
         try:
             segment = await asyncio.to_thread(self._store.allocate, size_bytes, pool)
@@ -266,25 +266,25 @@ class SavingRoom:
     def resume(self) -> int:
         """Carry on with staged steps that an earlier life of this process left uncommitted."""
         groups: dict[tuple[str, int, int], list[pb.ShardManifest]] = {}
-        segments: dict[tuple[str, int, int], Segment] = {}
+        shards: dict[tuple[str, int, int], HeldShard] = {}
         for held in self._store.held():
             if held.kind == pb.REPLICA_KIND_OWNER:
                 group = (held.key.job, held.key.rank, held.key.step)
                 groups.setdefault(group, []).append(held.manifest)
-                segments[group] = held.segment
+                shards[group] = held
         resumed = 0
         for (job, rank, step), manifests in sorted(groups.items()):
             newest = self._view.newest_step(job)
             if (newest is not None and step <= newest) or not _complete(manifests):
                 continue
             first = manifests[0]
-            self._store.retain(segments[(job, rank, step)])
+            segment = self._store.take_again(shards[(job, rank, step)])
             save = Save(
                 key=SaveKey(job, rank, step),
                 save_id=secrets.token_hex(16),
                 session=first.session,
                 world_size=first.world_size,
-                segment=segments[(job, rank, step)],
+                segment=segment,
                 state_bytes=first.state_bytes,
                 header_offset=first.header_offset,
                 header_bytes=first.header_bytes,
@@ -300,11 +300,6 @@ class SavingRoom:
         for task in [*tasks, *self._spares]:
             task.cancel()
         await asyncio.gather(*tasks, *self._spares, return_exceptions=True)
-
-
-def staging_pool(job: str, rank: int) -> str:
-    """Name of the segments that only this rank's trainer may map."""
-    return f"staging.{job}.{rank}"
 
 
 def _complete(manifests: Iterable[pb.ShardManifest]) -> bool:

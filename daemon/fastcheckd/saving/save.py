@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
@@ -21,7 +22,7 @@ from ..errors import FastCheckdError
 from ..rpc import detail
 from ..store.segments import Segment
 
-State = tpb.SaveState.ValueType
+State: TypeAlias = tpb.SaveState.ValueType
 FINAL: tuple[State, ...] = (tpb.SAVE_STATE_COMMITTED, tpb.SAVE_STATE_FAILED)
 
 

@@ -1,0 +1,1 @@
+"""Who lives: heartbeats and probes, and the verdicts drawn from them."""

@@ -1,0 +1,180 @@
+"""Which step of a job may be committed next: the leader's collection of rank reports. Pure.
+
+It lives in the leader's memory only; owners repeat their reports until they have an answer, so a new
+leader's collection fills by itself. Steps of a job are committed in order, but a complete newer step
+waits for an older one only while that one still makes progress. Times are parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from .records import Json
+
+#: An older step holds a complete newer one up while its last new report is younger than this.
+STALE_AFTER_S = 5.0
+#: Steps of one job under way at once, and jobs. Beyond, the oldest is given up.
+STEPS_MAX = 32
+JOBS_MAX = 4096
+#: A placed step of which nothing more is heard is not shown as under way for longer than this.
+SHOWN_S = 120.0
+
+
+@dataclass
+class Collection:
+    """What the leader has heard about one step."""
+
+    step: int
+    world_size: int
+    #: Newest report of each rank, as a command holds it.
+    reports: dict[int, Json] = field(default_factory=dict)
+    #: Bytes of the ranks that asked for a placement.
+    placed_bytes: dict[int, int] = field(default_factory=dict)
+    #: When the last report came that said something new.
+    progress_at: float = 0.0
+    touched_at: float = 0.0
+    #: A rank of it was taken over by a new process: nothing waits for this step any more.
+    broken: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """All ranks are in."""
+        return len(self.reports) == self.world_size
+
+    def holds_up(self, now: float) -> bool:
+        """Whether a newer step of the job has to wait for this one."""
+        return bool(self.reports) and not self.broken and now - self.progress_at < STALE_AFTER_S
+
+
+class WorldSizeConflictError(Exception):
+    """A report names another world size than the ranks before it."""
+
+
+class Collector:
+    """All steps under way."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, dict[int, Collection]] = {}
+
+    def _collection(self, job: str, step: int, world_size: int, now: float) -> tuple[Collection, list[int]]:
+        """The step's collection, and older steps that were given up to make room."""
+        steps = self._jobs.setdefault(job, {})
+        collection = steps.setdefault(step, Collection(step, world_size, touched_at=now))
+        collection.touched_at = now
+        dropped = [old for old in sorted(steps)[:-STEPS_MAX] if old != step]
+        for old in dropped:
+            del steps[old]
+        for idle in sorted(self._jobs, key=lambda j: max(c.touched_at for c in self._jobs[j].values()))[
+            : max(0, len(self._jobs) - JOBS_MAX)
+        ]:
+            if idle != job:
+                del self._jobs[idle]
+        return collection, dropped
+
+    def placed(
+        self, job: str, step: int, *, world_size: int, rank: int, state_bytes: int, now: float
+    ) -> None:
+        """A rank has begun to replicate a step."""
+        collection, _ = self._collection(job, step, world_size, now)
+        collection.placed_bytes[rank] = state_bytes
+
+    def report(self, job: str, step: int, world_size: int, record: Json, now: float) -> list[int]:
+        """A rank is replicated. Returns older steps that are given up because too many are under way.
+
+        Raises:
+            WorldSizeConflictError: other ranks of the step reported another world size.
+        """
+        collection, dropped = self._collection(job, step, world_size, now)
+        if collection.world_size != world_size:
+            if collection.reports and record["session"] < max(
+                r["session"] for r in collection.reports.values()
+            ):
+                raise WorldSizeConflictError(
+                    f"step {step} of job {job} is being saved with world size {collection.world_size}, "
+                    f"not {world_size}"
+                )
+            collection.world_size = world_size
+            collection.reports.clear()
+        known = collection.reports.get(record["rank"])
+        if known != record and (known is None or known["session"] <= record["session"]):
+            collection.reports[record["rank"]] = record
+            collection.progress_at = now
+            collection.broken = False
+        return dropped
+
+    def next_commit(self, job: str, now: float) -> Collection | None:
+        """The complete step that may be proposed now."""
+        for _, collection in sorted(self._jobs.get(job, {}).items()):
+            if collection.complete:
+                return collection
+            if collection.holds_up(now):
+                return None
+        return None
+
+    def committed(self, job: str, step: int) -> list[int]:
+        """A step was committed; returns the older ones, whose place it has taken. All are forgotten."""
+        steps = self._jobs.get(job, {})
+        superseded = [old for old in sorted(steps) if old < step]
+        for old in [*superseded, step]:
+            steps.pop(old, None)
+        self._forget_empty(job)
+        return superseded
+
+    def drop(self, job: str, step: int, ranks: Iterable[int]) -> None:
+        """These ranks' reports of a step do not hold: they have to come again."""
+        collection = self._jobs.get(job, {}).get(step)
+        for rank in ranks if collection else ():
+            assert collection is not None
+            collection.reports.pop(rank, None)
+
+    def opened(self, job: str, rank: int, session: int) -> list[int]:
+        """A new process took a rank's place: its predecessor's reports are void. Returns their steps."""
+        voided = []
+        for step, collection in sorted(self._jobs.get(job, {}).items()):
+            report = collection.reports.get(rank)
+            if report is not None and report["session"] < session:
+                del collection.reports[rank]
+                collection.broken = True
+                voided.append(step)
+            collection.placed_bytes.pop(rank, None)
+            if not collection.reports and not collection.placed_bytes:
+                del self._jobs[job][step]
+        self._forget_empty(job)
+        return voided
+
+    def recheck(self, check: Callable[[str, int, Json], Json | None]) -> list[tuple[str, int, int, Json]]:
+        """Drop what `check(job, world_size, record)` refuses; returns (job, step, rank, refusal) of each."""
+        dropped = []
+        for job, steps in self._jobs.items():
+            for step, collection in steps.items():
+                for rank, record in list(collection.reports.items()):
+                    if refusal := check(job, collection.world_size, record):
+                        del collection.reports[rank]
+                        dropped.append((job, step, rank, refusal))
+        return dropped
+
+    def jobs(self) -> list[str]:
+        """Jobs with steps under way."""
+        return list(self._jobs)
+
+    def under_way(self, job: str, now: float) -> list[Collection]:
+        """Steps to show as replicating, oldest first."""
+        steps = sorted(self._jobs.get(job, {}).items())
+        return [collection for _, collection in steps if now - collection.touched_at < SHOWN_S]
+
+    def expire(self, now: float) -> None:
+        """Forget what nobody reports or places any more."""
+        for job, steps in list(self._jobs.items()):
+            for step, collection in list(steps.items()):
+                if now - collection.touched_at >= SHOWN_S:
+                    del steps[step]
+            self._forget_empty(job)
+
+    def clear(self) -> None:
+        """Leadership is lost: forget everything."""
+        self._jobs.clear()
+
+    def _forget_empty(self, job: str) -> None:
+        if not self._jobs.get(job, True):
+            del self._jobs[job]

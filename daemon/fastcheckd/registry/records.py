@@ -1,0 +1,113 @@
+"""The JSON forms inside commands and state, checked field by field. Pure.
+
+Commands come from a leader that checked them already, but a voter must stay standing whatever the
+log holds: everything is parsed anew, by these functions, before anything changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastcheck_proto.conventions import RANK_MAX, STEP_MAX, check_name
+
+from ..digests import DIGEST_BYTES
+
+Json = dict[str, Any]
+
+ADDRESS_BYTES_MAX = 300
+#: Random identifiers that others make: client ids, life ids.
+TOKEN_BYTES_MAX = 128
+SHARDS_MAX = 64
+HOLDERS_MAX = 16
+
+
+class MalformedError(ValueError):
+    """A command or record that nobody following the rules would send."""
+
+
+def integer(source: Json, key: str, low: int, high: int) -> int:
+    """A whole number within [low, high]."""
+    value = source.get(key)
+    if type(value) is not int or not low <= value <= high:
+        raise MalformedError(f"{key} must be a whole number from {low} to {high}")
+    return value
+
+
+def name(source: Json, key: str) -> str:
+    """A job or node name."""
+    try:
+        return check_name(key, source.get(key, ""))
+    except ValueError as error:
+        raise MalformedError(str(error)) from None
+
+
+def text(source: Json, key: str, bytes_max: int, *, empty: bool = False) -> str:
+    """Printable ASCII of bounded length."""
+    value = source.get(key)
+    if not isinstance(value, str) or not value.isascii() or not (value.isprintable() or not value):
+        raise MalformedError(f"{key} must be printable ASCII text")
+    if len(value) > bytes_max or not (value or empty):
+        raise MalformedError(f"{key} must have 1 to {bytes_max} characters")
+    return value
+
+
+def node_ref(value: Any, what: str) -> list[Any]:
+    """[node_id, incarnation]."""
+    if not isinstance(value, list) or len(value) != 2:
+        raise MalformedError(f"{what} must be a pair of node id and incarnation")
+    pair = {"node_id": value[0], "incarnation": value[1]}
+    return [name(pair, "node_id"), integer(pair, "incarnation", 0, STEP_MAX)]
+
+
+def shard_record(value: Any) -> Json:
+    """{"offset", "bytes", "digest" (hex), "holders" ([[node_id, incarnation], ...])}."""
+    if not isinstance(value, dict) or not isinstance(value.get("holders"), list):
+        raise MalformedError("a shard must have an offset, bytes, a digest and holders")
+    if len(value["holders"]) > HOLDERS_MAX:
+        raise MalformedError(f"a shard must have at most {HOLDERS_MAX} holders")
+    digest = text(value, "digest", 2 * DIGEST_BYTES)
+    if len(digest) != 2 * DIGEST_BYTES or any(c not in "0123456789abcdef" for c in digest):
+        raise MalformedError(f"a shard's digest must be {DIGEST_BYTES} bytes in hex")
+    return {
+        "offset": integer(value, "offset", 0, STEP_MAX),
+        "bytes": integer(value, "bytes", 0, STEP_MAX),
+        "digest": digest,
+        "holders": [node_ref(holder, "a holder") for holder in value["holders"]],
+    }
+
+
+def rank_record(value: Any) -> Json:
+    """{"rank", "session", "owner", "state_bytes", "shards"}; the shards tile [0, state_bytes)."""
+    if not isinstance(value, dict) or not isinstance(value.get("shards"), list):
+        raise MalformedError("a rank's record must have shards")
+    if not 1 <= len(value["shards"]) <= SHARDS_MAX:
+        raise MalformedError(f"a rank's record must have 1 to {SHARDS_MAX} shards")
+    record: Json = {
+        "rank": integer(value, "rank", 0, RANK_MAX - 1),
+        "session": integer(value, "session", 0, STEP_MAX),
+        "owner": node_ref(value.get("owner"), "the owner"),
+        "state_bytes": integer(value, "state_bytes", 0, STEP_MAX),
+        "shards": [shard_record(shard) for shard in value["shards"]],
+    }
+    at = 0
+    for shard in record["shards"]:
+        if shard["offset"] != at or (shard["bytes"] == 0 and record["state_bytes"] > 0):
+            raise MalformedError(f"the shards of rank {record['rank']} do not tile its state")
+        at += shard["bytes"]
+    if at != record["state_bytes"]:
+        raise MalformedError(f"the shards of rank {record['rank']} do not tile its state")
+    return record
+
+
+def node_fields(value: Any) -> Json:
+    """What a node says about itself when it registers."""
+    if not isinstance(value, dict) or not isinstance(value.get("voter"), bool):
+        raise MalformedError("a node must say its name, its addresses and whether it is a voter")
+    return {
+        "node_id": name(value, "node_id"),
+        "agent_address": text(value, "agent_address", ADDRESS_BYTES_MAX),
+        "data_address": text(value, "data_address", ADDRESS_BYTES_MAX),
+        "lane_address": text(value, "lane_address", ADDRESS_BYTES_MAX),
+        "voter": value["voter"],
+        "ram_budget_bytes": integer(value, "ram_budget_bytes", 0, STEP_MAX),
+    }

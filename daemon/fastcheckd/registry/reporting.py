@@ -1,0 +1,210 @@
+"""Rank reports on their way to a commit: the asynchronous shell around `collector`.
+
+A report is answered when its step is committed or it is refused; until then its owner polls. One commit
+per job is under way at a time. What is decided here is only which command to propose next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from fastcheck_proto.v1 import common_pb2, registry_pb2
+
+from ..config import Config
+from ..errors import InvalidRequestError, NoQuorumError
+from .collector import Collection, Collector, WorldSizeConflictError
+from .commits import Standing, check_rank, check_session, refusal, standing
+from .raft import Raft
+from .records import Json
+from .wire import error_code, ref_message
+
+logger = logging.getLogger(__name__)
+
+Response = registry_pb2.ReportResponse
+
+_WAITING = Response(state=registry_pb2.REPORT_STATE_WAITING)
+_COMMITTED = Response(state=registry_pb2.REPORT_STATE_COMMITTED)
+
+
+def _refused(no: Json) -> Response:
+    return Response(
+        state=registry_pb2.REPORT_STATE_REFUSED,
+        error=common_pb2.ErrorDetail(code=error_code(no["code"]), message=no["message"]),
+        lost_holders=[ref_message(holder) for holder in no.get("lost", [])],
+    )
+
+
+def _superseded(job: str, step: int) -> Response:
+    return _refused(refusal("SUPERSEDED", f"step {step} of job {job} was given up for a newer one"))
+
+
+class Reports:
+    """The leader's reports under way, and who waits for them."""
+
+    def __init__(self, raft: Raft, config: Config) -> None:
+        self._raft = raft
+        self._config = config
+        self.collector = Collector()
+        #: At most one waiter per (job, step) and rank: a newer call sends the older one home.
+        self._waiters: dict[tuple[str, int], dict[int, asyncio.Future[Response]]] = {}
+        self._committing: dict[str, asyncio.Task[None]] = {}
+
+    async def report(self, job: str, step: int, world_size: int, record: Json, wait_s: float) -> Response:
+        """Take a (well-formed) record in and wait for the step's end, at most `wait_s`.
+
+        Raises:
+            NoQuorumError: this voter lost its leadership.
+        """
+        if (answer := self._raft.read(lambda s: self._early(s, job, step, world_size, record))) is not None:
+            return answer
+        try:
+            dropped = self.collector.report(job, step, world_size, record, self._now())
+        except WorldSizeConflictError as error:
+            return _refused(refusal("WORLD_SIZE", str(error)))
+        for old in dropped:
+            self._settle(job, old, None, _superseded(job, old))
+        self._try_commit(job)
+        waiters = self._waiters.setdefault((job, step), {})
+        if earlier := waiters.pop(record["rank"], None):
+            _set(earlier, _WAITING)
+        future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        waiters[record["rank"]] = future
+        try:
+            return await asyncio.wait_for(future, wait_s)
+        except TimeoutError:
+            return _WAITING
+        finally:
+            if waiters.get(record["rank"]) is future:
+                del waiters[record["rank"]]
+            if not waiters and self._waiters.get((job, step)) is waiters:
+                del self._waiters[(job, step)]
+
+    def _early(self, state: Json, job: str, step: int, world_size: int, record: Json) -> Response | None:
+        """The answer that needs no waiting, if there is one."""
+        rank, session = record["rank"], record["session"]
+        now_stands = standing(state["jobs"].get(job), step, rank, session, record)
+        if now_stands is Standing.COMMITTED:
+            return _COMMITTED
+        if fenced := check_session(state, job, rank, session, record["owner"]):
+            return _refused(fenced)
+        if now_stands is Standing.SUPERSEDED:
+            return _superseded(job, step)
+        if now_stands is Standing.NOT_NEWER:
+            newest = state["jobs"][job]["newest"]
+            return _refused(refusal("NOT_NEWER", f"step {step} of job {job} is not newer than {newest}"))
+        no = check_rank(state, job, world_size, self._config.tolerate, record)
+        return None if no is None else _refused(no)
+
+    def opened(self, job: str, rank: int, session: int) -> None:
+        """A new process took a rank's place: what the one before reported is void."""
+        fenced = _refused(refusal("FENCED", f"another process took the place of rank {rank} of job {job}"))
+        for step in self.collector.opened(job, rank, session):
+            self._settle(job, step, [rank], fenced)
+        self._try_commit(job)
+
+    def membership_changed(self) -> None:
+        """Reports may name holders or owners that are gone: say so now, not when the last rank is in."""
+        tolerate = self._config.tolerate
+        dropped = self._raft.read(
+            lambda state: self.collector.recheck(
+                lambda job, world_size, record: check_rank(state, job, world_size, tolerate, record)
+            )
+        )
+        for job, step, rank, no in dropped:
+            self._settle(job, step, [rank], _refused(no))
+
+    def tick(self) -> None:
+        """Look for steps that have waited long enough for an older one."""
+        self.collector.expire(self._now())
+        for job in self.collector.jobs():
+            self._try_commit(job)
+
+    def abandon(self) -> None:
+        """Leadership is lost: owners have to report to the next leader."""
+        self.collector.clear()
+        for waiters in self._waiters.values():
+            for future in waiters.values():
+                if not future.done():
+                    future.set_exception(
+                        NoQuorumError("this voter has lost the leadership; report to the next leader")
+                    )
+        self._waiters.clear()
+        for task in self._committing.values():
+            task.cancel()
+        self._committing.clear()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _try_commit(self, job: str) -> None:
+        if job not in self._committing and self.collector.next_commit(job, self._now()) is not None:
+            task = asyncio.get_running_loop().create_task(self._commit_all(job))
+            self._committing[job] = task
+            task.add_done_callback(lambda done: self._done(job, done))
+
+    def _done(self, job: str, task: asyncio.Task[None]) -> None:
+        if self._committing.get(job) is task:
+            del self._committing[job]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("registry: committing a step of job %s failed", job, exc_info=error)
+
+    async def _commit_all(self, job: str) -> None:
+        while (ready := self.collector.next_commit(job, self._now())) is not None:
+            ranks = sorted(ready.reports)
+            try:
+                result = await self._raft.propose(self._command(job, ready))
+            except NoQuorumError as error:
+                # Not lost: the reports stay here for the next tick, and their owners repeat them.
+                logger.warning("registry: step %d of job %s is not committed yet: %s", ready.step, job, error)
+                return
+            except InvalidRequestError as error:
+                result = refusal("INVALID", str(error))
+            self._conclude(job, ready, ranks, result)
+
+    def _command(self, job: str, ready: Collection) -> Json:
+        return {
+            "type": "commit",
+            "job": job,
+            "step": ready.step,
+            "world_size": ready.world_size,
+            "epoch": self._raft.read(lambda state: state["epoch"]),
+            "tolerate": self._config.tolerate,
+            "keep_steps": self._config.keep_steps,
+            "ranks": [ready.reports[rank] for rank in sorted(ready.reports)],
+        }
+
+    def _conclude(self, job: str, step: Collection, ranks: list[int], result: Json) -> None:
+        if result["ok"]:
+            for old in self.collector.committed(job, step.step):
+                self._settle(job, old, None, _superseded(job, old))
+            self._settle(job, step.step, None, _COMMITTED)
+            return
+        refused_ranks = result.get("ranks", ranks)
+        records = {rank: step.reports.get(rank) for rank in refused_ranks}
+        self.collector.drop(job, step.step, refused_ranks)
+        for rank, record in records.items():
+            # What a waiter is told is about its own record, not about its neighbours'.
+            own = (
+                None
+                if record is None
+                else self._raft.read(
+                    lambda s, r=record: self._early(s, job, step.step, step.world_size, r)  # type: ignore[misc]
+                )
+            )
+            self._settle(job, step.step, [rank], own or _refused(result))
+
+    def _settle(self, job: str, step: int, ranks: Iterable[int] | None, response: Response) -> None:
+        """Answer those who wait for a step: all, or these ranks."""
+        waiters = self._waiters.get((job, step), {})
+        for rank in list(waiters) if ranks is None else ranks:
+            if future := waiters.pop(rank, None):
+                _set(future, response)
+        if not waiters:
+            self._waiters.pop((job, step), None)
+
+
+def _set(future: asyncio.Future[Response], response: Response) -> None:
+    if not future.done():
+        future.set_result(response)

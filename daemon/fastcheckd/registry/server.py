@@ -1,0 +1,105 @@
+"""The registry process: engine, leader's work and gRPC face, wired and started in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc.aio
+
+from fastcheck_proto.v1 import registry_pb2_grpc
+
+from ..config import Config
+from ..errors import ConfigError
+from ..health.detector import FailureDetector
+from ..rpc import SERVER_OPTIONS
+from ..services.registry import RegistryService
+from .leading import Leader
+from .raft import Raft, check_port_is_free
+from .reporting import Reports
+
+logger = logging.getLogger(__name__)
+
+
+class RegistryServer:
+    """One voter. Start and stop it in the main thread's event loop.
+
+    Args:
+        config: of a node that is among the voters.
+
+    Raises:
+        ConfigError: the node is no voter.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._raft = Raft(config, self._changed)
+        self._detector = FailureDetector(
+            suspect_after_s=config.suspect_after_s, down_after_s=config.down_after_s
+        )
+        self._reports = Reports(self._raft, config)
+        self._leader = Leader(config, self._raft, self._reports, self._detector, self._suspects_changed)
+        self._service = RegistryService(config, self._raft, self._leader, self._reports, self._detector)
+        self._epoch = -1
+        self._failed = asyncio.Event()
+
+    async def start(self) -> None:
+        """Join the other voters and serve.
+
+        Raises:
+            ConfigError: a port is taken, the key is missing, or the state directory needs the operator.
+        """
+        voter = self._config.own_voter
+        assert voter is not None, "Raft checks it"
+        self._raft.start()
+        try:
+            check_port_is_free(voter.registry_address, "registry_address")
+            self._server = grpc.aio.server(options=SERVER_OPTIONS)
+            registry_pb2_grpc.add_RegistryServiceServicer_to_server(self._service, self._server)
+            try:
+                self._server.add_insecure_port(voter.registry_address)
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"config key 'voters': cannot serve on {voter.registry_address}: {error}"
+                ) from None
+            await self._server.start()
+        except BaseException:
+            self._raft.close()
+            raise
+        self._leading = asyncio.create_task(self._leader.run())
+
+    async def stop(self) -> None:
+        """Stop serving and leave the voters; the log is closed when this returns."""
+        self._leading.cancel()
+        await asyncio.wait([self._leading])
+        await self._server.stop(grace=0.2)
+        self._raft.close()
+
+    async def wait_failed(self) -> str:
+        """Return, with the reason, when this voter can take no part any more: its log cannot be written.
+
+        From then on it decides nothing; the process should end and be started anew.
+        """
+        await self._failed.wait()
+        return self._raft.failure or ""
+
+    def _changed(self) -> None:
+        epoch, lives = self._raft.read(
+            lambda state: (
+                state["epoch"],
+                [(node_id, node["incarnation"]) for node_id, node in state["nodes"].items()],
+            )
+        )
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._detector.keep(lives)
+            self._service.forget_except({node_id for node_id, _ in lives})
+            self._reports.membership_changed()
+        self._leader.changed()
+        self._service.changed()
+        if self._raft.failure is not None and not self._failed.is_set():
+            logger.critical("registry: this voter stops: %s", self._raft.failure)
+            self._failed.set()
+
+    def _suspects_changed(self) -> None:
+        self._service.changed()

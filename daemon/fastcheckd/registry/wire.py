@@ -1,0 +1,74 @@
+"""Between the registry's messages and its JSON. Pure translation; `records` does the checking."""
+
+from __future__ import annotations
+
+from fastcheck_proto.v1 import common_pb2, registry_pb2
+
+from .records import Json
+
+
+def node_ref(ref: common_pb2.NodeRef) -> list[object]:
+    """[node_id, incarnation]."""
+    return [ref.node_id, ref.incarnation]
+
+
+def rank_record(record: registry_pb2.RankRecord) -> Json:
+    """A rank's record as a command holds it; shards are in order of their number."""
+    shards = sorted(record.shards, key=lambda shard: shard.shard)
+    return {
+        "rank": record.rank,
+        "session": record.session,
+        "owner": node_ref(record.owner),
+        "state_bytes": record.state_bytes,
+        "shards": [
+            {
+                "offset": shard.offset,
+                "bytes": shard.bytes,
+                "digest": shard.digest.hex(),
+                "holders": [node_ref(holder) for holder in shard.holders],
+            }
+            for shard in shards
+        ],
+    }
+
+
+def rank_message(record: Json) -> registry_pb2.RankRecord:
+    """A committed rank's record as a message."""
+    return registry_pb2.RankRecord(
+        rank=record["rank"],
+        session=record["session"],
+        owner=ref_message(record["owner"]),
+        state_bytes=record["state_bytes"],
+        shards=[
+            registry_pb2.ShardRecord(
+                shard=index,
+                offset=shard["offset"],
+                bytes=shard["bytes"],
+                digest=bytes.fromhex(shard["digest"]),
+                holders=[ref_message(holder) for holder in shard["holders"]],
+            )
+            for index, shard in enumerate(record["shards"])
+        ],
+    )
+
+
+def step_message(job: str, kept: Json, rank: int | None) -> registry_pb2.StepRecord:
+    """A committed step as a message, with one rank's record or all."""
+    ranks = [record for record in kept["ranks"] if rank is None or record["rank"] == rank]
+    return registry_pb2.StepRecord(
+        job=job,
+        step=kept["step"],
+        world_size=kept["world_size"],
+        copies=kept["copies"],
+        ranks=[rank_message(record) for record in ranks],
+    )
+
+
+def ref_message(pair: list[object]) -> common_pb2.NodeRef:
+    """[node_id, incarnation] as a message."""
+    return common_pb2.NodeRef(node_id=str(pair[0]), incarnation=int(str(pair[1])))
+
+
+def error_code(name: str) -> common_pb2.ErrorCode.ValueType:
+    """The wire's code of a refusal."""
+    return common_pb2.ErrorCode.Value(f"ERROR_CODE_{name}")

@@ -1,0 +1,173 @@
+"""PeerService on the data process: what other nodes' data processes may ask of this one.
+
+It translates: puts go to the put desk, gets become tickets for the lane, the rest is looked up in the
+store. Calls that touch files or hash go to a thread, so the event loop stays quick.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import grpc.aio
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
+
+from ..counters import Counters
+from ..errors import FastCheckdError, InvalidRequestError, NotHeldError
+from ..rpc import answers
+from ..store.ram_store import HeldShard, RamStore
+from ..transfer.frames import STREAMS_MAX
+from ..transfer.put_checks import check_cluster, check_key
+from ..transfer.put_desk import PutDesk
+from ..transfer.tickets import GetGrant, TicketOffice
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_KINDS = (pb.REPLICA_KIND_COPY, pb.REPLICA_KIND_OWNER)
+
+
+class PeerService(peer_pb2_grpc.PeerServiceServicer):
+    """The face that other nodes see."""
+
+    def __init__(
+        self,
+        *,
+        cluster_id: str,
+        desk: PutDesk,
+        store: RamStore,
+        tickets: TicketOffice,
+        counters: Counters,
+    ) -> None:
+        self._cluster_id = cluster_id
+        self._desk = desk
+        self._store = store
+        self._tickets = tickets
+        self._counters = counters
+        #: One check of a reported replica at a time: reports must not take all cores.
+        self._checking = asyncio.Semaphore(1)
+
+    @answers
+    async def BeginPut(
+        self, request: peer_pb2.BeginPutRequest, context: Context
+    ) -> peer_pb2.BeginPutResponse:
+        """Reserve memory for a copy."""
+        beginning = asyncio.get_running_loop().run_in_executor(None, self._desk.begin, request)
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            # The caller is gone and will never learn the id: its reservation would lie until it expires.
+            beginning.add_done_callback(self._abort_orphan)
+            raise
+
+    @answers
+    async def FinishPut(
+        self, request: peer_pb2.FinishPutRequest, context: Context
+    ) -> peer_pb2.FinishPutResponse:
+        """Check, make visible, acknowledge."""
+        return await asyncio.to_thread(self._desk.finish, request)
+
+    @answers
+    async def AbortPut(
+        self, request: peer_pb2.AbortPutRequest, context: Context
+    ) -> peer_pb2.AbortPutResponse:
+        """Give a reservation back."""
+        await asyncio.to_thread(self._desk.abort, request.transfer_id)
+        return peer_pb2.AbortPutResponse()
+
+    @answers
+    async def BeginGet(
+        self, request: peer_pb2.BeginGetRequest, context: Context
+    ) -> peer_pb2.BeginGetResponse:
+        """Open a replica for reading; whichever kind has the digest that is wanted."""
+        check_cluster(request.cluster_id, self._cluster_id)
+        check_key(request.key)
+        if request.streams > STREAMS_MAX:
+            raise InvalidRequestError(f"streams {request.streams} is more than {STREAMS_MAX}")
+        held = next((h for h in self._found(request.key) if h.manifest.digest == request.digest), None)
+        if held is None:
+            raise NotHeldError(f"this node has no {_shown(request.key)} with that digest: ask another holder")
+        if request.streams == 0 and held.manifest.bytes:
+            raise InvalidRequestError("streams is 0 for a shard that has bytes")
+        grant = GetGrant(
+            manifest=held.manifest, streams=request.streams, opened=lambda: _opened(self._store, held)
+        )
+        try:
+            tickets = [self._tickets.issue(grant) for _ in range(request.streams)]
+        except FastCheckdError:
+            self._tickets.revoke(grant)
+            raise
+        return peer_pb2.BeginGetResponse(manifest=held.manifest, tickets=tickets)
+
+    @answers
+    async def ListReplicas(
+        self, request: peer_pb2.ListReplicasRequest, context: Context
+    ) -> peer_pb2.ListReplicasResponse:
+        """What is held, as the store has it."""
+        step = request.step if request.HasField("step") else None
+        return peer_pb2.ListReplicasResponse(
+            replicas=[
+                peer_pb2.Replica(
+                    key=held.key,
+                    kind=held.kind,
+                    owner=held.manifest.owner,
+                    bytes=held.manifest.bytes,
+                    digest=held.manifest.digest,
+                    verified_at_ms=held.verified_at_ms,
+                )
+                for held in self._store.held(request.job, step)
+            ]
+        )
+
+    @answers
+    async def ReportCorrupt(
+        self, request: peer_pb2.ReportCorruptRequest, context: Context
+    ) -> peer_pb2.ReportCorruptResponse:
+        """Believe nobody: hash the replicas again and drop what is bad."""
+        check_key(request.key)
+        dropped = False
+        async with self._checking:
+            for held in self._found(request.key):
+                if held.manifest.digest != request.digest:
+                    continue
+                with contextlib.suppress(NotHeldError):  # dropped by someone else meanwhile
+                    good = await asyncio.to_thread(self._store.verify, held)
+                    dropped = dropped or not good
+        return peer_pb2.ReportCorruptResponse(dropped=dropped)
+
+    @answers
+    async def GetStats(
+        self, request: peer_pb2.GetStatsRequest, context: Context
+    ) -> peer_pb2.GetStatsResponse:
+        """Counters and memory."""
+        usage = self._store.usage()
+        return peer_pb2.GetStatsResponse(
+            ram_used_bytes=usage.used_bytes,
+            ram_budget_bytes=usage.budget_bytes,
+            counters=self._counters.snapshot(),
+        )
+
+    def _found(self, key: pb.ShardKey) -> list[HeldShard]:
+        found = (self._store.find(key, kind) for kind in _KINDS)
+        return [held for held in found if held is not None]
+
+    def _abort_orphan(self, beginning: asyncio.Future[peer_pb2.BeginPutResponse]) -> None:
+        if beginning.cancelled() or beginning.exception() is not None:
+            return  # nothing was reserved, and the refusal is counted
+        asyncio.get_running_loop().run_in_executor(None, self._desk.abort, beginning.result().transfer_id)
+
+
+@contextlib.contextmanager
+def _opened(store: RamStore, held: HeldShard) -> Iterator[memoryview]:
+    """The replica's bytes while they stay put; NotHeldError when it is gone."""
+    with store.pinned(held), held.view as view:
+        yield view
+
+
+def _shown(key: pb.ShardKey) -> str:
+    return f"{key.job} step {key.step} rank {key.rank} shard {key.shard}"

@@ -1,0 +1,312 @@
+"""Who uses which segment, which ones are free, and how much memory all of them take.
+
+A segment is in use while anything refers to it: its allocation, published shards, pins. With the
+last reference it becomes free, for the same pool only, and stays warm. Free segments count
+against the budget like all others and are the first to go when it gets tight.
+
+One lock guards all of it and is never held during slow work: memory is accounted before it is
+allocated and until after it is unlinked, so the files never take more than the books say. Knows
+nothing of shards and manifests.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import InvalidRequestError, OverBudgetError, StoreError, StoreFullError
+from .directory import is_full
+from .segments import Segment, rounded
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Free segments that a pool may keep although it has fewer in use. Beyond that and the number in
+#: use it will hardly need more at once: a step's commit frees one step and the next one takes it.
+FREE_SEGMENTS_MIN = 4
+#: Longest wait for another thread that is unlinking what we need.
+UNLINK_WAIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Memory of a store at one moment."""
+
+    #: All segment files, in use, free, or being made.
+    used_bytes: int
+    #: The part of `used_bytes` that goes away as soon as something else needs it.
+    free_bytes: int
+    budget_bytes: int
+    #: Number of segments, free ones included.
+    segments: int
+
+
+def best_fit(free: Iterable[Segment], size_bytes: int) -> Segment | None:
+    """The smallest that holds `size_bytes` and does not waste more than a quarter and 1 MiB.
+
+    Among equals the one that is free for longest, so that what `spare` named is what comes next.
+    """
+    most = size_bytes + size_bytes // 4 + (1 << 20)
+    fitting = (s for s in free if size_bytes <= s.size_bytes <= most)
+    return min(fitting, key=lambda s: s.size_bytes, default=None)
+
+
+def pick_victim(free: Sequence[Segment], lack_bytes: int) -> Segment:
+    """The smallest that alone makes up for the lack, else the largest; among equals the oldest."""
+    enough = [s for s in free if s.size_bytes >= lack_bytes]
+    if enough:
+        return min(enough, key=lambda s: s.size_bytes)
+    return max(free, key=lambda s: s.size_bytes)
+
+
+class SegmentPools:
+    """All segments of one directory."""
+
+    def __init__(self, folder: Path, budget_bytes: int) -> None:
+        self._folder = folder
+        self._budget_bytes = budget_bytes
+        #: Guards everything below and the counts in the segments; notified when memory comes back.
+        self._changed = threading.Condition()
+        self._in_use: set[Segment] = set()
+        #: In the order in which they became free.
+        self._free: list[Segment] = []
+        #: Files that exist, and those that a thread is about to make.
+        self._used_bytes = 0
+        #: The part of `_used_bytes` that threads are unlinking right now.
+        self._doomed_bytes = 0
+        self._closed = False
+
+    def allocate(self, size_bytes: int, pool: str) -> Segment:
+        """A segment of at least so many bytes, recycled or new. The caller owns one reference.
+
+        Raises:
+            InvalidRequestError: the size is negative.
+            OverBudgetError: the budget does not allow it, even without the free segments.
+            StoreFullError: the file system has no room, even without the free segments.
+        """
+        if size_bytes < 0:
+            raise InvalidRequestError(f"a segment of {size_bytes} bytes was asked for")
+        size = rounded(size_bytes)
+        recycled = self._recycle_or_reserve(size, pool)
+        if recycled is not None:
+            return recycled
+        try:
+            segment = self.with_room(
+                f"allocate {size} bytes", lambda: Segment.create(self._folder, size, pool)
+            )
+        except BaseException:
+            with self._changed:
+                self._used_bytes -= size
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            if not self._closed:
+                self._start_use(segment)
+                return segment
+        segment.unlink()  # the next process does not know of it
+        raise StoreError(f"the RAM store in {self._folder.parent} is closed")
+
+    def _recycle_or_reserve(self, size: int, pool: str) -> Segment | None:
+        """A free segment, or None with `size` bytes of the budget set aside for a new one."""
+        deadline_s = time.monotonic() + UNLINK_WAIT_S
+        while True:
+            with self._changed:
+                self._check_open()
+                segment = best_fit((s for s in self._free if s.pool == pool), size)
+                if segment is not None:
+                    self._free.remove(segment)
+                    self._start_use(segment)
+                    return segment
+                lack = self._used_bytes + size - self._budget_bytes
+                if lack <= 0:
+                    self._used_bytes += size
+                    return None
+                wait_s = deadline_s - time.monotonic()
+                if lack > self._doomed_bytes + sum(s.size_bytes for s in self._free) or wait_s <= 0:
+                    raise OverBudgetError(
+                        f"{size} bytes asked for, {self._used_bytes} of the RAM budget of "
+                        f"{self._budget_bytes} bytes are in use on this node: raise ram_budget_bytes, keep "
+                        "fewer steps, or use more nodes"
+                    )
+                if lack <= self._doomed_bytes:
+                    self._changed.wait(wait_s)
+                    continue
+                victim = pick_victim(self._free, lack - self._doomed_bytes)
+                self._doom([victim])
+            self._unlink([victim])
+
+    def with_room(self, what: str, action: Callable[[], T]) -> T:
+        """Run something that takes room; if there is none, unlink all free segments and run it once more.
+
+        Raises:
+            StoreFullError: there is still no room.
+            StoreError: another error of the file system.
+        """
+        try:
+            try:
+                return action()
+            except OSError as error:
+                if not is_full(error) or not self._unlink_free():
+                    raise
+            return action()
+        except OSError as error:
+            if not is_full(error):
+                raise StoreError(f"cannot {what} in {self._folder.parent}: {error.strerror}") from None
+            system = os.statvfs(self._folder)
+            left, size = (blocks * system.f_frsize for blocks in (system.f_bavail, system.f_blocks))
+            inodes = system.f_favail
+            raise StoreFullError(
+                f"cannot {what}: the file system of {self._folder.parent} has {left} of {size} bytes and "
+                f"{inodes} inodes left: enlarge it, or set ram_budget_bytes below its size; unlinked files "
+                "that a trainer still has mapped take room as well"
+            ) from None
+
+    def adopt(self, segment: Segment) -> None:
+        """Add the segment of an earlier process, without any reference yet."""
+        with self._changed:
+            self._used_bytes += segment.size_bytes
+            self._in_use.add(segment)
+
+    def hold(self, segment: Segment) -> None:
+        """Add a reference to a segment that is in use.
+
+        Raises:
+            StoreError: it is free or gone, so its bytes are not the caller's any more.
+        """
+        with self._changed:
+            self._check_open()
+            if segment not in self._in_use:
+                raise StoreError(f"segment {segment.name} is not in use: it was released too early")
+            segment.references += 1
+
+    def let_go(self, segment: Segment) -> None:
+        """Take a reference away; with the last one the segment is free. Does nothing on a closed store."""
+        with self._changed:
+            if self._closed:
+                return
+            doomed = self._drop_reference(segment)
+        self._unlink(doomed)
+
+    def take_again(self, segment: Segment) -> None:
+        """Become the owner of a segment in use whose allocation was given back.
+
+        Raises:
+            StoreError: it is free or gone, or has an owner.
+        """
+        with self._changed:
+            self._check_open()
+            if segment not in self._in_use or segment.allocated:
+                raise StoreError(f"segment {segment.name} cannot be taken again")
+            segment.allocated = True
+            segment.references += 1
+
+    def give_back(self, segment: Segment) -> None:
+        """Take the allocation's reference away. Does nothing on a closed store.
+
+        Raises:
+            StoreError: it has been given back before.
+        """
+        with self._changed:
+            if self._closed:
+                return
+            if not segment.allocated:
+                raise StoreError(f"segment {segment.name} was released twice")
+            segment.allocated = False
+            doomed = self._drop_reference(segment)
+        self._unlink(doomed)
+
+    def condemn(self, segment: Segment) -> None:
+        """See to it that the segment is unlinked, not recycled, once nothing refers to it."""
+        with self._changed:
+            segment.recyclable = False
+
+    def spare(self, size_bytes: int, pool: str) -> Segment | None:
+        """The free segment that `allocate` would hand out next, if there is one."""
+        with self._changed:
+            return best_fit((s for s in self._free if s.pool == pool), rounded(size_bytes))
+
+    def usage(self) -> Usage:
+        """Memory at this moment."""
+        with self._changed:
+            return Usage(
+                used_bytes=self._used_bytes,
+                free_bytes=sum(s.size_bytes for s in self._free),
+                budget_bytes=self._budget_bytes,
+                segments=len(self._in_use) + len(self._free),
+            )
+
+    def close(self) -> None:
+        """Unlink the free segments and leave the others to the next process."""
+        self._unlink_free()
+        with self._changed:
+            self._closed = True
+            for segment in self._in_use:
+                segment.forget()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"the RAM store in {self._folder.parent} is closed")
+
+    def _start_use(self, segment: Segment) -> None:
+        assert segment.references == 0 and not segment.allocated
+        segment.references = 1
+        segment.allocated = True
+        self._in_use.add(segment)
+
+    def _drop_reference(self, segment: Segment) -> list[Segment]:
+        """With the lock held: one reference less. Returns what the caller must unlink without the lock."""
+        assert segment.references > 0, segment
+        segment.references -= 1
+        if segment.references:
+            return []
+        self._in_use.remove(segment)
+        self._free.append(segment)
+        if not segment.recyclable or self._used_bytes > self._budget_bytes:
+            doomed = [segment]
+        else:
+            in_use = sum(1 for s in self._in_use if s.pool == segment.pool)
+            free = [s for s in self._free if s.pool == segment.pool]
+            doomed = free[: -max(FREE_SEGMENTS_MIN, in_use)]
+        self._doom(doomed)
+        return doomed
+
+    def _doom(self, segments: Sequence[Segment]) -> None:
+        """With the lock held: take free segments off the books' free side; the caller unlinks them next."""
+        for segment in segments:
+            self._free.remove(segment)
+            self._doomed_bytes += segment.size_bytes
+
+    def _unlink(self, segments: Sequence[Segment]) -> None:
+        """Without the lock: unlink doomed segments; their memory counts until they are gone."""
+        for segment in segments:
+            gone = False
+            try:
+                segment.unlink()
+                gone = True
+            except OSError as error:
+                logger.error("cannot unlink %s, its memory stays in use: %s", segment.path, error.strerror)
+            finally:
+                with self._changed:
+                    self._doomed_bytes -= segment.size_bytes
+                    self._used_bytes -= segment.size_bytes if gone else 0
+                    self._changed.notify_all()
+
+    def _unlink_free(self) -> bool:
+        """Give all free segments' memory back, and wait for others that do; whether any came back."""
+        with self._changed:
+            if self._closed:
+                return False
+            before = self._doomed_bytes
+            doomed = list(self._free)
+            self._doom(doomed)
+        self._unlink(doomed)
+        with self._changed:
+            self._changed.wait_for(lambda: self._doomed_bytes == 0, UNLINK_WAIT_S)
+        return bool(doomed) or before > 0

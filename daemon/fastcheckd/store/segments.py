@@ -1,0 +1,126 @@
+"""A segment: one file of bytes in the RAM directory, mapped once and kept mapped.
+
+Unmapping and mapping again costs tens of milliseconds per GB, and a fresh page seven times a warm
+one, so a segment lives long and changes tenants. Who its tenants are is counted in
+`segment_pools`; this module only makes, adopts, maps and unlinks the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import threading
+from pathlib import Path
+
+from fastcheck_proto.v1 import common_pb2 as pb
+
+from ..errors import CorruptError, StoreError
+from . import directory
+
+PAGE_BYTES = 4096
+#: Pool of the segments that hold other nodes' shards.
+COPY_POOL = "copy"
+
+
+def staging_pool(job: str, rank: int) -> str:
+    """Pool of one rank's staging segments: a trainer that still has one mapped only ever sees its own."""
+    return f"staging.{job}.{rank}"
+
+
+def pool_of(manifest: pb.ShardManifest) -> str:
+    """The pool that a replica's segment belongs to: how it is known again after a restart."""
+    if manifest.kind == pb.REPLICA_KIND_COPY:
+        return COPY_POOL
+    return staging_pool(manifest.key.job, manifest.key.rank)
+
+
+def rounded(size_bytes: int) -> int:
+    """Size of the segment for so many bytes: whole pages, at least one."""
+    return max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
+
+
+class Segment:
+    """One file in `segments/`, every byte of it allocated."""
+
+    def __init__(self, path: Path, size_bytes: int, pool: str) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self.pool = pool
+        # The next three belong to SegmentPools and its lock.
+        #: One for whoever allocated it, one per published shard, one per pin. 0: free or gone.
+        self.references = 0
+        #: Whether `references` includes one of an allocation.
+        self.allocated = False
+        #: False once its bytes were found damaged: its memory is then given back, not used again.
+        self.recyclable = True
+        self._map_lock = threading.Lock()
+        self._view: memoryview | None = None
+        self._gone = False
+
+    @classmethod
+    def create(cls, folder: Path, size_bytes: int, pool: str) -> Segment:
+        """Make a new one of exactly `size_bytes`, a multiple of PAGE_BYTES; raises OSError."""
+        path = folder / f"{secrets.token_hex(16)}.seg"
+        directory.create_allocated(path, size_bytes)
+        return cls(path, size_bytes, pool)
+
+    @classmethod
+    def adopt(cls, path: Path, pool: str) -> Segment:
+        """Take over the file of an earlier process.
+
+        Raises:
+            CorruptError: it is missing, no regular file, of an odd size, or has holes that cannot be filled.
+        """
+        fd = directory.open_regular(path, write=True)
+        try:
+            found = os.fstat(fd)
+            if found.st_size == 0 or found.st_size % PAGE_BYTES:
+                raise CorruptError(f"segment {path} has {found.st_size} bytes, not whole pages")
+            if found.st_blocks * 512 < found.st_size:
+                # Touching a hole on a full tmpfs is a SIGBUS; filling it now fails politely.
+                os.posix_fallocate(fd, 0, found.st_size)
+        except OSError as error:
+            raise CorruptError(f"segment {path} has holes that cannot be filled: {error.strerror}") from None
+        finally:
+            os.close(fd)
+        return cls(path, found.st_size, pool)
+
+    @property
+    def name(self) -> str:
+        """File name, as manifests give it."""
+        return self.path.name
+
+    @property
+    def view(self) -> memoryview:
+        """The whole file, writable. Mapped at the first call; the mapping outlives the file's name.
+
+        Raises:
+            StoreError: the segment has been unlinked, or the file cannot be mapped.
+        """
+        with self._map_lock:
+            if self._gone:
+                raise StoreError(f"segment {self.name} is gone: it was used after it was released")
+            if self._view is None:
+                fd = directory.open_regular(self.path, write=True)
+                try:
+                    self._view = memoryview(mmap.mmap(fd, self.size_bytes))
+                except (OSError, ValueError) as error:
+                    raise StoreError(f"cannot map segment {self.path}: {error}") from None
+                finally:
+                    os.close(fd)
+            return self._view
+
+    def forget(self) -> None:
+        """Let the mapping go as soon as nobody has a view of it any more."""
+        with self._map_lock:
+            self._view = None
+            self._gone = True
+
+    def unlink(self) -> None:
+        """Remove the file and let the mapping go; the memory is free when no process maps it any more."""
+        self.path.unlink(missing_ok=True)
+        self.forget()
+
+    def __repr__(self) -> str:
+        return f"Segment({self.name}, {self.size_bytes} bytes, pool={self.pool!r}, refs={self.references})"

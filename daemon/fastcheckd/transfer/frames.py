@@ -1,0 +1,237 @@
+"""The bulk lane's bytes: hello and frame headers, packed, parsed and checked. Pure.
+
+Everything that a peer claims is bounded here, before anybody allocates or reads a payload. What the
+fields mean is in docs/protocol.md, "Bulk lane". No sockets and no state of a transfer live here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import xxhash
+
+from ..digests import DIGEST_BYTES, chunk_count, chunk_range
+from ..errors import FrameError
+
+HELLO_BYTES = 64
+FRAME_BYTES = 64
+TICKET_BYTES = 32
+CHUNK_BYTES_MIN = 64 << 10
+CHUNK_BYTES_MAX = 16 << 20
+#: What a codec may add to a chunk that does not compress.
+CODEC_OVERHEAD_BYTES_MAX = 1024
+ERROR_BYTES_MAX = 1024
+#: Most indexes that a RESULT lists; the header still counts all bad chunks.
+RESULT_INDEXES_MAX = 1024
+#: Connections of one transfer.
+STREAMS_MAX = 16
+#: Times that bad chunks are sent again on a connection.
+RESENDS_MAX = 2
+
+_HELLO_MAGIC = b"FCLANE1\n"
+_HELLO_VERSION = 1
+_FRAME_MAGIC = b"FCFR"
+_FRAME_VERSION = 1
+_HELLO = struct.Struct("<8sHHIII32s")
+_FRAME = struct.Struct("<4sBBBBIIIIQ16sQ")
+_CHECKSUM = struct.Struct("<Q")
+_BODY_BYTES = 56
+_NO_DIGEST = bytes(DIGEST_BYTES)
+assert _HELLO.size == _FRAME.size == _BODY_BYTES
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    DATA = 1
+    END = 2
+    RESULT = 3
+    ERROR = 4
+
+
+class Codec(IntEnum):
+    """How a DATA payload is encoded. Only what is listed here may travel."""
+
+    RAW = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First words of a connection: the ticket, and which chunks travel here."""
+
+    first: int
+    stride: int
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """One frame's header; for END `chunk` is a number of chunks, for RESULT the number of bad ones."""
+
+    kind: Kind
+    chunk: int = 0
+    raw_bytes: int = 0
+    encoded_bytes: int = 0
+    offset: int = 0
+    digest: bytes = _NO_DIGEST
+    codec: Codec = Codec.RAW
+
+
+def pack_hello(hello: Hello) -> bytes:
+    """The 64 bytes of a hello."""
+    body = _HELLO.pack(_HELLO_MAGIC, _HELLO_VERSION, 0, hello.first, hello.stride, 0, hello.ticket)
+    return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def parse_hello(data: bytes | bytearray | memoryview) -> Hello:
+    """Read a hello of 64 bytes.
+
+    Raises:
+        FrameError: it is anything else than a well-formed hello of this version.
+    """
+    body = _checked_body(data, _HELLO_MAGIC, "hello")
+    _, version, reserved_a, first, stride, reserved_b, ticket = _HELLO.unpack(body)
+    _need(version == _HELLO_VERSION, f"hello has version {version}, this side speaks {_HELLO_VERSION}")
+    _need(reserved_a == 0 and reserved_b == 0, "hello has reserved bits set")
+    _need(1 <= stride <= STREAMS_MAX, f"hello's stride {stride} is not from 1 to {STREAMS_MAX}")
+    _need(first < stride, f"hello's first chunk {first} is not below its stride {stride}")
+    return Hello(first=first, stride=stride, ticket=ticket)
+
+
+def pack_frame(header: FrameHeader) -> bytes:
+    """The 64 bytes of a frame header."""
+    body = _FRAME.pack(
+        _FRAME_MAGIC,
+        _FRAME_VERSION,
+        header.kind,
+        header.codec,
+        0,
+        header.chunk,
+        header.raw_bytes,
+        header.encoded_bytes,
+        0,
+        header.offset,
+        header.digest,
+        0,
+    )
+    return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def parse_frame(data: bytes | bytearray | memoryview) -> FrameHeader:
+    """Read a frame header of 64 bytes; its payload's size is then within the bounds of its kind.
+
+    Raises:
+        FrameError: damaged, of another version, of an unknown kind or codec, or out of bounds.
+    """
+    body = _checked_body(data, _FRAME_MAGIC, "frame")
+    (_, version, kind, codec, flags, chunk, raw, encoded, reserved_a, offset, digest, reserved_b) = (
+        _FRAME.unpack(body)
+    )
+    _need(version == _FRAME_VERSION, f"frame has version {version}, this side speaks {_FRAME_VERSION}")
+    _need(flags == 0 and reserved_a == 0 and reserved_b == 0, "frame has reserved bits set")
+    try:
+        header = FrameHeader(
+            kind=Kind(kind),
+            chunk=chunk,
+            raw_bytes=raw,
+            encoded_bytes=encoded,
+            offset=offset,
+            digest=digest,
+            codec=Codec(codec),
+        )
+    except ValueError:
+        raise FrameError(f"frame has kind {kind} and codec {codec}, which this side does not know") from None
+    _check_bounds(header)
+    return header
+
+
+def check_data_frame(
+    header: FrameHeader, *, shard_bytes: int, chunk_bytes: int, first: int, stride: int
+) -> None:
+    """Check that a DATA frame is one of this connection's chunks, with the size and place it must have.
+
+    Raises:
+        FrameError: it is not.
+    """
+    _need(header.kind == Kind.DATA, f"a DATA frame was due, not {header.kind.name}")
+    count = chunk_count(shard_bytes, chunk_bytes)
+    _need(header.chunk < count, f"chunk {header.chunk} does not exist: the shard has {count}")
+    ours = header.chunk >= first and (header.chunk - first) % stride == 0
+    _need(ours, f"chunk {header.chunk} does not belong to this connection ({first}, then every {stride})")
+    start, stop = chunk_range(header.chunk, shard_bytes, chunk_bytes)
+    _need(header.offset == start, f"chunk {header.chunk} is at {start}, not at {header.offset}")
+    _need(
+        header.raw_bytes == stop - start,
+        f"chunk {header.chunk} has {stop - start} bytes, not {header.raw_bytes}",
+    )
+
+
+def pack_result(bad_chunks: Sequence[int]) -> tuple[bytes, bytes]:
+    """Header and payload of a RESULT; of very many bad chunks only the first are listed."""
+    listed = bad_chunks[:RESULT_INDEXES_MAX]
+    payload = struct.pack(f"<{len(listed)}I", *listed)
+    size = len(payload)
+    header = FrameHeader(kind=Kind.RESULT, chunk=len(bad_chunks), raw_bytes=size, encoded_bytes=size)
+    return pack_frame(header), payload
+
+
+def parse_result(payload: bytes | bytearray, chunks: range) -> list[int]:
+    """Indexes that a RESULT lists, each one of the connection's `chunks`, none twice.
+
+    Raises:
+        FrameError: an index does not belong to the connection or is repeated.
+    """
+    listed = list(struct.unpack(f"<{len(payload) // 4}I", payload))
+    _need(
+        len(set(listed)) == len(listed) and all(index in chunks for index in listed),
+        "RESULT names chunks that did not travel on this connection",
+    )
+    return listed
+
+
+def pack_error(sentence: str) -> tuple[bytes, bytes]:
+    """Header and payload of an ERROR."""
+    payload = sentence.encode()[:ERROR_BYTES_MAX]
+    size = len(payload)
+    return pack_frame(FrameHeader(kind=Kind.ERROR, raw_bytes=size, encoded_bytes=size)), payload
+
+
+def _checked_body(data: bytes | bytearray | memoryview, magic: bytes, what: str) -> bytes:
+    _need(len(data) == _BODY_BYTES + _CHECKSUM.size, f"a {what} has 64 bytes, not {len(data)}")
+    body = bytes(data[:_BODY_BYTES])
+    _need(body.startswith(magic), f"this is no {what} of the lane")
+    (checksum,) = _CHECKSUM.unpack(data[_BODY_BYTES:])
+    _need(xxhash.xxh3_64_intdigest(body) == checksum, f"a {what} arrived damaged")
+    return body
+
+
+def _check_bounds(header: FrameHeader) -> None:
+    raw, encoded = header.raw_bytes, header.encoded_bytes
+    if header.kind == Kind.DATA:
+        _need(1 <= raw <= CHUNK_BYTES_MAX, f"a chunk of {raw} bytes is not from 1 byte to 16 MiB")
+        _need(
+            encoded <= raw + CODEC_OVERHEAD_BYTES_MAX,
+            f"a chunk of {raw} bytes may not take {encoded} bytes on the lane",
+        )
+        _need(
+            header.codec != Codec.RAW or encoded == raw,
+            f"a raw chunk of {raw} bytes may not take {encoded} bytes on the lane",
+        )
+        return
+    plain = header.codec == Codec.RAW and header.offset == 0 and header.digest == _NO_DIGEST
+    _need(plain and raw == encoded, f"{header.kind.name} frame has fields set that it must not have")
+    if header.kind == Kind.END:
+        _need(raw == 0, "END has no payload")
+    elif header.kind == Kind.RESULT:
+        listed = min(header.chunk, RESULT_INDEXES_MAX)
+        _need(raw == 4 * listed, f"RESULT of {header.chunk} bad chunks lists {raw} bytes of indexes")
+    else:
+        _need(header.chunk == 0 and raw <= ERROR_BYTES_MAX, "ERROR has at most 1024 bytes")
+
+
+def _need(ok: bool, why: str) -> None:
+    if not ok:
+        raise FrameError(why)

@@ -1,0 +1,153 @@
+"""One connection of the bulk lane: frames in and out, and socket trouble as errors of ours.
+
+Both ends use it. It knows how frames look on a socket, not which shard is on its way or why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+
+from ..errors import FrameError, PeerError
+from .frames import (
+    FRAME_BYTES,
+    HELLO_BYTES,
+    FrameHeader,
+    Hello,
+    Kind,
+    pack_error,
+    pack_frame,
+    pack_hello,
+    pack_result,
+    parse_frame,
+    parse_hello,
+    parse_result,
+)
+from .sockets import (
+    describe,
+    recv_exact_into,
+    recv_exact_within,
+    send_all,
+    set_timeout,
+    shut,
+)
+
+#: A peer that hung up may have said why; it says so at once or not at all.
+_LAST_WORDS_S = 0.2
+
+
+class Lane:
+    """A connected, tuned socket; `whom` names the other end in messages. Used by one thread.
+
+    Every method raises PeerError when the connection fails, no byte moves for `timeout_s`, or the
+    other end sends an ERROR, and FrameError when it breaks the protocol. `end` alone may be called by
+    other threads.
+    """
+
+    def __init__(self, sock: socket.socket, whom: str, timeout_s: float) -> None:
+        self._sock = sock
+        self._whom = whom
+        self._timeout_s = timeout_s
+        self._header = bytearray(FRAME_BYTES)
+
+    def end(self) -> None:
+        """Make the thread that uses the lane fail soon."""
+        shut(self._sock)
+
+    def close(self) -> None:
+        """Give the socket back."""
+        self._sock.close()
+
+    def send_hello(self, hello: Hello) -> None:
+        """First thing that the connecting side sends."""
+        with self._sending():
+            send_all(self._sock, pack_hello(hello))
+
+    def receive_hello(self, within_s: float) -> Hello:
+        """First thing that the listening side gets, whole within the time."""
+        with self._receiving():
+            data = recv_exact_within(self._sock, HELLO_BYTES, within_s)
+        hello = parse_hello(data)
+        set_timeout(self._sock, self._timeout_s)
+        return hello
+
+    def send_chunk(self, index: int, offset: int, digest: bytes, data: memoryview) -> None:
+        """One DATA frame, raw, straight from where the bytes lie."""
+        size = len(data)
+        header = FrameHeader(
+            kind=Kind.DATA, chunk=index, raw_bytes=size, encoded_bytes=size, offset=offset, digest=digest
+        )
+        with self._sending():
+            send_all(self._sock, pack_frame(header), data)
+
+    def send_end(self, chunks: int) -> None:
+        """So many chunks were sent since the last END, and no more come."""
+        with self._sending():
+            send_all(self._sock, pack_frame(FrameHeader(kind=Kind.END, chunk=chunks)))
+
+    def send_result(self, bad_chunks: Sequence[int]) -> None:
+        """Answer to the END of a put."""
+        with self._sending():
+            send_all(self._sock, *pack_result(bad_chunks))
+
+    def send_error(self, sentence: str) -> None:
+        """Say why this side hangs up, if the other end still listens."""
+        with contextlib.suppress(OSError):  # it does not; what is reported is why we wanted to say it
+            send_all(self._sock, *pack_error(sentence))
+
+    def receive_header(self) -> FrameHeader:
+        """The next frame's header, within its bounds; its payload comes next."""
+        with self._receiving():
+            recv_exact_into(self._sock, self._header)
+        header = parse_frame(self._header)
+        if header.kind == Kind.ERROR:
+            sentence = bytearray(header.encoded_bytes)
+            self.receive_into(sentence)
+            raise PeerError(f"{self._whom} ended the transfer: {sentence.decode(errors='replace')}")
+        return header
+
+    def receive_into(self, place: memoryview | bytearray) -> None:
+        """Payload bytes, straight to where they belong."""
+        with self._receiving():
+            recv_exact_into(self._sock, place)
+
+    def receive_result(self, chunks: range) -> list[int]:
+        """The RESULT of a put: those of the connection's `chunks` to be sent again."""
+        header = self.receive_header()
+        if header.kind != Kind.RESULT:
+            raise FrameError(f"a RESULT was due, not {header.kind.name}")
+        payload = bytearray(header.encoded_bytes)
+        self.receive_into(payload)
+        return parse_result(payload, chunks)
+
+    @contextlib.contextmanager
+    def _receiving(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError) as error:
+            raise PeerError(f"the connection to {self._whom} failed: {describe(error)}") from None
+
+    @contextlib.contextmanager
+    def _sending(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise PeerError(f"{self._whom} takes nothing: {describe(error)}") from None
+        except OSError as error:
+            self._raise_last_words()
+            raise PeerError(f"the connection to {self._whom} failed: {describe(error)}") from None
+
+    def _raise_last_words(self) -> None:
+        """Raise what the other end said before it hung up, if it did: better than "broken pipe"."""
+        try:
+            set_timeout(self._sock, _LAST_WORDS_S)
+            recv_exact_into(self._sock, self._header)
+            header = parse_frame(self._header)
+            if header.kind != Kind.ERROR:
+                return
+            sentence = bytearray(header.encoded_bytes)
+            recv_exact_into(self._sock, sentence)
+        except (OSError, EOFError, FrameError):
+            return
+        raise PeerError(f"{self._whom} ended the transfer: {sentence.decode(errors='replace')}") from None

@@ -1,0 +1,242 @@
+"""The listening end of the bulk lane: tickets in, chunks through, one thread per connection.
+
+It knows nobody: whoever has a ticket may do what the ticket is for, everyone else is closed. A
+broken or hostile client costs its own connection and a count, never the daemon.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+
+from ..counters import Counters
+from ..digests import DIGEST_BYTES, chunk_count
+from ..errors import ConfigError, CorruptError, FastCheckdError, FrameError, PeerError
+from .chunk_stream import receive_chunks, send_chunks
+from .frames import RESENDS_MAX, Hello
+from .lane import Lane
+from .sockets import describe, shut, tune
+from .tickets import GetGrant, PutGrant, TicketOffice
+
+logger = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 256
+HELLO_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 5.0
+#: Pause when the system has no descriptor or thread for a connection.
+_EXHAUSTED_PAUSE_S = 0.1
+
+
+class LaneServer:
+    """Accepts lane connections on host:port until stopped. Port 0 takes a free one."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        tickets: TicketOffice,
+        counters: Counters,
+        transfer_timeout_s: float,
+        *,
+        congestion: str = "",
+        connections_max: int = CONNECTIONS_MAX,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._tickets = tickets
+        self._counters = counters
+        self._timeout_s = transfer_timeout_s
+        self._congestion = congestion
+        self._connections_max = connections_max
+        self._hello_timeout_s = hello_timeout_s
+        self._listener: socket.socket | None = None
+        self._accepting: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._open: dict[Lane, threading.Thread] = {}
+
+    @property
+    def port(self) -> int:
+        """The port in use."""
+        assert self._listener is not None, "the lane server is not started"
+        return int(self._listener.getsockname()[1])
+
+    @property
+    def connections(self) -> int:
+        """Connections open now."""
+        with self._lock:
+            return len(self._open)
+
+    def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: host, port or congestion control cannot be had; the message names the key.
+        """
+        self._listener = self._listen()
+        self._accepting = threading.Thread(target=self._accept, name="lane-accept", daemon=True)
+        self._accepting.start()
+
+    def stop(self) -> None:
+        """Stop listening and end every connection; returns when their threads are gone."""
+        self._stopping.set()
+        if self._listener is None or self._accepting is None:
+            return
+        shut(self._listener)  # wakes accept
+        self._accepting.join(_STOP_TIMEOUT_S)
+        self._listener.close()
+        with self._lock:
+            open_now = list(self._open.items())
+        for lane, _ in open_now:
+            lane.end()
+        for _, thread in open_now:
+            thread.join(_STOP_TIMEOUT_S)
+
+    def _listen(self) -> socket.socket:
+        try:
+            found = socket.getaddrinfo(
+                self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+        except OSError as error:
+            raise ConfigError(f"config key 'host' = {self._host!r} cannot be resolved: {error}") from None
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            try:
+                tune(listener, self._congestion)
+            except OSError as error:
+                raise ConfigError(
+                    f"config key 'lane_congestion' = {self._congestion!r} is not to be had here: "
+                    f"{describe(error)}; see sysctl net.ipv4.tcp_available_congestion_control"
+                ) from None
+            try:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+                listener.listen(self._connections_max)
+            except OSError as error:
+                raise ConfigError(
+                    f"config key 'lane_port': cannot listen on {self._host}:{self._port}: {describe(error)}; "
+                    "another process may have it: choose another port"
+                ) from None
+        except ConfigError:
+            listener.close()
+            raise
+        return listener
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while not self._stopping.is_set():
+            try:
+                sock, address = self._listener.accept()
+            except OSError as error:
+                if not self._stopping.is_set():
+                    logger.warning("cannot accept a lane connection: %s", describe(error))
+                    self._stopping.wait(_EXHAUSTED_PAUSE_S)
+                continue
+            whom = f"the peer at {address[0]}:{address[1]}"
+            if self.connections >= self._connections_max:
+                self._reject(whom, f"{self._connections_max} connections are open, the limit")
+                sock.close()
+                continue
+            lane = Lane(sock, whom, self._timeout_s)
+            thread = threading.Thread(
+                target=self._serve, args=(lane, whom), name=f"lane-{address[1]}", daemon=True
+            )
+            with self._lock:
+                self._open[lane] = thread
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system gives no more threads
+                self._reject(whom, str(error))
+                self._forget(lane)
+                self._stopping.wait(_EXHAUSTED_PAUSE_S)
+
+    def _serve(self, lane: Lane, whom: str) -> None:
+        try:
+            try:
+                hello = lane.receive_hello(self._hello_timeout_s)
+                grant = self._tickets.redeem(hello.ticket)
+            except (FrameError, PeerError) as error:
+                self._reject(whom, str(error))
+                return
+            if isinstance(grant, PutGrant):
+                self._receive(lane, hello, grant)
+            else:
+                self._send(lane, hello, grant)
+        except FrameError as error:
+            self._reject(whom, str(error))
+            lane.send_error(str(error))
+        except PeerError as error:
+            logger.info("a lane transfer ended early: %s", error)
+        except FastCheckdError as error:
+            logger.warning("a lane transfer with %s failed: %s", whom, error)
+            lane.send_error(str(error))
+        except Exception:
+            logger.exception("a lane transfer with %s failed", whom)
+            lane.send_error("internal error, see the log of this node's daemon")
+        finally:
+            self._forget(lane)
+
+    def _receive(self, lane: Lane, hello: Hello, grant: PutGrant) -> None:
+        incoming = grant.incoming
+        chunks = range(hello.first, incoming.chunks, hello.stride)
+
+        def accept(index: int, place: memoryview, digest: bytes) -> None:
+            if not incoming.accept(index, place, digest):
+                self._counters.add("corrupt_received")
+
+        try:
+            incoming.attach(hello.first, hello.stride, lane.end)
+            try:
+                for _ in range(RESENDS_MAX + 1):
+                    receive_chunks(
+                        lane,
+                        chunks,
+                        shard_bytes=incoming.shard_bytes,
+                        chunk_bytes=incoming.chunk_bytes,
+                        place_of=incoming.chunk_view,
+                        accept=accept,
+                        moved=lambda count: self._counters.add("bytes_received", count),
+                    )
+                    bad = incoming.missing(chunks)
+                    if not bad:
+                        break
+                    lane.send_result(bad)
+            finally:
+                # Before the answer: a sender that has it may ask to finish at once.
+                incoming.detach(hello.first)
+            if bad:
+                raise CorruptError(f"{len(bad)} chunks did not arrive whole after {RESENDS_MAX} repeats")
+            lane.send_result([])
+        except BaseException:
+            # One connection lost is the transfer lost: give its memory back now, not when it expires.
+            grant.fail()
+            raise
+
+    def _send(self, lane: Lane, hello: Hello, grant: GetGrant) -> None:
+        if hello.stride != grant.streams:
+            raise FrameError(
+                f"the transfer has {grant.streams} connections; stride {hello.stride} does not fit"
+            )
+        manifest = grant.manifest
+        digests = manifest.chunk_digests
+        with grant.opened() as source:
+            send_chunks(
+                lane,
+                range(hello.first, chunk_count(manifest.bytes, manifest.chunk_bytes), hello.stride),
+                source=source,
+                chunk_bytes=manifest.chunk_bytes,
+                digest_of=lambda index: digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES],
+                moved=lambda count: self._counters.add("bytes_sent", count),
+            )
+
+    def _reject(self, whom: str, why: str) -> None:
+        self._counters.add("lane_rejected")
+        logger.info("closed the lane connection of %s: %s", whom, why)
+
+    def _forget(self, lane: Lane) -> None:
+        lane.close()
+        with self._lock:
+            del self._open[lane]

@@ -1,0 +1,274 @@
+"""Putting a shard on another node and getting one from there: the asking side of every transfer.
+
+Control goes over gRPC, bytes over the lane, from and to the memory that the caller gives. Which peer,
+which shard and what to do about a failure are the saving and restore rooms' matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
+
+from ..config import Config
+from ..counters import Counters
+from ..digests import DIGEST_BYTES, chunk_count, shard_digest
+from ..errors import CorruptError, FastCheckdError, InvalidRequestError, PeerError
+from ..rpc import CHANNEL_OPTIONS, from_rpc_error
+from .chunk_digests import ChunkDigests
+from .frames import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, TICKET_BYTES, Hello
+from .lane_client import get_stream, put_stream
+from .stream_crew import LoopProgress, StreamCrew, hired
+
+logger = logging.getLogger(__name__)
+
+#: A holder that has to touch fresh memory for the copy is given this much time for it.
+_FRESH_MEMORY_BYTES_PER_S = 200_000_000
+_ABORT_TIMEOUT_S = 2.0
+_REPORT_TIMEOUT_S = 5.0
+_CHANNELS_MAX = 256
+_CLOSE_GRACE_S = 1.0
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+Q_contra = TypeVar("Q_contra", contravariant=True)
+R_co = TypeVar("R_co", covariant=True)
+
+
+class _Method(Protocol[Q_contra, R_co]):
+    def __call__(self, request: Q_contra, /, *, timeout: float) -> Awaitable[R_co]: ...
+
+
+class PeerClient:
+    """Speaks to the data processes of other nodes. Used on one event loop.
+
+    `executor` lends the threads that hash and move the bytes: `config.lane_streams` for each
+    transfer, mostly waiting for the network. Transfers beyond its size wait for their turn.
+    """
+
+    def __init__(self, config: Config, counters: Counters, executor: Executor) -> None:
+        self._config = config
+        self._counters = counters
+        self._executor = executor
+        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def put_shard(
+        self,
+        holder: pb.Holder,
+        *,
+        epoch: int,
+        owner: pb.NodeRef,
+        manifest: pb.ShardManifest,
+        digests: ChunkDigests,
+        source: memoryview,
+        progress: Callable[[int], None],
+    ) -> bytes:
+        """Put a copy of the shard in `source` on `holder`; the 16-byte digest of what it holds now.
+
+        `manifest` needs no digests. `progress` is told, on the event loop, how many bytes were sent
+        since it was last called. When this returns, raises or is cancelled, `source` is not used any more.
+
+        Raises:
+            PeerError: the holder cannot be reached, stopped, or refused.
+            CorruptError: what arrives there stays different from what is here.
+            FencedError, OverBudgetError, StoreFullError, InvalidRequestError: the holder's answer.
+        """
+        if not len(source) == manifest.bytes or digests.chunk_bytes != manifest.chunk_bytes:
+            raise InvalidRequestError("source, digests and manifest do not describe the same shard")
+        whom = _name(holder)
+        stub = self._stub(holder.data_address)
+        request = peer_pb2.BeginPutRequest(
+            cluster_id=self._config.cluster_id,
+            epoch=epoch,
+            holder_incarnation=holder.node.incarnation,
+            owner=owner,
+            manifest=manifest,
+        )
+        request.manifest.ClearField("chunk_digests")
+        request.manifest.ClearField("digest")
+        request.manifest.kind = pb.REPLICA_KIND_COPY
+        moved = LoopProgress(asyncio.get_running_loop(), progress)
+        async with hired(self._executor, min(self._config.lane_streams, len(digests))) as crew:
+            request.streams = crew.size
+            allocation_s = manifest.bytes / _FRESH_MEMORY_BYTES_PER_S
+            begun = await self._ask(stub.BeginPut, request, whom, self._timeout_s + allocation_s)
+            try:
+                work = partial(
+                    put_stream, source=source, digests=digests, counters=self._counters, moved=moved
+                )
+                await self._stream(crew, holder, begun.tickets, work)
+                # All computed by now, unless there was nothing to send.
+                chunk_digests = digests.complete()
+                digest = shard_digest(chunk_digests)
+                finish = peer_pb2.FinishPutRequest(
+                    transfer_id=begun.transfer_id, chunk_digests=chunk_digests, digest=digest
+                )
+                finished = await self._ask(stub.FinishPut, finish, whom, self._timeout_s)
+                if finished.digest != digest:
+                    raise CorruptError(f"{whom} acknowledged another digest than that of the shard")
+            except BaseException:
+                self._later(self._abort(stub, begun.transfer_id, whom))
+                raise
+        return digest
+
+    async def get_shard(
+        self,
+        holder: pb.Holder,
+        key: pb.ShardKey,
+        digest: bytes,
+        into: memoryview,
+        progress: Callable[[int], None],
+    ) -> pb.ShardManifest:
+        """Get the shard with that key and digest from `holder` into `into`, checked chunk by chunk.
+
+        Returns the holder's manifest, proved by `digest`. `progress` as in `put_shard`. After an error
+        the content of `into` is undefined, and nobody writes to it any more.
+
+        Raises:
+            NotHeldError: the holder does not have this shard with this digest.
+            CorruptError: its copy is bad; it has been told.
+            PeerError: it cannot be reached, stopped, or refused.
+        """
+        whom = _name(holder)
+        stub = self._stub(holder.data_address)
+        moved = LoopProgress(asyncio.get_running_loop(), progress)
+        streams = min(self._config.lane_streams, chunk_count(len(into), self._config.chunk_bytes))
+        try:
+            async with hired(self._executor, streams) as crew:
+                request = peer_pb2.BeginGetRequest(
+                    cluster_id=self._config.cluster_id, key=key, digest=digest, streams=crew.size
+                )
+                begun = await self._ask(stub.BeginGet, request, whom, self._timeout_s)
+                manifest = begun.manifest
+                _check_manifest(manifest, key, digest, len(into), whom)
+                work = partial(get_stream, manifest=manifest, into=into, counters=self._counters, moved=moved)
+                await self._stream(crew, holder, begun.tickets, work)
+        except CorruptError as error:
+            self._counters.add("corrupt_reported")
+            logger.error("%s has a bad copy of shard %s: %s", whom, _shown(key), error)
+            await self._report_corrupt(stub, key, digest, whom)
+            raise CorruptError(f"{whom} has a bad copy of shard {_shown(key)}: {error}") from None
+        return manifest
+
+    async def list_replicas(
+        self, data_address: str, job: str, step: int | None, timeout_s: float
+    ) -> list[peer_pb2.Replica]:
+        """What a node holds of a job (empty: of all), of one step or of all.
+
+        Raises:
+            PeerError: it does not answer in time.
+        """
+        request = peer_pb2.ListReplicasRequest(job=job, step=step)
+        stub = self._stub(data_address)
+        answer = await self._ask(stub.ListReplicas, request, f"the node at {data_address}", timeout_s)
+        return list(answer.replicas)
+
+    async def get_stats(self, data_address: str, timeout_s: float) -> peer_pb2.GetStatsResponse:
+        """Counters and memory of a node's data process; PeerError when it does not answer in time."""
+        stub = self._stub(data_address)
+        request = peer_pb2.GetStatsRequest()
+        return await self._ask(stub.GetStats, request, f"the node at {data_address}", timeout_s)
+
+    async def close(self) -> None:
+        """Let last aborts go out, then close all channels."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=_ABORT_TIMEOUT_S)
+        for task in self._background:
+            task.cancel()
+        channels, self._channels = list(self._channels.values()), OrderedDict()
+        await asyncio.gather(*(channel.close(_CLOSE_GRACE_S) for channel in channels))
+
+    @property
+    def _timeout_s(self) -> float:
+        return self._config.transfer_timeout_s
+
+    async def _stream(
+        self,
+        crew: StreamCrew,
+        holder: pb.Holder,
+        tickets: Any,
+        work: Callable[..., None],
+    ) -> None:
+        """Let the crew move the shard: every thread one connection, every `size`-th chunk on each."""
+        whom = _name(holder)
+        if len(tickets) != crew.size or any(len(ticket) != TICKET_BYTES for ticket in tickets):
+            raise PeerError(f"{whom} gave {len(tickets)} lane tickets, {crew.size} are needed")
+
+        def connection(first: int, ticket: bytes) -> None:
+            lane = crew.lane(holder.lane_address, whom, self._timeout_s, self._config.lane_congestion)
+            with lane as connected:
+                work(connected, Hello(first=first, stride=crew.size, ticket=ticket))
+
+        await crew.run([partial(connection, first, ticket) for first, ticket in enumerate(tickets)])
+
+    async def _ask(self, method: _Method[Q, R], request: Q, whom: str, timeout_s: float) -> R:
+        try:
+            return await method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, whom) from None
+
+    def _stub(self, address: str) -> peer_pb2_grpc.PeerServiceAsyncStub:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            self._channels[address] = channel
+            if len(self._channels) > _CHANNELS_MAX:
+                _, oldest = self._channels.popitem(last=False)
+                self._later(oldest.close(self._timeout_s))
+        self._channels.move_to_end(address)
+        stub: peer_pb2_grpc.PeerServiceAsyncStub = peer_pb2_grpc.PeerServiceStub(channel)
+        return stub
+
+    async def _abort(self, stub: peer_pb2_grpc.PeerServiceAsyncStub, transfer_id: str, whom: str) -> None:
+        request = peer_pb2.AbortPutRequest(transfer_id=transfer_id)
+        try:
+            await self._ask(stub.AbortPut, request, whom, _ABORT_TIMEOUT_S)
+        except FastCheckdError as error:
+            logger.info("the holder will find out by itself that a put is over: %s", error)
+
+    async def _report_corrupt(
+        self, stub: peer_pb2_grpc.PeerServiceAsyncStub, key: pb.ShardKey, digest: bytes, whom: str
+    ) -> None:
+        request = peer_pb2.ReportCorruptRequest(key=key, digest=digest)
+        try:
+            answer = await self._ask(stub.ReportCorrupt, request, whom, _REPORT_TIMEOUT_S)
+            logger.info("%s checked its copy of shard %s: dropped=%s", whom, _shown(key), answer.dropped)
+        except FastCheckdError as error:
+            logger.warning("could not tell of a bad copy: %s", error)
+
+    def _later(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _check_manifest(
+    manifest: pb.ShardManifest, key: pb.ShardKey, digest: bytes, shard_bytes: int, whom: str
+) -> None:
+    """Raise CorruptError unless the manifest is proved by the digest and describes the shard."""
+    if manifest.key != key or shard_digest(manifest.chunk_digests) != digest or manifest.digest != digest:
+        raise CorruptError(f"the chunk digests of {whom} are not those of the committed digest")
+    if not CHUNK_BYTES_MIN <= manifest.chunk_bytes <= CHUNK_BYTES_MAX:
+        raise CorruptError(f"{whom} speaks of chunks of {manifest.chunk_bytes} bytes")
+    chunks = chunk_count(shard_bytes, manifest.chunk_bytes)
+    if manifest.bytes != shard_bytes or len(manifest.chunk_digests) != chunks * DIGEST_BYTES:
+        raise CorruptError(f"{whom} speaks of {manifest.bytes} bytes, the shard has {shard_bytes}")
+
+
+def _name(holder: pb.Holder) -> str:
+    return f"node {holder.node.node_id} ({holder.data_address})"
+
+
+def _shown(key: pb.ShardKey) -> str:
+    return f"{key.job} step {key.step} rank {key.rank} shard {key.shard}"

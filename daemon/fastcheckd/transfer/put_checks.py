@@ -1,0 +1,116 @@
+"""Whether a peer may put a shard here: every check that needs no memory and no store. Pure.
+
+All of it happens before anything is reserved, so a malformed or stale request costs nothing.
+"""
+
+from __future__ import annotations
+
+from fastcheck_proto.conventions import MESSAGE_BYTES_MAX, RANK_MAX, STEP_MAX, check_name
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import peer_pb2
+
+from ..digests import DIGEST_BYTES, chunk_count
+from ..errors import FencedError, InvalidRequestError, OverBudgetError
+from .frames import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, STREAMS_MAX
+
+SHARDS_MAX = 65536
+#: The digests of all chunks travel in one message, beside little else.
+CHUNKS_MAX = MESSAGE_BYTES_MAX // 2 // DIGEST_BYTES
+
+
+def check_put(
+    request: peer_pb2.BeginPutRequest,
+    *,
+    cluster_id: str,
+    node_id: str,
+    incarnation: int,
+    epoch: int,
+    budget_bytes: int,
+) -> None:
+    """Check a BeginPut against this node's cluster, name, present incarnation (0: none yet) and newest epoch.
+
+    Raises:
+        FencedError: it was placed for another life of this node or by an older membership.
+        InvalidRequestError: for another cluster, from this very node, or malformed.
+        OverBudgetError: the shard alone is more than the whole budget.
+    """
+    check_cluster(request.cluster_id, cluster_id)
+    check_life(request.holder_incarnation, incarnation)
+    if request.epoch < epoch:
+        raise FencedError(
+            f"the put was placed in epoch {request.epoch}, this node knows of {epoch}: place the shard again"
+        )
+    if request.owner.node_id == node_id:
+        raise InvalidRequestError(f"node {node_id} cannot hold a copy of its own shard")
+    _need(0 <= request.streams <= STREAMS_MAX, f"streams {request.streams} is more than {STREAMS_MAX}")
+    _check_manifest(request.manifest, request.owner.node_id)
+    _need(request.streams > 0 or request.manifest.bytes == 0, "streams is 0 for a shard that has bytes")
+    if request.manifest.bytes > budget_bytes:
+        raise OverBudgetError(
+            f"a shard of {request.manifest.bytes} bytes is more than this node's whole RAM budget "
+            f"of {budget_bytes} bytes"
+        )
+
+
+def check_cluster(given: str, own: str) -> None:
+    """Raise InvalidRequestError when a request is meant for another cluster."""
+    if given != own:
+        raise InvalidRequestError(f"this node belongs to cluster {own!r}, the request is for {given[:128]!r}")
+
+
+def check_life(wanted: int, own: int) -> None:
+    """Raise FencedError when a put is meant for another incarnation than this node's own."""
+    if own == 0:
+        raise FencedError(
+            "this node has no incarnation yet: its agent has not registered it; try another holder"
+        )
+    if wanted != own:
+        raise FencedError(
+            f"the put is for incarnation {wanted} of this node, it is in {own}: place the shard again"
+        )
+
+
+def check_key(key: pb.ShardKey) -> None:
+    """Raise InvalidRequestError unless the key can name a shard."""
+    _check_name("job", key.job)
+    _need(key.step <= STEP_MAX, f"step {key.step} is more than {STEP_MAX}")
+    _need(key.rank < RANK_MAX, f"rank {key.rank} is not below {RANK_MAX}")
+    _need(key.shard < SHARDS_MAX, f"shard {key.shard} is not below {SHARDS_MAX}")
+
+
+def _check_manifest(manifest: pb.ShardManifest, owner: str) -> None:
+    check_key(manifest.key)
+    _check_name("owner", owner)
+    _need(manifest.owner == owner, "the manifest names another owner than the request")
+    _need(manifest.world_size <= RANK_MAX, f"world_size {manifest.world_size} is more than {RANK_MAX}")
+    _need(manifest.key.rank < manifest.world_size, "the rank is not below world_size")
+    _need(manifest.shard_count <= SHARDS_MAX, f"shard_count {manifest.shard_count} is more than {SHARDS_MAX}")
+    _need(manifest.key.shard < manifest.shard_count, "the shard is not below shard_count")
+    _need(
+        manifest.kind in {pb.REPLICA_KIND_UNSPECIFIED, pb.REPLICA_KIND_COPY}, "only whole copies can be put"
+    )
+    _need(manifest.part == 0, "only whole copies can be put")
+    _need(not manifest.chunk_digests and not manifest.digest, "digests come with FinishPut")
+    _need(
+        CHUNK_BYTES_MIN <= manifest.chunk_bytes <= CHUNK_BYTES_MAX,
+        f"chunk_bytes {manifest.chunk_bytes} is not from 64 KiB to 16 MiB",
+    )
+    chunks = chunk_count(manifest.bytes, manifest.chunk_bytes)
+    _need(chunks <= CHUNKS_MAX, f"a shard of {chunks} chunks is more than {CHUNKS_MAX}: use larger chunks")
+    _need(manifest.offset + manifest.bytes <= manifest.state_bytes, "the shard is not within its state")
+    _need(
+        manifest.header_offset + manifest.header_bytes <= manifest.state_bytes,
+        "the state header is not within its state",
+    )
+
+
+def _check_name(what: str, name: str) -> None:
+    try:
+        check_name(what, name)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from None
+
+
+def _need(ok: bool, why: str) -> None:
+    if not ok:
+        raise InvalidRequestError(f"malformed request: {why}")

@@ -1,0 +1,267 @@
+"""The holder's side of a put: who may, where the bytes go, and when the copy counts.
+
+BeginPut reserves memory and issues tickets, the lane fills the memory, FinishPut proves and publishes.
+Every reservation ends: by FinishPut, AbortPut, a lost connection, a newer put of the same shard, or
+by lying idle. All methods block and may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import peer_pb2
+
+from ..counters import Counters
+from ..digests import shard_digest
+from ..errors import CorruptError, FastCheckdError, FencedError, NotHeldError, PeerError
+from ..store.ram_store import RamStore, Segment
+from ..store.segments import COPY_POOL
+from .incoming import IncomingShard
+from .put_checks import check_life, check_put
+from .tickets import PutGrant, TicketOffice
+
+logger = logging.getLogger(__name__)
+
+TRANSFERS_MAX = 128
+#: A transfer without a connection is given up after so many transfer timeouts.
+IDLE_TIMEOUTS = 3
+_Key = tuple[str, int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class _Transfer:
+    transfer_id: str
+    key: _Key
+    #: Order of the BeginPuts: of two for one shard the later one counts.
+    number: int
+    #: Of this node, when it began.
+    incarnation: int
+    incoming: IncomingShard
+    grant: PutGrant
+
+
+class PutDesk:
+    """All puts under way to this node. `start` begins the watch over idle ones.
+
+    `incarnation` gives this node's own (0: not assumed yet), `epoch` the newest one this process
+    learnt from the registry. Neither is ever learnt from a peer's request: one wrong peer could then
+    fence all others off.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster_id: str,
+        node_id: str,
+        store: RamStore,
+        tickets: TicketOffice,
+        counters: Counters,
+        incarnation: Callable[[], int],
+        epoch: Callable[[], int],
+        budget_bytes: int,
+        transfer_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        transfers_max: int = TRANSFERS_MAX,
+    ) -> None:
+        self._cluster_id = cluster_id
+        self._node_id = node_id
+        self._store = store
+        self._tickets = tickets
+        self._counters = counters
+        self._incarnation = incarnation
+        self._epoch = epoch
+        self._budget_bytes = budget_bytes
+        self._timeout_s = transfer_timeout_s
+        self._clock = clock
+        self._transfers_max = transfers_max
+        self._lock = threading.Lock()
+        self._transfers: dict[str, _Transfer] = {}
+        self._by_key: dict[_Key, _Transfer] = {}
+        #: BeginPuts that are allocating: they count against the limit too.
+        self._beginning = 0
+        self._number = 0
+        self._closed = threading.Event()
+        self._watch = threading.Thread(target=self._expire_idle, name="put-expiry", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch for idle transfers."""
+        self._watch.start()
+
+    def close(self) -> None:
+        """Refuse new puts and abort those under way."""
+        with self._lock:
+            self._closed.set()
+            open_now = list(self._transfers)
+        for transfer_id in open_now:
+            self.abort(transfer_id)
+        if self._watch.is_alive():
+            self._watch.join(self._timeout_s)
+
+    @property
+    def transfers(self) -> int:
+        """Puts under way."""
+        with self._lock:
+            return len(self._transfers) + self._beginning
+
+    def begin(self, request: peer_pb2.BeginPutRequest) -> peer_pb2.BeginPutResponse:
+        """Reserve memory for a copy and hand out tickets, one per stream. May be slow: fresh memory.
+
+        Raises:
+            FencedError, InvalidRequestError, OverBudgetError: see `check_put`.
+            OverBudgetError, StoreFullError: no room.
+            PeerError: too many transfers are under way.
+        """
+        try:
+            return self._begin(request)
+        except FastCheckdError:
+            self._counters.add("puts_refused")
+            raise
+
+    def finish(self, request: peer_pb2.FinishPutRequest) -> peer_pb2.FinishPutResponse:
+        """Prove that all of it arrived, make it visible, and tell the digest of what is held.
+
+        Whatever the outcome, the transfer is over.
+
+        Raises:
+            NotHeldError: no such transfer: aborted, expired or replaced.
+            FencedError: this node has begun another life since BeginPut.
+            InvalidRequestError: chunks are missing.
+            CorruptError: what is here is not what the owner has.
+            StoreError: the store cannot publish it.
+        """
+        transfer = self._take(request.transfer_id)
+        if transfer is None:
+            raise NotHeldError(
+                f"no transfer {request.transfer_id[:40]!r} here: it was aborted, replaced by a newer one "
+                "or lay idle too long; begin it again"
+            )
+        incoming = transfer.incoming
+        try:
+            check_life(transfer.incarnation, self._incarnation())
+            chunk_digests = incoming.seal()
+            digest = shard_digest(chunk_digests)
+            if chunk_digests != request.chunk_digests or digest != request.digest:
+                raise CorruptError(
+                    "the copy's digest is not the owner's: the owner's bytes changed while sent"
+                )
+            manifest = pb.ShardManifest()
+            manifest.CopyFrom(incoming.manifest)
+            manifest.chunk_digests = chunk_digests
+            manifest.digest = digest
+            manifest.kind = pb.REPLICA_KIND_COPY
+            self._store.publish(manifest, incoming.segment, 0, verified=True)
+        finally:
+            self._give_up(transfer)
+        self._counters.add("shards_received")
+        return peer_pb2.FinishPutResponse(digest=digest)
+
+    def abort(self, transfer_id: str) -> None:
+        """Give a reservation back. Harmless when there is none."""
+        transfer = self._take(transfer_id)
+        if transfer is not None:
+            self._give_up(transfer)
+
+    def _begin(self, request: peer_pb2.BeginPutRequest) -> peer_pb2.BeginPutResponse:
+        incarnation = self._incarnation()
+        check_put(
+            request,
+            cluster_id=self._cluster_id,
+            node_id=self._node_id,
+            incarnation=incarnation,
+            epoch=self._epoch(),
+            budget_bytes=self._budget_bytes,
+        )
+        with self._lock:
+            if self._closed.is_set():
+                raise PeerError(f"node {self._node_id} is shutting down: place the shard elsewhere")
+            if len(self._transfers) + self._beginning >= self._transfers_max:
+                raise PeerError(
+                    f"node {self._node_id} already receives {self._transfers_max} shards, its limit: "
+                    "try again later or place the shard elsewhere"
+                )
+            self._beginning += 1
+            self._number += 1
+            number = self._number
+        try:
+            segment = self._store.allocate(request.manifest.bytes, COPY_POOL)
+            try:
+                transfer = self._admit(request, number, incarnation, segment)
+            except BaseException:
+                self._store.release(segment)
+                raise
+        finally:
+            with self._lock:
+                self._beginning -= 1
+        try:
+            tickets = [self._tickets.issue(transfer.grant) for _ in range(request.streams)]
+        except FastCheckdError:
+            self.abort(transfer.transfer_id)
+            raise
+        return peer_pb2.BeginPutResponse(transfer_id=transfer.transfer_id, tickets=tickets)
+
+    def _admit(
+        self, request: peer_pb2.BeginPutRequest, number: int, incarnation: int, segment: Segment
+    ) -> _Transfer:
+        """Enter a transfer into the books; an older one of the same shard gives way."""
+        key = request.manifest.key
+        transfer_id = secrets.token_hex(16)
+        incoming = IncomingShard(
+            request.manifest,
+            segment,
+            streams=request.streams,
+            release=self._store.release,
+            clock=self._clock,
+        )
+        transfer = _Transfer(
+            transfer_id=transfer_id,
+            key=(key.job, key.step, key.rank, key.shard),
+            number=number,
+            incarnation=incarnation,
+            incoming=incoming,
+            grant=PutGrant(incoming=incoming, streams=request.streams, fail=lambda: self.abort(transfer_id)),
+        )
+        with self._lock:
+            if self._closed.is_set():
+                raise PeerError(f"node {self._node_id} is shutting down: place the shard elsewhere")
+            older = self._by_key.get(transfer.key)
+            if older is not None and older.number > number:
+                raise FencedError("a newer put of the same shard has begun meanwhile")
+            if older is not None:
+                del self._transfers[older.transfer_id]
+            self._transfers[transfer_id] = self._by_key[transfer.key] = transfer
+        if older is not None:
+            self._give_up(older)
+        return transfer
+
+    def _take(self, transfer_id: str) -> _Transfer | None:
+        """Strike a transfer off the books: whoever gets it ends it."""
+        with self._lock:
+            transfer = self._transfers.pop(transfer_id, None)
+            if transfer is not None:
+                del self._by_key[transfer.key]
+            return transfer
+
+    def _give_up(self, transfer: _Transfer) -> None:
+        self._tickets.revoke(transfer.grant)
+        transfer.incoming.abandon()
+
+    def _expire_idle(self) -> None:
+        limit_s = IDLE_TIMEOUTS * self._timeout_s
+        while not self._closed.wait(self._timeout_s):
+            self.expire(limit_s)
+
+    def expire(self, idle_s: float) -> int:
+        """Abort transfers that had no connection for so long; how many there were."""
+        with self._lock:
+            transfers = list(self._transfers.values())
+        idle = [t for t in transfers if t.incoming.idle_s > idle_s]
+        for transfer in idle:
+            logger.warning("gave up the put of shard %s: nothing came for %g s", transfer.key, idle_s)
+            self.abort(transfer.transfer_id)
+        return len(idle)

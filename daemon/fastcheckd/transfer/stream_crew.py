@@ -1,0 +1,197 @@
+"""Threads of an executor, taken together for the connections of one transfer.
+
+A transfer's tickets live 30 seconds, so it may not begin before it has threads: first they are
+taken, then the peer is asked, then they go to work. If the executor has fewer to spare than wanted,
+the transfer runs over fewer connections. One connection that fails, or a cancelled caller, ends all;
+nobody returns before every thread has let go of the shard's memory. Nothing here knows about shards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+
+from ..config import split_address
+from ..errors import FrameError, PeerError
+from .lane import Lane
+from .sockets import describe, set_timeout, shut, tune
+
+#: A thread that is free starts at once; one that is not is not waited for.
+_GATHER_S = 0.02
+#: A thread without orders goes home after this long, whatever became of its caller.
+_ORDERS_TIMEOUT_S = 600.0
+_CONNECT_TIMEOUT_S_MAX = 5.0
+
+Work = Callable[[], None]
+
+
+class StreamCrew:
+    """The threads of one transfer. Made by `hired`."""
+
+    def __init__(self) -> None:
+        self._futures: list[Future[None]] = []
+        self._orders: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._over = False
+        self._done = 0
+        self._first_error: BaseException | None = None
+
+    @property
+    def size(self) -> int:
+        """Threads at hand, at least 1 unless none were wanted."""
+        return len(self._futures)
+
+    async def run(self, work: Sequence[Work]) -> None:
+        """Let each thread do one piece of work; raises the first error of any, when all have ended."""
+        assert len(work) == self.size, "one piece of work per thread"
+        for piece in work:
+            self._orders.put(piece)
+        await self._all_gone()
+        if self._first_error is not None:
+            raise self._first_error
+        if self._done != len(work):
+            raise PeerError("the transfer's threads waited too long for their orders")
+
+    @contextlib.contextmanager
+    def lane(self, address: str, whom: str, timeout_s: float, congestion: str) -> Iterator[Lane]:
+        """In a thread of the crew: a connection to host:port that ends when the crew does.
+
+        Raises:
+            PeerError: it cannot be reached, fails, or breaks the protocol; or the crew has ended.
+        """
+        try:
+            host, port = split_address(address)
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (ValueError, OSError) as error:
+            raise PeerError(f"{whom} has no usable lane address {address!r}: {error}") from None
+        family, kind, protocol, _, place = found[0]
+        with socket.socket(family, kind, protocol) as sock:
+            with self._lock:
+                if self._over:
+                    raise PeerError(f"the transfer with {whom} was ended")
+                self._sockets.add(sock)
+            try:
+                try:
+                    tune(sock, congestion)
+                    sock.settimeout(min(timeout_s, _CONNECT_TIMEOUT_S_MAX))
+                    sock.connect(place)
+                    set_timeout(sock, timeout_s)
+                except OSError as error:
+                    raise PeerError(
+                        f"cannot connect to the lane of {whom} at {address}: {describe(error)}"
+                    ) from None
+                yield Lane(sock, whom, timeout_s)
+            except FrameError as error:
+                raise PeerError(f"{whom} broke the lane's protocol: {error}", reason=error.code) from None
+            finally:
+                with self._lock:
+                    self._sockets.discard(sock)
+
+    def end(self) -> None:
+        """End all connections, and let no new one begin."""
+        with self._lock:
+            self._over = True
+            for sock in self._sockets:
+                shut(sock)
+
+    async def _hire(self, executor: Executor, wanted: int) -> None:
+        if wanted == 0:
+            return
+        loop = asyncio.get_running_loop()
+        one, everyone = asyncio.Event(), asyncio.Event()
+        present = 0
+
+        def arrive() -> None:
+            nonlocal present
+            present += 1
+            one.set()
+            if present == wanted:
+                everyone.set()
+
+        try:
+            for _ in range(wanted):
+                self._futures.append(executor.submit(self._stand_by, loop, arrive))
+        except RuntimeError as error:
+            raise PeerError(f"this node is shutting down: {error}") from None
+        await one.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GATHER_S):
+                await everyone.wait()
+        self._futures = [future for future in self._futures if not future.cancel()]
+
+    async def _dismiss(self) -> None:
+        for future in self._futures:
+            future.cancel()
+            self._orders.put(None)
+        self.end()
+        await self._all_gone()
+
+    def _stand_by(self, loop: asyncio.AbstractEventLoop, arrive: Callable[[], None]) -> None:
+        loop.call_soon_threadsafe(arrive)
+        try:
+            work = self._orders.get(timeout=_ORDERS_TIMEOUT_S)
+        except queue.Empty:
+            return
+        if work is None:
+            return
+        try:
+            work()
+            with self._lock:
+                self._done += 1
+        except BaseException as error:  # noqa: BLE001  raised again by `run`, in the caller's task
+            with self._lock:
+                self._first_error = self._first_error or error
+            self.end()
+
+    async def _all_gone(self) -> None:
+        """Wait until no thread is at work any more. A cancellation ends the work, not the wait."""
+        left: set[asyncio.Future[None]] = {asyncio.wrap_future(future) for future in self._futures}
+        cancelled: asyncio.CancelledError | None = None
+        while left:
+            try:
+                _, left = await asyncio.wait(left)
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self.end()
+        if cancelled is not None:
+            raise cancelled
+
+
+@contextlib.asynccontextmanager
+async def hired(executor: Executor, wanted: int) -> AsyncIterator[StreamCrew]:
+    """At least one thread of the executor (none if none is wanted), up to `wanted`; waits for the first."""
+    crew = StreamCrew()
+    try:
+        await crew._hire(executor, wanted)
+        yield crew
+    finally:
+        await crew._dismiss()
+
+
+class LoopProgress:
+    """Reports of many threads as few calls on the event loop, where the listener's state is safe."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, listener: Callable[[int], None]) -> None:
+        self._loop = loop
+        self._listener = listener
+        self._lock = threading.Lock()
+        self._waiting_bytes = 0
+
+    def __call__(self, count: int) -> None:
+        """Bytes moved; from any thread."""
+        with self._lock:
+            scheduled = self._waiting_bytes > 0
+            self._waiting_bytes += count
+        if not scheduled:
+            self._loop.call_soon_threadsafe(self._report)
+
+    def _report(self) -> None:
+        with self._lock:
+            count, self._waiting_bytes = self._waiting_bytes, 0
+        self._listener(count)

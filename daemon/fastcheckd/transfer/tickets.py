@@ -1,0 +1,108 @@
+"""One-time tickets: the only key to the bulk lane.
+
+The gRPC face decides who may put or get what and issues tickets for it; the lane redeems them and
+asks nothing else. What a ticket is good for is a grant. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from fastcheck_proto.v1 import common_pb2 as pb
+
+from ..errors import FrameError, PeerError
+from .frames import TICKET_BYTES
+from .incoming import IncomingShard
+
+TICKET_LIFE_S = 30.0
+TICKETS_MAX = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class PutGrant:
+    """A peer may send the chunks of one incoming shard, over `streams` connections."""
+
+    incoming: IncomingShard
+    streams: int
+    #: Tells the desk that a connection failed, so that the transfer cannot succeed any more.
+    fail: Callable[[], None]
+
+
+@dataclass(frozen=True, eq=False)
+class GetGrant:
+    """A peer may read one held shard, over `streams` connections."""
+
+    manifest: pb.ShardManifest
+    streams: int
+    #: Gives the shard's bytes, pinned until the context ends; NotHeldError when it is gone by then.
+    opened: Callable[[], AbstractContextManager[memoryview]]
+
+
+Grant = PutGrant | GetGrant
+
+
+class TicketOffice:
+    """Issues and redeems tickets. Thread-safe; `clock` returns seconds that never go backwards."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        life_s: float = TICKET_LIFE_S,
+        tickets_max: int = TICKETS_MAX,
+    ) -> None:
+        self._clock = clock
+        self._life_s = life_s
+        self._tickets_max = tickets_max
+        self._lock = threading.Lock()
+        #: In order of issue, hence of expiry.
+        self._open: dict[bytes, tuple[Grant, float]] = {}
+
+    def issue(self, grant: Grant) -> bytes:
+        """A ticket of 32 random bytes for one connection.
+
+        Raises:
+            PeerError: too many tickets wait to be used.
+        """
+        ticket = secrets.token_bytes(TICKET_BYTES)
+        with self._lock:
+            self._sweep()
+            if len(self._open) >= self._tickets_max:
+                raise PeerError(
+                    f"this node has {len(self._open)} unused lane tickets, its limit: "
+                    f"too many transfers begin at once; try again in {self._life_s:g} s"
+                )
+            self._open[ticket] = (grant, self._clock() + self._life_s)
+        return ticket
+
+    def redeem(self, ticket: bytes) -> Grant:
+        """What the ticket is good for; it is used up by this.
+
+        Raises:
+            FrameError: unknown, already used, expired or revoked.
+        """
+        with self._lock:
+            self._sweep()
+            found = self._open.pop(ticket, None)
+        if found is None:
+            raise FrameError("the lane ticket is unknown, used up, revoked or older than its life")
+        return found[0]
+
+    def revoke(self, grant: Grant) -> None:
+        """Make all unused tickets of a grant worthless."""
+        with self._lock:
+            for ticket in [t for t, (g, _) in self._open.items() if g is grant]:
+                del self._open[ticket]
+
+    def _sweep(self) -> None:
+        now = self._clock()
+        while self._open:
+            ticket, (_, expires) = next(iter(self._open.items()))
+            if expires > now:
+                return
+            del self._open[ticket]

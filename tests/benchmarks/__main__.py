@@ -1,0 +1,177 @@
+"""`make bench`: saves, replicates and restores 1.5 GB on a local cluster. Needs about 16 GB of memory; run it alone."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from fastcheck.admin import AdminClient
+from fastcheck.local import LocalCluster
+
+from fastcheck import Checkpointer
+
+from .limits import FramedTcp, Memcpy
+from .machine import describe
+from .report import Figure, print_table
+from .workload import change, gpt2_state, state_bytes
+
+#: Saves before the measured ones: the first ones touch fresh memory.
+WARM_UP = 2
+STREAMS = 2
+
+
+def say(text: str) -> None:
+    """Progress goes to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def saving(cluster: LocalCluster, rounds: int) -> list[Figure]:
+    """`save` against memcpy, replication to one peer against framed TCP, commit."""
+    state = gpt2_state()
+    size = state_bytes(state)
+    memcpy, tcp = Memcpy(size), FramedTcp(size, STREAMS)
+    runs: dict[str, list[float]] = {k: [] for k in ("save", "copy", "replicate", "tcp", "commit", "first")}
+    with Checkpointer("bench", rank=0, world_size=1, address=cluster.address("node-0")) as ckpt:
+        for step in range(1, WARM_UP + rounds + 1):
+            change(state)
+            copy_s = memcpy.run()
+            started = time.perf_counter()
+            handle = ckpt.save(step, state)
+            blocked_s = time.perf_counter() - started
+            handle.result(timeout=300)
+            tcp_s = tcp.run()
+            say(
+                f"step {step}: save blocked {blocked_s * 1e3:.0f} ms, memcpy {copy_s * 1e3:.0f} ms, "
+                f"replicated in {handle.stats['replicate_s']:.3f} s, framed TCP {tcp_s:.3f} s"
+            )
+            if step <= WARM_UP:
+                runs["first"].append(blocked_s * 1e3)
+                continue
+            runs["save"].append(blocked_s * 1e3)
+            runs["copy"].append(copy_s * 1e3)
+            runs["replicate"].append(size / handle.stats["replicate_s"] / 1e9)
+            runs["tcp"].append(size / tcp_s / 1e9)
+            runs["commit"].append(handle.stats["commit_s"] * 1e3)
+    tcp.close()
+    return [
+        Figure("save blocks", "ms", runs["save"], runs["copy"], "memcpy, 1 thread", "ratio <= 1.3"),
+        Figure("save blocks, first two (cold memory)", "ms", runs["first"]),
+        Figure(
+            "replicated to one peer, digests at both ends",
+            "GB/s",
+            runs["replicate"],
+            runs["tcp"],
+            f"framed TCP, {STREAMS} streams",
+            "ratio >= 0.5",
+        ),
+        Figure("commit after the last acknowledgement", "ms", runs["commit"]),
+    ]
+
+
+def restoring(cluster: LocalCluster, rounds: int) -> list[Figure]:
+    """A restarted trainer's load: from local RAM, then from the peer onto an empty node."""
+    state = gpt2_state(seed=1)
+    size = state_bytes(state)
+    memcpy = Memcpy(size)
+
+    def load() -> float:
+        with Checkpointer("bench", rank=0, world_size=1, address=cluster.address("node-0")) as ckpt:
+            ckpt.steps()  # connects; a trainer has done so long before
+            started = time.perf_counter()
+            ckpt.load(state)
+            return time.perf_counter() - started
+
+    load()
+    local, copies, far = [], [], []
+    for _ in range(rounds):
+        copies.append(memcpy.run() * 1e3)
+        local.append(load() * 1e3)
+        say(f"restore from local RAM {local[-1]:.0f} ms, memcpy {copies[-1]:.0f} ms")
+    for _ in range(max(1, rounds // 3)):
+        cluster.kill("node-0", wipe=True)
+        cluster.start("node-0")
+        far.append(size / load() / 1e9)
+        say(f"restore from one peer onto an empty node {far[-1]:.2f} GB/s")
+    return [
+        Figure("restore from local RAM, verified", "ms", local, copies, "memcpy, 1 thread", "ratio <= 1.5"),
+        Figure("restore from one peer onto an empty node (fresh memory)", "GB/s", far),
+    ]
+
+
+def idling(cluster: LocalCluster, seconds: float) -> list[Figure]:
+    """CPU and memory of each kind of process of an idle cluster."""
+    processes: dict[str, list[psutil.Process]] = {}
+    for node in cluster.node_ids:
+        for pid in cluster.pids(node):
+            process = psutil.Process(pid)
+            command = process.cmdline()
+            kind = command[-1] if command[-2] == "child" else "agent"
+            processes.setdefault(kind, []).append(process)
+    with AdminClient(cluster.address("node-0")) as admin:
+        admin.nodes()
+    time.sleep(5)  # let the start-up settle
+
+    def cpu_s(process: psutil.Process) -> float:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+
+    before = {p.pid: cpu_s(p) for group in processes.values() for p in group}
+    time.sleep(seconds)
+    figures = []
+    for kind, group in processes.items():
+        used = [(cpu_s(p) - before[p.pid]) / seconds * 100 for p in group]
+        goal = "agent and registry together < 3 %" if kind != "data" else ""
+        figures.append(Figure(f"{kind}, idle", "% of a core", used, goal=goal))
+        figures.append(Figure(f"{kind}, resident", "MB", [p.memory_info().rss / 1e6 for p in group]))
+    return figures
+
+
+@contextlib.contextmanager
+def local_cluster(nodes: int, ram_budget: str) -> Any:
+    """A cluster in a folder of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="fastcheck-bench-") as folder,
+        LocalCluster(Path(folder)) as cluster,
+    ):
+        cluster.up(nodes, tolerate=1, ram_budget=ram_budget)
+        yield cluster
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--idle-seconds", type=float, default=30.0)
+    parser.add_argument("--only", choices=("transfer", "idle"))
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
+    arguments = parser.parse_args()
+    figures: list[Figure] = []
+    parts: list[Callable[[LocalCluster], list[Figure]]] = [
+        lambda c: saving(c, arguments.rounds),
+        lambda c: restoring(c, arguments.rounds),
+    ]
+    if arguments.only != "idle":
+        with local_cluster(2, "7GiB") as cluster:
+            for part in parts:
+                figures += part(cluster)
+    if arguments.only != "transfer":
+        with local_cluster(4, "256MiB") as cluster:
+            figures += idling(cluster, arguments.idle_seconds)
+    print_table(figures)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / time.strftime("%Y%m%d-%H%M%S.json")
+    report = {"machine": describe(), "figures": [f.to_json() for f in figures]}
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"every run: {path}")
+
+
+if __name__ == "__main__":
+    main()

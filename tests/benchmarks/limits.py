@@ -1,0 +1,138 @@
+"""The limits that figures are compared with: one memory copy, and framed TCP that does nothing else.
+
+`python -m tests.benchmarks.limits PORT_FILE BYTES STREAMS` is the receiving end of the latter, a process of its
+own as a peer's daemon is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+FRAME_BYTES = 4 << 20
+HEADER = b"\0" * 64
+
+
+class Memcpy:
+    """A one-thread copy of so many bytes from warm memory to warm memory."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._source = torch.ones(size_bytes, dtype=torch.uint8)
+        self._target = torch.zeros(size_bytes, dtype=torch.uint8)
+        self.run()
+
+    def run(self) -> float:
+        """Seconds of one copy."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        started = time.perf_counter()
+        self._target.copy_(self._source)
+        seconds = time.perf_counter() - started
+        torch.set_num_threads(threads)
+        return seconds
+
+
+class FramedTcp:
+    """Framed TCP over loopback between two processes, from and to warm shared memory, without digests."""
+
+    def __init__(self, size_bytes: int, streams: int) -> None:
+        self._size_bytes = size_bytes
+        self._streams = streams
+        self._memory = mmap.mmap(-1, size_bytes)
+        for position in range(0, size_bytes, mmap.PAGESIZE):
+            self._memory[position] = 1
+        self._source = memoryview(self._memory)
+        folder = Path(tempfile.mkdtemp(prefix="fastcheck-bench-"))
+        port_file = folder / "port"
+        self._receiver = subprocess.Popen(
+            [sys.executable, "-m", "tests.benchmarks.limits", str(port_file), str(size_bytes), str(streams)]
+        )
+        deadline = time.monotonic() + 60
+        while not port_file.exists():
+            if time.monotonic() > deadline or self._receiver.poll() is not None:
+                raise RuntimeError("the receiving end of the TCP limit did not start")
+            time.sleep(0.01)
+        self._port = int(port_file.read_text())
+        port_file.unlink()
+        folder.rmdir()
+        self.run()
+
+    def run(self) -> float:
+        """Seconds from connecting until the receiver has said that all is there."""
+        started = time.perf_counter()
+        threads = [threading.Thread(target=self._send, args=(i,)) for i in range(self._streams)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - started
+
+    def _send(self, stream: int) -> None:
+        with socket.create_connection(("127.0.0.1", self._port)) as connection:
+            connection.sendall(bytes([stream]))
+            for low, high in frames(self._size_bytes, stream, self._streams):
+                views = [memoryview(HEADER), self._source[low:high]]
+                while views:
+                    sent = connection.sendmsg(views)
+                    while views and sent >= len(views[0]):
+                        sent -= len(views.pop(0))
+                    if sent:
+                        views[0] = views[0][sent:]
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
+
+    def close(self) -> None:
+        """End the receiving process."""
+        self._receiver.terminate()
+        self._receiver.wait()
+
+
+def frames(size_bytes: int, stream: int, streams: int) -> Iterator[tuple[int, int]]:
+    """The byte ranges that travel on one of several streams."""
+    for low in range(stream * FRAME_BYTES, size_bytes, streams * FRAME_BYTES):
+        yield low, min(low + FRAME_BYTES, size_bytes)
+
+
+def _receive(connection: socket.socket, target: memoryview, streams: int) -> None:
+    header = bytearray(len(HEADER))
+    with connection:
+        stream = connection.recv(1)[0]
+        for low, high in frames(len(target), stream, streams):
+            for view in (memoryview(header), target[low:high]):
+                position = 0
+                while position < len(view):
+                    received = connection.recv_into(view[position:])
+                    if not received:
+                        return
+                    position += received
+        connection.sendall(b"1")
+
+
+def serve(port_file: Path, size_bytes: int, streams: int) -> None:
+    """Receive until terminated."""
+    memory = mmap.mmap(-1, size_bytes)
+    for position in range(0, size_bytes, mmap.PAGESIZE):
+        memory[position] = 1
+    target = memoryview(memory)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        temporary = port_file.with_suffix(".tmp")
+        temporary.write_text(str(listener.getsockname()[1]))
+        temporary.replace(port_file)
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=_receive, args=(connection, target, streams), daemon=True).start()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

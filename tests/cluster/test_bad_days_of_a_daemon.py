@@ -1,0 +1,117 @@
+"""Ports that speak nonsense, bad configuration, stopping in good order: what an operator's bad day looks like."""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+import yaml
+
+from .conftest import Job, counters, node_states
+
+
+def daemon(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "fastcheckd", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def config_of(cluster, node):
+    return cluster.dir / node / "config.yaml"
+
+
+def ports_of(cluster, node):
+    config = yaml.safe_load(config_of(cluster, node).read_text())
+    voter = next(v for v in config["voters"] if v["node_id"] == node)
+    raft = [int(voter[key].rsplit(":", 1)[1]) for key in ("registry_address", "raft_address")]
+    return [config["agent_port"], config["data_port"], config["lane_port"], *raft]
+
+
+def test_random_bytes_on_every_port_are_closed_and_the_daemon_lives(make_cluster):
+    cluster = make_cluster(3)
+    job = Job(cluster, ["node-0"])
+    job.commit(1)
+    pids = cluster.pids("node-0")
+    noise = random.Random(1)
+    for port in ports_of(cluster, "node-0"):
+        for size in (0, 1, 7, 64, 4096, 1 << 20):
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+                connection.settimeout(10)
+                try:
+                    connection.sendall(noise.randbytes(size))
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(65536):
+                        pass
+                except (ConnectionError, TimeoutError) as error:
+                    assert not isinstance(error, TimeoutError), f"port {port} kept {size} random bytes open"
+    job.commit(2)
+    assert cluster.pids("node-0") == pids
+    assert counters(cluster, "node-0")["lane_rejected"] >= 5
+
+
+def test_sigterm_leaves_the_cluster_at_once_and_exits_with_zero(make_cluster):
+    cluster = make_cluster(4)
+    agent, *children = (psutil.Process(pid) for pid in cluster.pids("node-3"))
+    agent.terminate()
+    assert agent.wait(timeout=15) == 0
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert node_states(cluster, "node-0")["node-3"] == "DOWN"
+
+
+def test_a_port_in_use_is_named(make_cluster, tmp_path):
+    cluster = make_cluster(1)
+    config = yaml.safe_load(config_of(cluster, "node-0").read_text())
+    config |= {k: str(tmp_path / k) for k in ("runtime_dir", "state_dir", "ram_dir")} | {"voters": []}
+    second = tmp_path / "second.yaml"
+    for key in ("agent_port", "data_port", "lane_port"):
+        with socket.socket() as a, socket.socket() as b:
+            a.bind(("127.0.0.1", 0))
+            b.bind(("127.0.0.1", 0))
+            free = [a.getsockname()[1], b.getsockname()[1]]
+        others = [k for k in ("agent_port", "data_port", "lane_port") if k != key]
+        second.write_text(yaml.safe_dump(config | dict(zip(others, free, strict=True))))
+        done = daemon("run", "--config", second)
+        assert done.returncode == 78
+        assert key in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("text", "named"), [("tolerrate: 1", "tolerrate"), ("keep_steps: 0", "keep_steps")])
+def test_a_bad_config_stops_the_daemon_with_the_key(tmp_path, text, named):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    for command in ("run", "validate"):
+        done = daemon(command, "--config", path)
+        assert done.returncode == 78
+        assert named in done.stderr and "Traceback" not in done.stderr
+
+
+def test_validate_says_what_it_read(tmp_path):
+    path = tmp_path / "good.yaml"
+    path.write_text("node_id: n7\n")
+    done = daemon("validate", "--config", path, FASTCHECK_CLUSTER_ID="blue")
+    assert done.returncode == 0
+    assert "n7" in done.stdout and "blue" in done.stdout
+
+
+def test_a_second_daemon_on_the_same_ram_directory_is_refused(make_cluster, tmp_path):
+    cluster = make_cluster(1)
+    config = yaml.safe_load(config_of(cluster, "node-0").read_text())
+    with socket.socket() as a, socket.socket() as b, socket.socket() as c:
+        for s in (a, b, c):
+            s.bind(("127.0.0.1", 0))
+        free = [s.getsockname()[1] for s in (a, b, c)]
+    config |= dict(zip(("agent_port", "data_port", "lane_port"), free, strict=True))
+    config |= {k: str(tmp_path / k) for k in ("runtime_dir", "state_dir")} | {"voters": []}
+    path = tmp_path / "second.yaml"
+    path.write_text(yaml.safe_dump(config))
+    done = daemon("run", "--config", path)
+    assert done.returncode != 0
+    assert config["ram_dir"] in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,118 @@
+"""G2: every rank gets the same step, bit-identical, or a clear error. G8: a bad copy is never served."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastcheck import Checkpointer, LostError, StateMismatchError, StepNotFoundError, WorldSizeError
+from fastcheck_proto.v1 import store_pb2
+
+from .conftest import Job, assert_same, counters, make_state, replicas_on_disk
+
+
+def test_nothing_committed_is_none_and_a_missing_step_is_an_error(make_cluster):
+    cluster = make_cluster(2)
+    job = Job(cluster, ["node-0"])
+    assert job.load() is None
+    assert job.ranks[0].steps() == []
+    for step in (1, 2, 3, 4):
+        job.commit(step)
+    assert job.ranks[0].steps() == [3, 4]
+    assert job.load(step=3) == 3
+    with pytest.raises(StepNotFoundError, match="3, 4"):
+        job.load(step=1)
+
+
+def test_another_world_size_is_a_clear_error(make_cluster):
+    cluster = make_cluster(2)
+    job = Job(cluster, ["node-0", "node-1"])
+    job.commit(1)
+    with (
+        Checkpointer("gpt", rank=0, world_size=3, address=cluster.address("node-0")) as other,
+        pytest.raises(WorldSizeError, match="2 ranks"),
+    ):
+        other.load(make_state(1, 1, 0))
+
+
+def test_a_state_that_does_not_fit_is_named_and_left_alone(make_cluster):
+    cluster = make_cluster(2)
+    job = Job(cluster, ["node-0"])
+    job.commit(1)
+    state = make_state(5, 0, 0)
+    before = make_state(5, 0, 0)
+    state["model"]["layer2"] = before["model"]["layer2"] = torch.zeros(3, dtype=torch.float64)
+    del state["bits"]
+    with pytest.raises(StateMismatchError) as error:
+        job.ranks[0].load(state)
+    assert "layer2" in str(error.value) and "bits" in str(error.value)
+    state["bits"] = before["bits"]
+    assert_same(state, before)
+
+
+def flip_a_byte(manifest: Path) -> None:
+    """Damage the replica that a manifest names."""
+    stored = store_pb2.StoredShard.FromString(manifest.read_bytes()[:-16])
+    position = stored.segment_offset + stored.manifest.bytes // 2
+    with (manifest.parents[2] / "segments" / stored.segment).open("r+b") as segment:
+        segment.seek(position)
+        byte = segment.read(1)[0]
+        segment.seek(position)
+        segment.write(bytes([byte ^ 1]))
+
+
+def test_a_flipped_byte_at_the_owner_is_found_and_the_copy_used(make_cluster):
+    cluster = make_cluster(3)
+    job = Job(cluster, ["node-0"])
+    job.commit(1)
+    flip_a_byte(next(p for p in replicas_on_disk(cluster, "node-0") if p.name.endswith("-owner.shard")))
+    job.start()
+    assert job.load() == 1
+    assert counters(cluster, "node-0")["corrupt_found"] == 1
+
+
+def test_a_flipped_byte_at_a_holder_is_found_and_the_next_copy_used(make_cluster):
+    cluster = make_cluster(4, tolerate=2, spread=2)
+    job = Job(cluster, ["node-3"])
+    job.commit(1)
+    holders = [n for n in ("node-0", "node-1", "node-2") if replicas_on_disk(cluster, n)]
+    for manifest in replicas_on_disk(cluster, holders[0]):
+        flip_a_byte(manifest)
+    cluster.kill("node-3", wipe=True)
+    spare = next(n for n in ("node-0", "node-1", "node-2") if n not in holders)
+    job.start([spare])
+    assert job.load() == 1
+    assert counters(cluster, spare)["corrupt_reported"] >= 1
+    assert counters(cluster, holders[0])["corrupt_found"] >= 1
+
+
+def test_when_all_copies_are_bad_an_older_step_is_offered(make_cluster):
+    cluster = make_cluster(2)
+    job = Job(cluster, ["node-0"])
+    job.commit(1)
+    job.commit(2)
+    for node in ("node-0", "node-1"):
+        for manifest in replicas_on_disk(cluster, node):
+            if manifest.name.startswith("2-"):
+                flip_a_byte(manifest)
+    with pytest.raises(LostError, match=r"load\(state, step=1\)"):
+        job.load()
+    assert job.load(step=1) == 1
+    job.commit(3)
+
+
+def test_a_restarted_rank_voids_what_its_earlier_life_had_not_committed(make_cluster):
+    """Rank 0 loads step 1; a late report of step 2 from its first life must not make rank 1 load step 2."""
+    cluster = make_cluster(3)
+    job = Job(cluster, ["node-0", "node-1"])
+    job.commit(1)
+    early = job.ranks[0].save(2, job.state(2, 0))  # rank 1 has not saved it yet
+    first_life, job.ranks[0] = job.ranks[0], job.trainer(0)
+    state = make_state(99, 0, 0)
+    assert job.ranks[0].load(state) == 1
+    late = job.ranks[1].save(2, job.state(2, 1))
+    with pytest.raises(Exception, match=r"taken over|session|newer process"):
+        early.result(timeout=30)
+    assert not late.committed
+    assert job.load() == 1
+    first_life.close()

@@ -1,0 +1,89 @@
+"""G4: a failing daemon, peer or registry never raises inside the training loop, and never holds it up for long."""
+
+import threading
+import time
+
+import pytest
+from fastcheck.admin import AdminClient
+
+from fastcheck import Checkpointer, DaemonUnavailableError, FastCheckError, OutOfMemoryError
+
+from .conftest import Job, counters, make_state, paused, process_of
+
+
+def test_the_daemon_dies_during_a_save_and_training_goes_on(make_cluster):
+    cluster = make_cluster(2)
+    job = Job(cluster, ["node-0"])
+    job.commit(1)
+    with paused(process_of(cluster, "node-1", "data")):  # so that the save is under way for long
+        (under_way,) = job.save(2)
+        cluster.kill("node-0")
+        started = time.monotonic()
+        after = [job.save(step)[0] for step in (3, 4, 5)]
+        assert time.monotonic() - started < 10
+    for handle in after:
+        assert isinstance(handle.exception(), DaemonUnavailableError)
+    cluster.start("node-0")
+    with pytest.raises(FastCheckError):
+        under_way.result(timeout=60)
+    job.start()
+    assert job.load() == 1
+    job.commit(6)
+
+
+def test_without_a_quorum_training_goes_on_and_nothing_is_called_committed(make_cluster):
+    cluster = make_cluster(4)
+    job = Job(cluster, ["node-3"])
+    job.commit(1)
+    cluster.kill("node-0")
+    cluster.kill("node-1")
+    handles = [job.save(step)[0] for step in (2, 3, 4, 5, 6)]
+    assert not any(h.committed for h in handles)
+    cluster.start("node-0")
+    handles[-1].result(timeout=60)
+    assert isinstance(handles[0].exception(), FastCheckError)
+    assert job.load() == 6
+
+
+def test_over_budget_is_an_early_clear_refusal_and_loses_nothing(make_cluster):
+    cluster = make_cluster(2, ram_budget="64MiB")
+    job = Job(cluster, ["node-0"])
+    job.commit(1)
+    too_much = {"weights": make_state(1, 2, 0, megabytes=100)["model"]}
+    handle = job.ranks[0].save(2, too_much)
+    with pytest.raises(OutOfMemoryError, match="ram_budget_bytes"):
+        handle.result(timeout=30)
+    assert job.load() == 1
+    job.commit(3)
+
+
+def test_a_third_step_in_flight_waits_and_is_counted(make_cluster):
+    cluster = make_cluster(2)
+    job = Job(cluster, ["node-0"])
+    job.commit(1)
+    with paused(process_of(cluster, "node-1", "data")):
+        first, second = job.save(2)[0], job.save(3)[0]
+        assert first.stats["waited_s"] == second.stats["waited_s"] == 0
+        third: list = []
+        saving = threading.Thread(target=lambda: third.append(job.save(4)[0]))
+        saving.start()
+        saving.join(timeout=1.0)
+        assert saving.is_alive()
+    saving.join(timeout=60)
+    assert third[0].result(timeout=60) is not None or third[0].committed
+    assert third[0].stats["waited_s"] > 0.5
+    assert counters(cluster, "node-0")["save_waits"] == 1
+
+
+def test_a_trainer_without_a_daemon_of_its_own(make_cluster):
+    cluster = make_cluster(2)
+    with AdminClient(cluster.address("node-0"), timeout_s=5) as admin:
+        far = next(n["address"] for n in admin.nodes()["nodes"] if n["node_id"] == "node-0")
+    assert not far.startswith("unix:")
+    with Checkpointer("far", rank=0, world_size=1, address=far) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, make_state(3, step, 0)).result(timeout=60)
+        state = make_state(99, 0, 0)
+        assert ckpt.load(state) == 2
+    with Checkpointer("far", rank=0, world_size=1, address=cluster.address("node-1")) as near:
+        assert near.load(state) == 2

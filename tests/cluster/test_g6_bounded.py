@@ -1,0 +1,56 @@
+"""G6: memory, queues and waits have limits; the only copy of a newest committed step is never evicted."""
+
+from pathlib import Path
+
+from .conftest import Job, counters, node_states, replicas_on_disk, until
+
+
+def ram(cluster, node):
+    directory = next(n["ram_dir"] for n in cluster.status()["nodes"] if n["node_id"] == node)
+    return sum(p.stat().st_size for p in Path(directory).glob("segments/*"))
+
+
+def test_steps_come_and_go_but_memory_stays_the_same(make_cluster):
+    cluster = make_cluster(2)
+    job = Job(cluster, ["node-0"], megabytes=4)
+    for step in range(1, 6):
+        job.commit(step)
+    owner, holder = ram(cluster, "node-0"), ram(cluster, "node-1")
+    for step in range(6, 16):
+        job.commit(step)
+    assert ram(cluster, "node-0") <= owner + (5 << 20)
+    assert ram(cluster, "node-1") <= holder + (5 << 20)
+    until(
+        lambda: {p.name.split("-")[0] for p in replicas_on_disk(cluster, "node-1")} == {"14", "15"},
+        "the holder to keep the newest two steps",
+    )
+
+
+def test_a_second_job_cannot_push_out_the_first_ones_newest_step(make_cluster):
+    cluster = make_cluster(2, ram_budget="48MiB")
+    first = Job(cluster, ["node-0"], name="first", megabytes=8)
+    first.commit(1)
+    second = Job(cluster, ["node-0"], name="second", megabytes=8)
+    failures = 0
+    for step in range(1, 9):
+        handle = second.save(step)[0]
+        until(lambda handle=handle: handle.done, "the save to end")
+        failures += handle.exception() is not None
+    first.start()
+    assert first.load() == 1
+    cluster.kill("node-0", wipe=True)
+    cluster.start("node-0")
+    first.start()
+    assert first.load() == 1
+
+
+def test_g7_no_shard_goes_to_a_node_that_is_down(make_cluster):
+    cluster = make_cluster(4)
+    job = Job(cluster, ["node-0"])
+    job.commit(1)
+    cluster.kill("node-3", wipe=True)
+    until(lambda: node_states(cluster, "node-0")["node-3"] == "DOWN", "node-3 to be DOWN")
+    before = counters(cluster, "node-0")["shards_resent"]
+    for step in (2, 3, 4):
+        job.commit(step)
+    assert counters(cluster, "node-0")["shards_resent"] == before

@@ -1,0 +1,205 @@
+"""The lane's bytes: what is packed is read again, and nothing else is read at all."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastcheckd.digests import chunk_count, chunk_range
+from fastcheckd.errors import FrameError
+from fastcheckd.transfer.frames import (
+    CHUNK_BYTES_MAX,
+    ERROR_BYTES_MAX,
+    FRAME_BYTES,
+    HELLO_BYTES,
+    RESULT_INDEXES_MAX,
+    STREAMS_MAX,
+    FrameHeader,
+    Hello,
+    Kind,
+    check_data_frame,
+    pack_error,
+    pack_frame,
+    pack_hello,
+    pack_result,
+    parse_frame,
+    parse_hello,
+    parse_result,
+)
+
+hellos = st.integers(1, STREAMS_MAX).flatmap(
+    lambda stride: st.builds(
+        Hello,
+        first=st.integers(0, stride - 1),
+        stride=st.just(stride),
+        ticket=st.binary(min_size=32, max_size=32),
+    )
+)
+data_headers = st.integers(1, CHUNK_BYTES_MAX).flatmap(
+    lambda size: st.builds(
+        FrameHeader,
+        kind=st.just(Kind.DATA),
+        chunk=st.integers(0, 2**32 - 1),
+        raw_bytes=st.just(size),
+        encoded_bytes=st.just(size),
+        offset=st.integers(0, 2**64 - 1),
+        digest=st.binary(min_size=16, max_size=16),
+    )
+)
+
+
+def sealed(body: bytes) -> bytes:
+    """A header with a right checksum, whatever it says."""
+    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+
+def frame_body(
+    *, version: int = 1, kind: int = 1, codec: int = 0, flags: int = 0, chunk: int = 0, raw: int = 4096,
+    encoded: int = 4096, reserved_a: int = 0, offset: int = 0, reserved_b: int = 0,
+) -> bytes:  # fmt: skip
+    return struct.pack(
+        "<4sBBBBIIIIQ16sQ",
+        b"FCFR", version, kind, codec, flags, chunk, raw, encoded, reserved_a, offset, bytes(16), reserved_b,
+    )  # fmt: skip
+
+
+@given(hellos)
+def test_a_hello_comes_back_as_it_was(hello: Hello) -> None:
+    packed = pack_hello(hello)
+    assert len(packed) == HELLO_BYTES
+    assert parse_hello(packed) == hello
+
+
+@given(data_headers)
+def test_a_data_header_comes_back_as_it_was(header: FrameHeader) -> None:
+    packed = pack_frame(header)
+    assert len(packed) == FRAME_BYTES
+    assert parse_frame(packed) == header
+
+
+def test_the_layout_is_the_one_in_the_protocol_page() -> None:
+    header = FrameHeader(
+        kind=Kind.DATA, chunk=0x01020304, raw_bytes=5, encoded_bytes=5, offset=0x0A0B, digest=b"d" * 16
+    )
+    packed = pack_frame(header)
+    assert packed[:8] == b"FCFR" + bytes([1, 1, 0, 0])
+    assert packed[8:24] == bytes([4, 3, 2, 1, 5, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0])
+    assert packed[24:48] == bytes([0x0B, 0x0A, 0, 0, 0, 0, 0, 0]) + b"d" * 16
+    assert packed[48:56] == bytes(8)
+    assert packed[56:] == struct.pack("<Q", xxhash.xxh3_64_intdigest(packed[:56]))
+    hello = pack_hello(Hello(first=1, stride=2, ticket=b"t" * 32))
+    assert hello[:24] == b"FCLANE1\n" + bytes([1, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0])
+    assert hello[24:56] == b"t" * 32
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_a_frame_error(data: bytes) -> None:
+    with pytest.raises(FrameError):
+        parse_hello(data)
+    with pytest.raises(FrameError):
+        parse_frame(data)
+
+
+@given(st.one_of(hellos.map(pack_hello), data_headers.map(pack_frame)), st.integers(0, 511))
+def test_one_flipped_bit_is_a_frame_error(packed: bytes, bit: int) -> None:
+    damaged = bytearray(packed)
+    damaged[bit // 8] ^= 1 << bit % 8
+    parse = parse_hello if packed.startswith(b"FCLANE1") else parse_frame
+    with pytest.raises(FrameError):
+        parse(damaged)
+
+
+@given(st.binary(min_size=52, max_size=52))
+def test_random_fields_under_a_right_checksum_never_exceed_the_bounds(fields: bytes) -> None:
+    try:
+        header = parse_frame(sealed(b"FCFR" + fields))
+    except FrameError:
+        return
+    limit = {Kind.DATA: CHUNK_BYTES_MAX + 1024, Kind.END: 0, Kind.RESULT: 4096, Kind.ERROR: ERROR_BYTES_MAX}
+    assert header.encoded_bytes <= limit[header.kind]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        frame_body(version=2),
+        frame_body(kind=0),
+        frame_body(kind=5),
+        frame_body(codec=1),
+        frame_body(flags=1),
+        frame_body(reserved_a=1),
+        frame_body(reserved_b=1),
+        frame_body(raw=0, encoded=0),
+        frame_body(raw=CHUNK_BYTES_MAX + 1, encoded=CHUNK_BYTES_MAX + 1),
+        frame_body(raw=4096, encoded=4097),
+        frame_body(raw=4096, encoded=4096 + 1025),
+        frame_body(kind=2, raw=1, encoded=1),
+        frame_body(kind=2, raw=0, encoded=0, offset=1),
+        frame_body(kind=3, chunk=2, raw=4, encoded=4),
+        frame_body(kind=3, chunk=2000, raw=8000, encoded=8000),
+        frame_body(kind=4, raw=1025, encoded=1025),
+        frame_body(kind=4, chunk=1, raw=1, encoded=1),
+    ],
+)
+def test_a_well_sealed_frame_out_of_bounds_is_refused(body: bytes) -> None:
+    with pytest.raises(FrameError):
+        parse_frame(sealed(body))
+
+
+@pytest.mark.parametrize(
+    ("version", "reserved_a", "first", "stride", "reserved_b"),
+    [(2, 0, 0, 1, 0), (1, 1, 0, 1, 0), (1, 0, 0, 1, 1), (1, 0, 0, 0, 0), (1, 0, 1, 1, 0), (1, 0, 0, 17, 0)],
+)
+def test_a_well_sealed_hello_out_of_bounds_is_refused(
+    version: int, reserved_a: int, first: int, stride: int, reserved_b: int
+) -> None:
+    fields = (b"FCLANE1\n", version, reserved_a, first, stride, reserved_b, bytes(32))
+    with pytest.raises(FrameError):
+        parse_hello(sealed(struct.pack("<8sHHIII32s", *fields)))
+
+
+@given(st.integers(1, 10_000), st.integers(1, 400), st.integers(1, 4), st.data())
+def test_only_the_connections_own_chunks_pass(
+    shard_bytes: int, chunk_bytes: int, stride: int, data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, stride - 1))
+    index = data.draw(st.integers(0, chunk_count(shard_bytes, chunk_bytes) + 1))
+    start, stop = chunk_range(index, shard_bytes, chunk_bytes)
+    size = max(stop - start, 1)
+    header = FrameHeader(kind=Kind.DATA, chunk=index, raw_bytes=size, encoded_bytes=size, offset=start)
+    geometry = {"shard_bytes": shard_bytes, "chunk_bytes": chunk_bytes, "first": first, "stride": stride}
+    if index in range(first, chunk_count(shard_bytes, chunk_bytes), stride):
+        check_data_frame(header, **geometry)
+        for wrong in ({"offset": start + 1}, {"raw_bytes": size + 1}, {"kind": Kind.RESULT}):
+            fields = {"kind": Kind.DATA, "chunk": index, "raw_bytes": size, "offset": start} | wrong
+            with pytest.raises(FrameError):
+                check_data_frame(FrameHeader(**fields), **geometry)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(FrameError):
+            check_data_frame(header, **geometry)
+
+
+@pytest.mark.parametrize("bad", [0, 1, RESULT_INDEXES_MAX, RESULT_INDEXES_MAX + 1])
+def test_a_result_counts_all_and_lists_the_first_thousand(bad: int) -> None:
+    chunks = range(1, 3 * bad + 1, 3)
+    header, payload = pack_result(list(chunks))
+    parsed = parse_frame(header)
+    assert parsed.chunk == bad
+    assert len(payload) == parsed.encoded_bytes
+    assert parse_result(payload, chunks) == list(chunks)[:RESULT_INDEXES_MAX]
+
+
+@pytest.mark.parametrize("listed", [[0, 0], [1], [8]])
+def test_a_result_may_name_only_what_travelled_here(listed: list[int]) -> None:
+    _, payload = pack_result(listed)
+    with pytest.raises(FrameError):
+        parse_result(payload, range(0, 8, 2))
+
+
+def test_a_long_sentence_is_cut() -> None:
+    header, payload = pack_error("ä" * 5000)
+    assert parse_frame(header).encoded_bytes == len(payload) == ERROR_BYTES_MAX

@@ -1,0 +1,80 @@
+"""Tickets are good once, for a while, and for one thing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheckd.errors import FrameError, PeerError
+from fastcheckd.transfer.tickets import GetGrant, TicketOffice
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@contextlib.contextmanager
+def nothing() -> Iterator[memoryview]:
+    yield memoryview(b"")
+
+
+def grant() -> GetGrant:
+    return GetGrant(manifest=pb.ShardManifest(), streams=1, opened=nothing)
+
+
+def test_a_ticket_is_good_once_and_for_its_own_grant() -> None:
+    office = TicketOffice()
+    one, other = grant(), grant()
+    tickets = [office.issue(one), office.issue(other), office.issue(one)]
+    assert len(set(tickets)) == 3
+    assert all(len(t) == 32 for t in tickets)
+    assert office.redeem(tickets[1]) is other
+    assert office.redeem(tickets[0]) is one
+    with pytest.raises(FrameError):
+        office.redeem(tickets[0])
+    with pytest.raises(FrameError):
+        office.redeem(bytes(32))
+    assert office.redeem(tickets[2]) is one
+
+
+def test_a_ticket_dies_after_30_seconds() -> None:
+    clock = Clock()
+    office = TicketOffice(clock=clock)
+    old = office.issue(grant())
+    clock.now_s += 20
+    young = office.issue(grant())
+    clock.now_s += 10
+    with pytest.raises(FrameError):
+        office.redeem(old)
+    office.redeem(young)
+
+
+def test_revoking_a_grant_spares_the_others() -> None:
+    office = TicketOffice()
+    one, other = grant(), grant()
+    tickets = [office.issue(one), office.issue(other), office.issue(one)]
+    office.revoke(one)
+    assert office.redeem(tickets[1]) is other
+    for ticket in (tickets[0], tickets[2]):
+        with pytest.raises(FrameError):
+            office.redeem(ticket)
+
+
+def test_there_are_only_so_many_and_time_makes_room() -> None:
+    clock = Clock()
+    office = TicketOffice(clock=clock, tickets_max=2)
+    office.issue(grant())
+    used = office.issue(grant())
+    with pytest.raises(PeerError, match="too many"):
+        office.issue(grant())
+    office.redeem(used)
+    office.issue(grant())
+    clock.now_s += 31
+    office.issue(grant())
+    office.issue(grant())

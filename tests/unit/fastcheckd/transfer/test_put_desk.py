@@ -1,0 +1,334 @@
+"""The holder's desk: who is refused, what is reserved, and that every reservation ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from transfer_harness import BUDGET, CHUNK, EPOCH, INCARNATION, manifest_of, some_bytes
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import peer_pb2
+from fastcheckd.counters import Counters
+from fastcheckd.digests import chunk_digest, shard_digest
+from fastcheckd.errors import (
+    CorruptError,
+    FastCheckdError,
+    FencedError,
+    FrameError,
+    InvalidRequestError,
+    NotHeldError,
+    OverBudgetError,
+    PeerError,
+)
+from fastcheckd.store.ram_store import RamStore, Segment
+from fastcheckd.transfer.incoming import IncomingShard
+from fastcheckd.transfer.put_desk import PutDesk
+from fastcheckd.transfer.tickets import PutGrant, TicketOffice
+
+
+@dataclasses.dataclass
+class Bench:
+    store: RamStore
+    counters: Counters
+    tickets: TicketOffice
+    desk: PutDesk
+    incarnation: int = INCARNATION
+    epoch: int = EPOCH
+    now_s: float = 0.0
+
+    @property
+    def reserved_bytes(self) -> int:
+        usage = self.store.usage()
+        return usage.used_bytes - usage.free_bytes
+
+    def incoming(self, begun: peer_pb2.BeginPutResponse) -> IncomingShard:
+        grant = self.tickets.redeem(begun.tickets[0])
+        assert isinstance(grant, PutGrant)
+        return grant.incoming
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    counters = Counters()
+    store = RamStore.open(tmp_path / "ram", budget_bytes=BUDGET, counters=counters)
+    tickets = TicketOffice()
+    made: Bench
+    desk = PutDesk(
+        cluster_id="fastcheck",
+        node_id="holder",
+        store=store,
+        tickets=tickets,
+        counters=counters,
+        incarnation=lambda: made.incarnation,
+        epoch=lambda: made.epoch,
+        budget_bytes=BUDGET,
+        transfer_timeout_s=10.0,
+        clock=lambda: made.now_s,
+        transfers_max=3,
+    )
+    made = Bench(store, counters, tickets, desk)
+    yield made
+    desk.close()
+    assert made.reserved_bytes == sum(s.segment.size_bytes for s in store.held())
+    store.close()
+
+
+def request(size: int = 3 * CHUNK + 5, *, shard: int = 0, streams: int = 1) -> peer_pb2.BeginPutRequest:
+    return peer_pb2.BeginPutRequest(
+        cluster_id="fastcheck",
+        epoch=EPOCH,
+        holder_incarnation=INCARNATION,
+        owner=pb.NodeRef(node_id="owner", incarnation=1),
+        manifest=manifest_of(size, shard=shard),
+        streams=streams,
+    )
+
+
+def fill(incoming: IncomingShard, data: bytearray) -> bytes:
+    """Do what a lane does; the chunk digests."""
+    incoming.attach(0, incoming.streams, lambda: None)
+    digests = []
+    for index in range(incoming.chunks):
+        piece = data[index * CHUNK : (index + 1) * CHUNK]
+        place = incoming.chunk_view(index)
+        place[:] = piece
+        digests.append(chunk_digest(bytes(piece)))
+        assert incoming.accept(index, place, digests[-1])
+    incoming.detach(0)
+    return b"".join(digests)
+
+
+def test_a_put_reserves_then_publishes_what_arrived(bench: Bench) -> None:
+    data = some_bytes(3 * CHUNK + 5)
+    begun = bench.desk.begin(request(len(data)))
+    assert bench.reserved_bytes >= len(data)
+    assert bench.store.held() == []
+    digests = fill(bench.incoming(begun), data)
+    digest = shard_digest(digests)
+    finish = peer_pb2.FinishPutRequest(transfer_id=begun.transfer_id, chunk_digests=digests, digest=digest)
+    assert bench.desk.finish(finish).digest == digest
+    (held,) = bench.store.held()
+    assert held.view == data
+    assert held.kind == pb.REPLICA_KIND_COPY
+    assert held.manifest.digest == digest
+    assert held.verified_at_ms > 0
+    assert bench.counters.get("shards_received") == 1
+    assert bench.desk.transfers == 0
+    with pytest.raises(NotHeldError):
+        bench.desk.finish(finish)
+
+
+Change = Callable[[peer_pb2.BeginPutRequest], None]
+BAD_REQUESTS: list[tuple[type[FastCheckdError], Change]] = [
+    (InvalidRequestError, lambda r: setattr(r, "cluster_id", "other")),
+    (FencedError, lambda r: setattr(r, "holder_incarnation", INCARNATION - 1)),
+    (FencedError, lambda r: setattr(r, "holder_incarnation", INCARNATION + 1)),
+    (FencedError, lambda r: setattr(r, "holder_incarnation", 0)),
+    (FencedError, lambda r: setattr(r, "epoch", EPOCH - 1)),
+    (InvalidRequestError, lambda r: setattr(r.owner, "node_id", "holder")),
+    (InvalidRequestError, lambda r: setattr(r.owner, "node_id", "someone-else")),
+    (InvalidRequestError, lambda r: setattr(r.owner, "node_id", "../x")),
+    (InvalidRequestError, lambda r: setattr(r, "streams", 0)),
+    (InvalidRequestError, lambda r: setattr(r, "streams", 17)),
+    (InvalidRequestError, lambda r: setattr(r.manifest.key, "job", "../../etc")),
+    (InvalidRequestError, lambda r: setattr(r.manifest.key, "job", "")),
+    (InvalidRequestError, lambda r: setattr(r.manifest.key, "step", 2**63)),
+    (InvalidRequestError, lambda r: setattr(r.manifest.key, "rank", 1)),
+    (InvalidRequestError, lambda r: setattr(r.manifest.key, "shard", 4)),
+    (InvalidRequestError, lambda r: setattr(r.manifest, "shard_count", 2**31)),
+    (InvalidRequestError, lambda r: setattr(r.manifest, "chunk_bytes", 0)),
+    (InvalidRequestError, lambda r: setattr(r.manifest, "chunk_bytes", CHUNK - 1)),
+    (InvalidRequestError, lambda r: setattr(r.manifest, "chunk_bytes", (16 << 20) + 1)),
+    (InvalidRequestError, lambda r: setattr(r.manifest, "offset", 1)),
+    (InvalidRequestError, lambda r: setattr(r.manifest, "header_offset", 2**64 - 1)),
+    (InvalidRequestError, lambda r: setattr(r.manifest, "kind", pb.REPLICA_KIND_OWNER)),
+    (InvalidRequestError, lambda r: setattr(r.manifest, "part", 1)),
+    (InvalidRequestError, lambda r: setattr(r.manifest, "digest", bytes(16))),
+    (InvalidRequestError, lambda r: r.manifest.MergeFrom(pb.ShardManifest(bytes=2**63, state_bytes=2**63))),
+    (OverBudgetError, lambda r: r.manifest.MergeFrom(pb.ShardManifest(bytes=BUDGET + 1, state_bytes=2**40))),
+]
+
+
+@pytest.mark.parametrize("case", range(len(BAD_REQUESTS)))
+def test_a_bad_request_is_refused_before_anything_is_reserved(
+    bench: Bench, case: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, change = BAD_REQUESTS[case]
+    bad = request()
+    change(bad)
+    monkeypatch.setattr(bench.store, "allocate", lambda *_: pytest.fail("memory was reserved"))
+    with pytest.raises(expected):
+        bench.desk.begin(bad)
+    assert bench.counters.get("puts_refused") == 1
+    assert bench.desk.transfers == 0
+
+
+def test_a_node_without_an_incarnation_takes_nothing(bench: Bench) -> None:
+    bench.incarnation = 0
+    bad = request()
+    bad.holder_incarnation = 0
+    with pytest.raises(FencedError):
+        bench.desk.begin(bad)
+
+
+def test_a_newer_epoch_in_a_request_is_fine_and_teaches_nothing(bench: Bench) -> None:
+    ahead = request()
+    ahead.epoch = 10**9
+    bench.desk.begin(ahead)
+    bench.desk.begin(request(shard=1))
+
+
+def test_a_new_life_between_begin_and_finish_fences_the_put(bench: Bench) -> None:
+    data = some_bytes(CHUNK)
+    begun = bench.desk.begin(request(len(data)))
+    digests = fill(bench.incoming(begun), data)
+    bench.incarnation += 1
+    with pytest.raises(FencedError):
+        bench.desk.finish(
+            peer_pb2.FinishPutRequest(
+                transfer_id=begun.transfer_id, chunk_digests=digests, digest=shard_digest(digests)
+            )
+        )
+    assert bench.store.held() == []
+    assert bench.reserved_bytes == 0
+
+
+def test_finishing_with_chunks_missing_or_other_digests_gives_the_memory_back(bench: Bench) -> None:
+    begun = bench.desk.begin(request())
+    with pytest.raises(InvalidRequestError, match="never arrived"):
+        bench.desk.finish(peer_pb2.FinishPutRequest(transfer_id=begun.transfer_id))
+    assert bench.reserved_bytes == 0
+    data = some_bytes(2 * CHUNK)
+    for wrong in ({"chunk_digests": bytes(32)}, {"digest": bytes(16)}):
+        begun = bench.desk.begin(request(len(data)))
+        digests = fill(bench.incoming(begun), data)
+        right = {"chunk_digests": digests, "digest": shard_digest(digests)}
+        with pytest.raises(CorruptError):
+            bench.desk.finish(peer_pb2.FinishPutRequest(transfer_id=begun.transfer_id, **(right | wrong)))
+        assert bench.reserved_bytes == 0
+    assert bench.store.held() == []
+
+
+def test_a_repeated_begin_aborts_the_older_transfer(bench: Bench) -> None:
+    first = bench.desk.begin(request(streams=2))
+    ended: list[bool] = []
+    old = bench.incoming(first)
+    old.attach(0, 2, lambda: ended.append(True))
+    second = bench.desk.begin(request(streams=2))
+    assert ended == [True]
+    with pytest.raises(FrameError):
+        bench.tickets.redeem(first.tickets[1])
+    with pytest.raises(NotHeldError):
+        bench.desk.finish(peer_pb2.FinishPutRequest(transfer_id=first.transfer_id))
+    both = bench.reserved_bytes
+    old.detach(0)
+    assert bench.reserved_bytes == both // 2
+    bench.tickets.redeem(second.tickets[1])
+    assert bench.desk.transfers == 1
+
+
+def test_of_two_begins_at_once_the_later_one_wins(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = bench.store.allocate
+    later: list[peer_pb2.BeginPutResponse] = []
+
+    def overtaken(size_bytes: int, pool: str) -> Segment:
+        monkeypatch.setattr(bench.store, "allocate", allocate)
+        later.append(bench.desk.begin(request()))
+        return allocate(size_bytes, pool)
+
+    monkeypatch.setattr(bench.store, "allocate", overtaken)
+    with pytest.raises(FencedError, match="newer put"):
+        bench.desk.begin(request())
+    bench.tickets.redeem(later[0].tickets[0])
+    assert bench.desk.transfers == 1
+
+
+def test_the_number_of_transfers_is_bounded(bench: Bench) -> None:
+    begun = [bench.desk.begin(request(CHUNK, shard=shard)) for shard in range(3)]
+    with pytest.raises(PeerError, match="its limit"):
+        bench.desk.begin(request(CHUNK, shard=3))
+    bench.desk.abort(begun[0].transfer_id)
+    bench.desk.abort(begun[0].transfer_id)
+    bench.desk.begin(request(CHUNK, shard=3))
+
+
+def test_over_budget_together_is_refused_and_counted(bench: Bench) -> None:
+    bench.desk.begin(request(BUDGET - (1 << 20)))
+    with pytest.raises(OverBudgetError):
+        bench.desk.begin(request(2 << 20, shard=1))
+    assert bench.desk.transfers == 1
+    assert bench.counters.get("puts_refused") == 1
+
+
+def test_idle_transfers_expire_but_not_while_a_connection_is_open(bench: Bench) -> None:
+    idle = bench.desk.begin(request(CHUNK, shard=0))
+    busy = bench.incoming(bench.desk.begin(request(CHUNK, shard=1)))
+    busy.attach(0, 1, lambda: None)
+    bench.now_s = 29.0
+    young = bench.desk.begin(request(CHUNK, shard=2))
+    bench.now_s = 31.0
+    assert bench.desk.expire(30.0) == 1
+    with pytest.raises(FrameError):
+        bench.tickets.redeem(idle.tickets[0])
+    bench.tickets.redeem(young.tickets[0])
+    busy.detach(0)
+    assert bench.desk.expire(30.0) == 0
+    bench.now_s = 70.0
+    assert bench.desk.expire(30.0) == 2
+    assert bench.reserved_bytes == 0
+
+
+def test_closing_gives_everything_back_and_refuses_more(bench: Bench) -> None:
+    bench.desk.begin(request())
+    bench.desk.close()
+    assert bench.reserved_bytes == 0
+    with pytest.raises(PeerError, match="shutting down"):
+        bench.desk.begin(request())
+
+
+def test_no_two_connections_write_the_same_chunk(bench: Bench) -> None:
+    incoming = bench.incoming(bench.desk.begin(request(streams=2)))
+    with pytest.raises(FrameError, match="stride"):
+        incoming.attach(0, 1, lambda: None)
+    incoming.attach(0, 2, lambda: None)
+    with pytest.raises(FrameError, match="another connection"):
+        incoming.attach(0, 2, lambda: None)
+    incoming.detach(0)
+    with pytest.raises(FrameError, match="another connection"):
+        incoming.attach(0, 2, lambda: None)
+
+
+def test_nothing_is_sealed_while_a_connection_may_write(bench: Bench) -> None:
+    incoming = bench.incoming(bench.desk.begin(request(CHUNK, streams=2)))
+    incoming.attach(1, 2, lambda: None)
+    with pytest.raises(InvalidRequestError, match="still open"):
+        incoming.seal()
+    incoming.detach(1)
+
+
+def test_a_chunk_written_again_and_found_bad_counts_as_missing(bench: Bench) -> None:
+    data = some_bytes(CHUNK)
+    incoming = bench.incoming(bench.desk.begin(request(CHUNK)))
+    incoming.attach(0, 1, lambda: None)
+    place = incoming.chunk_view(0)
+    place[:] = data
+    assert incoming.accept(0, place, chunk_digest(bytes(data)))
+    assert incoming.missing(range(1)) == []
+    assert not incoming.accept(0, incoming.chunk_view(0), bytes(16))
+    assert incoming.missing(range(1)) == [0]
+    incoming.detach(0)
+
+
+def test_memory_goes_back_only_when_the_last_writer_has_let_go(bench: Bench) -> None:
+    begun = bench.desk.begin(request(CHUNK, streams=2))
+    incoming = bench.incoming(begun)
+    incoming.attach(0, 2, lambda: None)
+    incoming.attach(1, 2, lambda: None)
+    bench.desk.abort(begun.transfer_id)
+    incoming.detach(0)
+    assert bench.reserved_bytes == CHUNK
+    incoming.detach(1)
+    assert bench.reserved_bytes == 0

@@ -1,0 +1,244 @@
+"""A holder in this process, an owner's client, and a wire between them that can be made to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import peer_pb2_grpc
+from fastcheckd.config import Config
+from fastcheckd.counters import Counters
+from fastcheckd.rpc import SERVER_OPTIONS
+from fastcheckd.services.peer import PeerService
+from fastcheckd.store.ram_store import RamStore
+from fastcheckd.transfer.chunk_digests import ChunkDigests
+from fastcheckd.transfer.lane_server import LaneServer
+from fastcheckd.transfer.peer_client import PeerClient
+from fastcheckd.transfer.put_desk import PutDesk
+from fastcheckd.transfer.tickets import TicketOffice
+
+CHUNK = 64 << 10
+INCARNATION = 7
+EPOCH = 3
+BUDGET = 16 << 20
+
+
+def some_bytes(size: int, seed: int = 1) -> bytearray:
+    return bytearray(random.Random(seed).randbytes(size))
+
+
+def manifest_of(
+    size: int, *, shard: int = 0, owner: str = "owner", chunk_bytes: int = CHUNK
+) -> pb.ShardManifest:
+    return pb.ShardManifest(
+        key=pb.ShardKey(job="job", step=5, rank=0, shard=shard),
+        shard_count=4,
+        world_size=1,
+        owner=owner,
+        session=1,
+        state_bytes=size,
+        bytes=size,
+        chunk_bytes=chunk_bytes,
+    )
+
+
+async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+@dataclass
+class Holder:
+    """The real parts of a holder; `incarnation` and `epoch` may be changed while it runs."""
+
+    counters: Counters
+    store: RamStore
+    tickets: TicketOffice
+    desk: PutDesk
+    lane: LaneServer
+    data_address: str
+    epoch: int = EPOCH
+    incarnation: int = INCARNATION
+
+    def ref(self, lane_port: int | None = None, incarnation: int = INCARNATION) -> pb.Holder:
+        return pb.Holder(
+            node=pb.NodeRef(node_id="holder", incarnation=incarnation),
+            data_address=self.data_address,
+            lane_address=f"127.0.0.1:{lane_port or self.lane.port}",
+        )
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory in use, without what is free for recycling."""
+        usage = self.store.usage()
+        return usage.used_bytes - usage.free_bytes
+
+
+@contextlib.asynccontextmanager
+async def running_holder(directory: Path, *, timeout_s: float = 5.0) -> AsyncIterator[Holder]:
+    counters = Counters()
+    store = RamStore.open(directory / "ram", budget_bytes=BUDGET, counters=counters)
+    tickets = TicketOffice()
+    holder: Holder
+    desk = PutDesk(
+        cluster_id="fastcheck",
+        node_id="holder",
+        store=store,
+        tickets=tickets,
+        counters=counters,
+        incarnation=lambda: holder.incarnation,
+        epoch=lambda: holder.epoch,
+        budget_bytes=BUDGET,
+        transfer_timeout_s=timeout_s,
+    )
+    lane = LaneServer("127.0.0.1", 0, tickets, counters, timeout_s)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    service = PeerService(cluster_id="fastcheck", desk=desk, store=store, tickets=tickets, counters=counters)
+    peer_pb2_grpc.add_PeerServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    holder = Holder(counters, store, tickets, desk, lane, f"127.0.0.1:{port}")
+    desk.start()
+    lane.start()
+    await server.start()
+    try:
+        yield holder
+    finally:
+        await server.stop(0)
+        lane.stop()
+        desk.close()
+        store.close()
+
+
+@dataclass
+class Owner:
+    """A client and what it counted."""
+
+    client: PeerClient
+    counters: Counters
+    progress: list[int] = field(default_factory=list)
+
+    async def put(
+        self,
+        holder: pb.Holder,
+        data: bytearray,
+        *,
+        epoch: int = EPOCH,
+        manifest: pb.ShardManifest | None = None,
+    ) -> bytes:
+        view = memoryview(data)
+        manifest = manifest or manifest_of(len(data))
+        return await self.client.put_shard(
+            holder,
+            epoch=epoch,
+            owner=pb.NodeRef(node_id="owner", incarnation=1),
+            manifest=manifest,
+            digests=ChunkDigests(view, manifest.chunk_bytes),
+            source=view,
+            progress=self.progress.append,
+        )
+
+
+@contextlib.asynccontextmanager
+async def running_owner(
+    *, streams: int = 2, timeout_s: float = 5.0, threads: int = 8, cluster_id: str = "fastcheck"
+) -> AsyncIterator[Owner]:
+    counters = Counters()
+    config = Config(
+        cluster_id=cluster_id,
+        node_id="owner",
+        lane_streams=streams,
+        chunk_bytes=CHUNK,
+        transfer_timeout_s=timeout_s,
+    )
+    with ThreadPoolExecutor(threads) as executor:
+        client = PeerClient(config, counters, executor)
+        try:
+            yield Owner(client, counters)
+        finally:
+            await client.close()
+
+
+class BadWire:
+    """A TCP proxy in front of a lane that may flip a byte, hang up or go silent.
+
+    Where is given by the offset in the bytes towards the server, or with `towards_client` in those back.
+    """
+
+    def __init__(self, target_port: int, *, towards_client: bool = False) -> None:
+        self._target_port = target_port
+        self._towards_client = towards_client
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self.port = self._listener.getsockname()[1]
+        #: Each is used once, by the first connection that comes so far.
+        self.flip_at: list[int] = []
+        self.cut_at: int | None = None
+        self.stall_at: int | None = None
+        self.stalled = threading.Event()
+        self._end = threading.Event()
+
+    def __enter__(self) -> BadWire:
+        self._start(self._accept)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        for sock in [self._listener, *self._sockets]:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in list(self._threads):
+            thread.join(5)
+        for sock in [self._listener, *self._sockets]:
+            sock.close()
+
+    def _start(self, target: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._end.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._target_port))
+            self._sockets += [client, server]
+            self._start(self._pump, client, server, not self._towards_client)
+            self._start(self._pump, server, client, self._towards_client)
+
+    def _pump(self, source: socket.socket, sink: socket.socket, bad: bool) -> None:
+        offset = 0
+        try:
+            while data := bytearray(source.recv(1 << 16)):
+                stop = offset + len(data)
+                for place in [f for f in self.flip_at if bad and offset <= f < stop]:
+                    self.flip_at.remove(place)
+                    data[place - offset] ^= 0x10
+                if bad and self.cut_at is not None and self.cut_at < stop:
+                    break
+                if bad and self.stall_at is not None and self.stall_at < stop:
+                    self.stalled.set()
+                    self._end.wait(30)
+                    break
+                sink.sendall(data)
+                offset = stop
+        except OSError:
+            pass
+        for sock in (source, sink):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
