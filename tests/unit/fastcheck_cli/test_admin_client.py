@@ -49,7 +49,11 @@ def test_nodes_have_the_promised_keys(client):
 def test_jobs_and_checkpoints(client):
     assert client.jobs()["jobs"] == [{"job": "gpt", "world_size": 1, "newest_step": 5, "kept_steps": [4, 5]}]
     found = client.checkpoints("gpt")["checkpoints"]
-    assert [(c["step"], c["state"]) for c in found] == [(4, "committed"), (5, "committed"), (6, "replicating")]
+    assert [(c["step"], c["state"]) for c in found] == [
+        (4, "committed"),
+        (5, "committed"),
+        (6, "replicating"),
+    ]
     assert found[0] == {
         "step": 4,
         "state": "committed",

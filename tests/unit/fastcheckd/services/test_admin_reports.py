@@ -36,7 +36,10 @@ def view(**states):
 
 def step(owner="a", holders=("b",), number=5, job="gpt"):
     shard = registry_pb2.ShardRecord(
-        shard=0, bytes=7, digest=DIGEST, holders=[common_pb2.NodeRef(node_id=h, incarnation=1) for h in holders]
+        shard=0,
+        bytes=7,
+        digest=DIGEST,
+        holders=[common_pb2.NodeRef(node_id=h, incarnation=1) for h in holders],
     )
     rank = registry_pb2.RankRecord(rank=0, owner=common_pb2.NodeRef(node_id=owner), shards=[shard])
     return registry_pb2.StepRecord(job=job, step=number, world_size=1, copies=len(holders), ranks=[rank])
@@ -133,7 +136,11 @@ def test_bytes_published_by_another_node_after_a_restore_count_as_a_copy():
 
 def test_verified_at_is_the_oldest_check_and_zero_when_one_was_not_checked():
     record = step(holders=("b", "c"))
-    checked = {"b": [holds(verified_at_ms=50)], "c": [holds(verified_at_ms=20)], "a": [holds(verified_at_ms=1)]}
+    checked = {
+        "b": [holds(verified_at_ms=50)],
+        "c": [holds(verified_at_ms=20)],
+        "a": [holds(verified_at_ms=1)],
+    }
     assert replica_reports(record, checked)[0].verified_at_ms == 20
     checked["c"] = [holds(verified_at_ms=0)]
     assert replica_reports(record, checked)[0].verified_at_ms == 0
