@@ -1,0 +1,280 @@
+"""`Checkpointer`: what a training loop calls. Puts the SDK's parts together and decides what raises.
+
+In `save`, only what the caller can and must fix raises: a state that cannot be saved, a bad step, use
+after close. Whatever the daemon, its peers or the registry do is in the handle. `load` raises: a
+trainer that cannot load must know before it trains.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from types import TracebackType
+
+from fastcheck_proto.conventions import STEP_MAX
+from fastcheck_proto.v1 import trainer_pb2 as pb
+
+from .connection import Connection, parse_address
+from .copying import contiguous_bytes, default_copy_threads
+from .daemon import CONNECT_S, Daemon
+from .environment import resolve, whole_number
+from .errors import (
+    ClosedError,
+    DaemonUnavailableError,
+    FastCheckError,
+    InvalidArgumentError,
+    SaveFailedError,
+)
+from .following import Follower
+from .handle import SaveHandle, as_save_error
+from .pausing import FailureLog, Pause
+from .staging import SharedMemory
+from .state.fill import fill
+from .state.flatten import FlatState, flatten
+from .state.header import parse
+from .streaming import Streams
+from .transport import Loaded, Patience, Transport
+
+logger = logging.getLogger("fastcheck")
+
+#: `load` keeps looking for a daemon that may just be starting for this long.
+_LOAD_CONNECT_S = 3.0
+#: Taking the rank's place goes through the registry, which may just be choosing a leader.
+_SESSION_S = 5.0
+_SESSION_AGAIN_S = 1.0
+#: A load of a large state over a slow network; a daemon that hangs is noticed long before.
+_LOAD_S = 3600.0
+
+
+class Checkpointer:
+    """Saves and loads one rank's state through the daemon on its node.
+
+    Args:
+        job: Name of the job, the same on every rank and after every restart.
+        rank, world_size: From RANK and WORLD_SIZE unless given; 0 and 1 without those.
+        address: `unix:///path` of this node's daemon, or `host:port` of one elsewhere.
+        max_in_flight: Steps that may be under way before `save` waits; 0: the daemon's default.
+        copy_threads: Threads that copy large states; by default up to four.
+        timeout_s: Longest that `save` waits for room, and that `steps` and opening a session take in a load.
+
+    Making one needs no daemon: it is looked for at the first save or load. Use from one thread at a time;
+    handles may be used from any.
+
+    Raises:
+        InvalidNameError: the job's name is missing or not valid.
+        InvalidArgumentError: another argument or an environment variable is not usable.
+    """
+
+    def __init__(
+        self,
+        job: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        address: str | None = None,
+        *,
+        max_in_flight: int = 0,
+        copy_threads: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._identity = resolve(job, rank, world_size, address)
+        where = parse_address(self._identity.address)
+        self._max_in_flight = _at_least("max_in_flight", max_in_flight, 0)
+        threads = (
+            default_copy_threads() if copy_threads is None else _at_least("copy_threads", copy_threads, 1)
+        )
+        if not timeout_s > 0:
+            raise InvalidArgumentError(f"timeout_s = {timeout_s!r} must be above 0")
+        self._timeout_s = timeout_s
+        self._client_id = uuid.uuid4().hex
+        self._daemon = Daemon(Connection(where))
+        self._transport: Transport = (
+            SharedMemory(self._daemon, threads) if where.local else Streams(self._daemon)
+        )
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._session: int | None = None
+        self._pause = Pause()
+        self._failures = FailureLog()
+        self._followers: list[Follower] = []
+
+    @property
+    def job(self) -> str:
+        """Name of the job."""
+        return self._identity.job
+
+    @property
+    def rank(self) -> int:
+        """This process' rank."""
+        return self._identity.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the job."""
+        return self._identity.world_size
+
+    def save(self, step: int, state: object) -> SaveHandle:
+        """Hand a copy of `state` to the daemon; returns when `state` may change again.
+
+        Raises:
+            UnsupportedStateError: something in `state` cannot be saved; the message names it.
+            InvalidArgumentError: `step` is no step.
+            ClosedError: after close().
+        """
+        self._check_open()
+        number = _check_step(step)
+        if not self._identity.enabled:
+            handle = SaveHandle(number)
+            handle._finish()
+            return handle
+        flat = flatten(state)
+        handle = SaveHandle(number, flat.state_bytes)
+        with self._lock:
+            error = self._pause.error or self._attempt(handle, flat)
+        if error is not None:
+            handle._finish(as_save_error(error))
+            self._ended(handle)
+        return handle
+
+    def _attempt(self, handle: SaveHandle, flat: FlatState) -> FastCheckError | None:
+        error: FastCheckError | None = None
+        try:
+            self._save(handle, flat)
+        except FastCheckError as found:
+            error = found
+        except Exception as found:
+            # G4: nothing of ours ends a training loop.
+            logger.exception("saving step %d met a defect in FastCheck", handle.step)
+            error = SaveFailedError(f"defect in FastCheck while saving: {found!r}")
+        self._pause.note(error)
+        return error
+
+    def _save(self, handle: SaveHandle, flat: FlatState) -> None:
+        session_s = min(_SESSION_AGAIN_S if self._pause.failing else _SESSION_S, self._timeout_s)
+        session = self._open_session(Patience(self._pause.connect_s, session_s))
+        request = pb.BeginSaveRequest(
+            job=self.job,
+            rank=self.rank,
+            world_size=self.world_size,
+            session=session,
+            step=handle.step,
+            state_bytes=flat.state_bytes,
+            max_in_flight=self._max_in_flight,
+        )
+        staged = self._transport.save(request, flat, Patience(self._pause.connect_s, self._timeout_s))
+        handle._stage(staged.waited_s, staged.stage_s)
+        watch = pb.WatchSaveRequest(job=self.job, rank=self.rank, session=session, step=handle.step)
+        self._followers = [f for f in self._followers if f.thread.is_alive()]
+        self._followers.append(Follower(handle, self._daemon, watch, self._closing, self._ended))
+
+    def _ended(self, handle: SaveHandle) -> None:
+        error = handle.exception()
+        if error is not None and not self._closing.is_set():
+            self._failures.note(handle.step, error)
+
+    def load(self, state: object, step: int | None = None) -> int | None:
+        """Fill `state` in place with a committed step and return its number; None when there is none.
+
+        Without `step`, the newest one. All ranks get the same. Everything is checked before anything in
+        `state` is touched.
+
+        Raises:
+            StateMismatchError: state and checkpoint do not fit; names every difference.
+            UnsupportedStateError: `state` holds something that cannot be filled.
+            StepNotFoundError: the asked-for step is not kept.
+            WorldSizeError: it was saved with another number of ranks.
+            DaemonUnavailableError, RegistryUnavailableError, LoadFailedError, ...: it cannot be had now.
+            ClosedError: after close().
+        """
+        self._check_open()
+        wanted = None if step is None else _check_step(step)
+        if not self._identity.enabled:
+            return None
+        with self._lock:
+            self._find_daemon()
+            self._open_session(Patience(CONNECT_S, self._timeout_s))
+            request = pb.LoadRequest(job=self.job, rank=self.rank, world_size=self.world_size, step=wanted)
+            with self._transport.load(request, Patience(CONNECT_S, _LOAD_S)) as loaded:
+                return None if loaded is None else _fill(state, loaded)
+
+    def steps(self) -> list[int]:
+        """Committed steps that can be loaded, oldest first."""
+        self._check_open()
+        if not self._identity.enabled:
+            return []
+        self._find_daemon()
+        return self._daemon.list_steps(self.job, connect_s=CONNECT_S, timeout_s=self._timeout_s)
+
+    def _find_daemon(self) -> None:
+        """Give a daemon that is just starting a moment; raises DaemonUnavailableError after it."""
+        until = time.monotonic() + min(_LOAD_CONNECT_S, self._timeout_s)
+        while True:
+            try:
+                self._daemon.connect(CONNECT_S)
+            except DaemonUnavailableError:
+                if time.monotonic() >= until:
+                    raise
+                self._closing.wait(0.2)
+            else:
+                return
+
+    def _open_session(self, patience: Patience) -> int:
+        if self._session is None:
+            request = pb.OpenSessionRequest(
+                job=self.job, rank=self.rank, world_size=self.world_size, client_id=self._client_id
+            )
+            opened = self._daemon.open_session(
+                request, connect_s=patience.connect_s, timeout_s=patience.timeout_s
+            )
+            self._session = opened.session
+        return self._session
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise ClosedError("this Checkpointer is closed: make a new one")
+
+    def close(self) -> None:
+        """End threads, connections and mappings. Saves under way go on in the daemon, their handles end."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._daemon.close()
+        with self._lock:
+            for follower in self._followers:
+                follower.thread.join(timeout=2.0)
+            self._followers.clear()
+            self._transport.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Checkpointer job {self.job!r}, rank {self.rank} of {self.world_size}>"
+
+
+def _fill(state: object, loaded: Loaded) -> int:
+    ready = loaded.ready
+    header = loaded.state[ready.header_offset : ready.header_offset + ready.header_bytes]
+    data = b"".join(contiguous_bytes(header, max(1, ready.header_bytes)))
+    fill(state, parse(data, ready.state_bytes), loaded.state)
+    return ready.step
+
+
+def _check_step(step: int) -> int:
+    number = whole_number("step", step)
+    if not 0 <= number <= STEP_MAX:
+        raise InvalidArgumentError(f"step = {number} must be from 0 to {STEP_MAX}")
+    return number
+
+
+def _at_least(what: str, value: int, least: int) -> int:
+    number = whole_number(what, value)
+    if not least <= number <= 1024:
+        raise InvalidArgumentError(f"{what} = {number} must be from {least} to 1024")
+    return number

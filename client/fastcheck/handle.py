@@ -1,0 +1,158 @@
+"""One save, as the training loop sees it: a promise that never raises until it is asked for its result."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from fastcheck_proto.v1 import trainer_pb2 as pb
+
+from .errors import (
+    FastCheckError,
+    InvalidArgumentError,
+    LoadFailedError,
+    SaveFailedError,
+    SaveTimeoutError,
+    from_code,
+)
+
+
+class SaveHandle:
+    """Follows one save. Safe to use from any thread.
+
+    `staged`: the bytes are in the daemon's hands and `state` may change. `replicated`: every shard of
+    this rank is acknowledged by its holders. `committed`: so are those of all ranks; only now is
+    anything promised.
+    """
+
+    def __init__(self, step: int, state_bytes: int = 0) -> None:
+        self.step = step
+        self._condition = threading.Condition()
+        self._error: FastCheckError | None = None
+        self._done = False
+        self._staged = False
+        self._replicated = False
+        self._committed = False
+        self._stats: dict[str, float] = {
+            "bytes": state_bytes,
+            "encoded_bytes": 0,
+            "waited_s": 0.0,
+            "stage_s": 0.0,
+            "replicate_s": 0.0,
+            "commit_s": 0.0,
+            "copies": 0,
+            "resent_shards": 0,
+        }
+
+    @property
+    def staged(self) -> bool:
+        """The daemon has the bytes."""
+        return self._staged
+
+    @property
+    def replicated(self) -> bool:
+        """This rank's copies are acknowledged by their holders."""
+        return self._replicated
+
+    @property
+    def committed(self) -> bool:
+        """The step is committed: it survives as many losses as the cluster tolerates."""
+        return self._committed
+
+    @property
+    def done(self) -> bool:
+        """Committed, failed, or nothing to do because FastCheck is disabled."""
+        return self._done
+
+    @property
+    def stats(self) -> Mapping[str, float]:
+        """What is known so far.
+
+        `bytes` of the state, `encoded_bytes` sent to all holders divided by the number of `copies`,
+        `resent_shards`, and the seconds `waited_s` (for older steps), `stage_s` (copying), `replicate_s`
+        and `commit_s`. Zero until known.
+        """
+        with self._condition:
+            return MappingProxyType(dict(self._stats))
+
+    def result(self, timeout: float | None = None) -> SaveHandle:
+        """Wait until the step is committed and return this handle.
+
+        Raises:
+            SaveTimeoutError: not done within `timeout` seconds; the save goes on.
+            FastCheckError: what went wrong.
+        """
+        if not self._wait(timeout):
+            raise SaveTimeoutError(
+                f"step {self.step} is not committed after {timeout:g} s ({self._progress()}); "
+                "it goes on: ask again"
+            )
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def exception(self, timeout: float | None = 0) -> FastCheckError | None:
+        """What went wrong, or None: nothing did, or not yet. Waits at most `timeout` seconds for the end."""
+        self._wait(timeout)
+        return self._error
+
+    def _wait(self, timeout: float | None) -> bool:
+        with self._condition:
+            return self._condition.wait_for(lambda: self._done, timeout)
+
+    def _progress(self) -> str:
+        if self._replicated:
+            return "this rank is replicated, others are not yet"
+        return "staged, not replicated yet" if self._staged else "not staged"
+
+    def __repr__(self) -> str:
+        if self._error is not None:
+            state = f"failed: {self._error}"
+        elif self._committed:
+            state = "committed"
+        else:
+            state = "done" if self._done else self._progress()
+        return f"<SaveHandle step {self.step}: {state}>"
+
+    # What follows is called by the SDK only.
+
+    def _stage(self, waited_s: float, stage_s: float) -> None:
+        with self._condition:
+            self._staged = True
+            self._stats.update(waited_s=waited_s, stage_s=stage_s)
+
+    def _absorb(self, update: pb.WatchSaveResponse) -> None:
+        """Take over what the daemon reported."""
+        with self._condition:
+            self._stats.update(
+                encoded_bytes=update.encoded_bytes,
+                replicate_s=update.replicate_s,
+                commit_s=update.commit_s,
+                copies=update.copies,
+                resent_shards=update.resent_shards,
+            )
+            self._replicated = self._replicated or update.state in (
+                pb.SAVE_STATE_REPLICATED,
+                pb.SAVE_STATE_COMMITTED,
+            )
+            self._committed = update.state == pb.SAVE_STATE_COMMITTED
+        if update.state == pb.SAVE_STATE_COMMITTED:
+            self._finish()
+        elif update.state == pb.SAVE_STATE_FAILED:
+            self._finish(as_save_error(from_code(update.error.code, update.error.message)))
+
+    def _finish(self, error: FastCheckError | None = None) -> None:
+        """End it, once."""
+        with self._condition:
+            if not self._done:
+                self._error = error
+                self._done = True
+                self._condition.notify_all()
+
+
+def as_save_error(error: FastCheckError) -> FastCheckError:
+    """The same failure as the save's: codes such as NOT_FOUND otherwise read as if a load had failed."""
+    if type(error) is FastCheckError or isinstance(error, LoadFailedError | InvalidArgumentError):
+        return SaveFailedError(str(error))
+    return error

@@ -1,0 +1,140 @@
+"""Files of the daemon's RAM directory, mapped into this process. Knows no gRPC and no state trees.
+
+Mappings are kept: unmapping and touching pages for the first time cost more than the copy itself. A
+file that the daemon removed or replaced is noticed by its inode and unmapped.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import stat
+import threading
+from collections import OrderedDict
+
+import torch
+
+from fastcheck_proto.v1 import trainer_pb2 as pb
+
+from .errors import CorruptError, DaemonUnavailableError
+
+#: Steps in flight, the one being written, the spare, and a few that just changed size.
+MAPPINGS_MAX = 8
+_PAGE_BYTES = mmap.PAGESIZE
+
+#: Device, inode and size: another file under the same path has another one.
+FileIdentity = tuple[int, int, int]
+
+
+class Segment:
+    """A mapped file as a flat uint8 tensor on page-aligned memory.
+
+    The mapping lives as long as any view of `tensor` does, so a forgotten view never crashes.
+    """
+
+    def __init__(self, mapping: mmap.mmap, identity: FileIdentity | None = None) -> None:
+        self._mapping = mapping
+        self.identity = identity
+        # Through a memoryview, so that the mapping knows that it is in use and refuses to be closed.
+        self.tensor = torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Put bytes into the mapping."""
+        self._mapping[offset : offset + len(data)] = data
+
+    def release(self) -> bool:
+        """Unmap a private mapping. Returns False if something still views it; that gets its own memory."""
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        for collect in (True, False):
+            try:
+                self._mapping.close()
+            except BufferError:
+                if collect:
+                    gc.collect()  # views that only a reference cycle holds
+            else:
+                return True
+        # Writing to a page of a private mapping parts it from the file, which the daemon will reuse.
+        touched = torch.frombuffer(memoryview(self._mapping), dtype=torch.uint8)[::_PAGE_BYTES]
+        touched.copy_(touched.clone())
+        return False
+
+
+def anonymous(size: int) -> Segment:
+    """Private memory of `size` bytes; pages exist once written, so a size from a wire costs nothing yet.
+
+    Raises:
+        MemoryError: more than this process can address.
+    """
+    try:
+        return Segment(mmap.mmap(-1, max(1, size)))
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(f"cannot get {size} bytes of memory: {error}") from None
+
+
+def map_file(ref: pb.SegmentRef, *, private: bool = False) -> Segment:
+    """Map a file that the daemon named: shared to be written, or private to be read.
+
+    Raises:
+        DaemonUnavailableError: the file cannot be opened from here.
+        CorruptError: it is not what the daemon said.
+    """
+    flags = os.O_RDONLY if private else os.O_RDWR
+    try:
+        fd = os.open(ref.path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise DaemonUnavailableError(
+            f"cannot open the daemon's segment {ref.path}: {error.strerror}. The trainer must see the "
+            "daemon's RAM directory and run as the same user; from elsewhere use the daemon's host:port"
+        ) from None
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or (os.geteuid() and found.st_uid not in (0, os.geteuid())):
+            raise CorruptError(f"the daemon's segment {ref.path} is not a file of this user or of root")
+        if found.st_size < max(1, ref.bytes):
+            raise CorruptError(f"the daemon's segment {ref.path} has {found.st_size} bytes, not {ref.bytes}")
+        access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
+        return Segment(mmap.mmap(fd, found.st_size, access=access), _identity(found))
+    finally:
+        os.close(fd)
+
+
+def _identity(found: os.stat_result) -> FileIdentity:
+    return found.st_dev, found.st_ino, found.st_size
+
+
+class SegmentCache:
+    """Shared mappings by path, the most recently used ones. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._segments: OrderedDict[str, Segment] = OrderedDict()
+
+    def get(self, ref: pb.SegmentRef) -> Segment:
+        """The mapping of a file, mapped now if need be; raises what `map_file` does."""
+        with self._lock:
+            segment = self._segments.get(ref.path)
+            if segment is None or segment.identity != _look(ref.path) or segment.tensor.numel() < ref.bytes:
+                self._segments.pop(ref.path, None)
+                self._drop_stale()
+                segment = self._segments[ref.path] = map_file(ref)
+                while len(self._segments) > MAPPINGS_MAX:
+                    self._segments.popitem(last=False)
+            self._segments.move_to_end(ref.path)
+            return segment
+
+    def _drop_stale(self) -> None:
+        for path in [p for p, s in self._segments.items() if s.identity != _look(p)]:
+            del self._segments[path]
+
+    def close(self) -> None:
+        """Forget all mappings; each is unmapped when its last user is done."""
+        with self._lock:
+            self._segments.clear()
+
+
+def _look(path: str) -> FileIdentity | None:
+    try:
+        return _identity(os.stat(path, follow_symlinks=False))  # noqa: PTH116  half the cost, and once per save
+    except OSError:
+        return None

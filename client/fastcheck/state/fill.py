@@ -1,0 +1,252 @@
+"""From a header and a segment into the caller's state, in place: first everything is checked, then filled.
+
+Checking collects all that does not fit, by name; until it has passed nothing of the caller's is
+touched. Tensors are filled by copying bits; plain values are put into their dicts and lists; tuples
+are rebuilt as the caller's type; objects are asked to load themselves. No view of the segment outlives
+`fill`: the daemon reuses those bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from fastcheck_proto.v1 import state_pb2 as pb
+
+from ..errors import StateMismatchError, UnsupportedStateError
+from .dtensors import layout_mismatch, local_of
+from .flatten import is_object
+from .header import entries, is_plain_tree, materialize, plain, tensor_view
+from .objects import ObjectFill, prepare
+from .paths import Path, show
+from .tensors import copy_exact, equal_bits, is_repeated, view_key, why_unsupported
+
+_NUMBERS = ("bool_value", "int_value", "float_value")
+_WORDS = {
+    "none": "None",
+    "bool_value": "a bool",
+    "int_value": "an int",
+    "float_value": "a float",
+    "string_value": "a str",
+    "bytes_value": "bytes",
+    "dict": "a dict",
+    "list": "a list",
+    "tuple": "a tuple",
+    "tensor": "a tensor",
+    "object": "an object with a state_dict",
+}
+#: Makes the value that must replace the current one in its parent.
+_Replacement = Callable[[], Any]
+
+
+def fill(state: object, header: pb.StateHeader, segment: torch.Tensor) -> None:
+    """Fill `state` from a parsed header and the rank state's bytes (flat uint8, on the CPU, aligned).
+
+    Raises:
+        UnsupportedStateError: the state holds something that cannot be filled. Nothing was changed.
+        StateMismatchError: state and checkpoint do not fit. Nothing was changed.
+        PartialLoadError: an object refused its state after other parts were filled.
+    """
+    plan = Plan(header, segment)
+    try:
+        plan.check(state)
+        plan.apply()
+    finally:
+        plan.close()
+
+
+class Plan:
+    """What has to be done to fill one state, and what stands against it."""
+
+    def __init__(self, header: pb.StateHeader, segment: torch.Tensor) -> None:
+        self.header = header
+        self.segment = segment
+        self.mismatches: list[str] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._objects: list[ObjectFill] = []
+        self._assignments: list[Callable[[], None]] = []
+        self._claims: dict[Hashable, tuple[int, Path]] = {}
+
+    def check(self, state: object) -> None:
+        """Compare the whole state with the header; raises what `fill` says."""
+        replacement = self._visit(state, self.header.root, ())
+        if self.mismatches:
+            raise StateMismatchError(self.mismatches)
+        if replacement is not None:
+            raise UnsupportedStateError(
+                "the state itself is a plain value, or a tuple with plain values in it, and cannot be "
+                "changed in place: put it into a dict or a list"
+            )
+
+    def apply(self) -> None:
+        """Fill what was checked."""
+        for target, source in self._copies:
+            copy_exact(target, source)
+        for item in self._objects:
+            item.apply()
+        for assign in self._assignments:
+            assign()
+
+    def close(self) -> None:
+        """Let go of all views of the segment: the plan and its parts refer to each other."""
+        self._copies.clear()
+        self._objects.clear()
+        self._assignments.clear()
+        self.segment = torch.empty(0, dtype=torch.uint8)
+
+    def view(self, index: int) -> torch.Tensor:
+        """A record's tensor as a view of the segment."""
+        return tensor_view(self.header.tensors[index], self.segment)
+
+    def mismatch(self, path: Path, why: str) -> None:
+        """Note that something does not fit."""
+        self.mismatches.append(f"{show(path)} {why}")
+
+    def claim(self, target: torch.Tensor, index: int, path: Path) -> bool:
+        """Check that a record fits a tensor of the caller's; notes what does not."""
+        record = self.header.tensors[index]
+        reason = why_unsupported(target)
+        if reason is not None:
+            raise UnsupportedStateError(f"{show(path)} {reason}")
+        reason = layout_mismatch(target, record)
+        local = local_of(target)
+        if reason is None and tuple(local.shape) != tuple(record.shape):
+            reason = f"has shape {tuple(local.shape)} here, {tuple(record.shape)} in the checkpoint"
+        if reason is None and str(local.dtype) != f"torch.{record.dtype}":
+            reason = f"has dtype {local.dtype} here, torch.{record.dtype} in the checkpoint"
+        if reason is None:
+            reason = self._cannot_hold(local, index, path)
+        if reason is not None:
+            self.mismatch(path, reason)
+        return reason is None
+
+    def _cannot_hold(self, local: torch.Tensor, index: int, path: Path) -> str | None:
+        """Whether memory that several elements or several names share would have to hold two values."""
+        if not local.numel():
+            return None
+        view = self.view(index)
+        if not is_repeated(local, view):
+            return "is expanded here, but its elements differ in the checkpoint"
+        other, other_path = self._claims.setdefault(view_key(local), (index, path))
+        here, there = self.header.tensors[index], self.header.tensors[other]
+        if here.offset != there.offset and not equal_bits(view, self.view(other)):
+            return f"shares its memory with {show(other_path)} here, but the two differ in the checkpoint"
+        return None
+
+    def _visit(self, current: Any, value: pb.StateValue, path: Path) -> _Replacement | None:
+        """Plan filling `current`; returns a maker of its replacement when it cannot be done in place."""
+        want, have = value.WhichOneof("kind"), _kind_of(current, path)
+        assert want is not None
+        if want != have and not (_is_plain(want) and _is_plain(have) and _may_replace(want, have)):
+            self.mismatch(path, f"is {_WORDS[have]} here, {_WORDS[want]} in the checkpoint")
+        elif want == "tensor":
+            if self.claim(current, value.tensor, path):
+                self._copies.append((local_of(current), self.view(value.tensor)))
+        elif want == "object":
+            self._objects.append(prepare(current, value.object, path, self))
+        elif want == "dict":
+            self._visit_dict(current, value.dict, path)
+        elif want == "list":
+            self._visit_list(current, value.list, value, path)
+        elif want == "tuple":
+            return self._visit_tuple(current, value.tuple, path)
+        else:
+            return lambda: plain(value)
+        return None
+
+    def _visit_dict(self, current: dict[Any, Any], value: pb.StateDict, path: Path) -> None:
+        saved = entries(value)
+        for key in current:
+            if key not in saved:
+                self.mismatch((*path, key), "is not in the checkpoint")
+        for key, item in saved.items():
+            if key not in current:
+                self.mismatch((*path, key), "is in the checkpoint, but not here")
+                continue
+            replacement = self._visit(current[key], item, (*path, key))
+            if replacement is not None:
+                self._assign(current, key, replacement)
+
+    def _visit_list(self, current: list[Any], value: pb.StateList, whole: pb.StateValue, path: Path) -> None:
+        if len(current) != len(value.items):
+            # A list of plain values is a value itself: a history may have grown since.
+            if is_plain_tree(whole) and _holds_plain(current, path):
+                self._assign(current, slice(None), lambda: materialize(whole, self._no_tensor, path))
+            else:
+                self.mismatch(path, f"has {len(current)} items here, {len(value.items)} in the checkpoint")
+            return
+        for index, item in enumerate(value.items):
+            replacement = self._visit(current[index], item, (*path, index))
+            if replacement is not None:
+                self._assign(current, index, replacement)
+
+    def _visit_tuple(self, current: tuple[Any, ...], value: pb.StateList, path: Path) -> _Replacement | None:
+        if len(current) != len(value.items):
+            self.mismatch(path, f"has {len(current)} items here, {len(value.items)} in the checkpoint")
+            return None
+        made = [
+            self._visit(c, v, (*path, i)) for i, (c, v) in enumerate(zip(current, value.items, strict=True))
+        ]
+        if all(m is None for m in made):
+            return None
+
+        def rebuild() -> Any:
+            items = [c if m is None else m() for c, m in zip(current, made, strict=True)]
+            kind = type(current)
+            return kind._make(items) if hasattr(kind, "_make") else kind(items)
+
+        return rebuild
+
+    def _assign(self, parent: Any, key: Any, replacement: _Replacement) -> None:
+        def assign() -> None:
+            parent[key] = replacement()
+
+        self._assignments.append(assign)
+
+    def _no_tensor(self, index: int, path: Path) -> torch.Tensor:
+        raise AssertionError("a plain tree has no tensors")
+
+
+def _kind_of(value: Any, path: Path) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    if isinstance(value, bool):
+        return "bool_value"
+    for kind, name in (
+        (int, "int_value"),
+        (float, "float_value"),
+        (str, "string_value"),
+        (bytes, "bytes_value"),
+    ):
+        if isinstance(value, kind):
+            return name
+    if is_object(value):
+        return "object"
+    for container in (dict, list, tuple):
+        if isinstance(value, container):
+            return container.__name__
+    raise UnsupportedStateError(
+        f"{show(path)} is a {type(value).__module__}.{type(value).__qualname__}, which FastCheck cannot fill"
+    )
+
+
+def _is_plain(kind: str) -> bool:
+    return kind == "none" or kind.endswith("_value")
+
+
+def _may_replace(want: str, have: str) -> bool:
+    """None stands for "no value yet"; numbers stand for one another."""
+    return "none" in (want, have) or (want in _NUMBERS and have in _NUMBERS)
+
+
+def _holds_plain(value: Any, path: Path) -> bool:
+    kind = _kind_of(value, path)
+    if kind == "dict":
+        return all(_holds_plain(v, path) for v in value.values())
+    if kind in ("list", "tuple"):
+        return all(_holds_plain(v, path) for v in value)
+    return _is_plain(kind)

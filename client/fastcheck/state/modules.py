@@ -1,0 +1,102 @@
+"""Filling an nn.Module: its own load_state_dict copies straight out of the segment, so bytes move once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fastcheck_proto.v1 import state_pb2 as pb
+
+from .dtensors import is_dtensor, local_of, wrap
+from .header import entries, materialize
+from .objects import ObjectFill
+from .paths import Key, Path
+from .tensors import copy_exact
+
+
+class ModuleFill(ObjectFill):
+    """A module with torch's own load_state_dict."""
+
+    target: torch.nn.Module
+
+    def __init__(self, target: torch.nn.Module, value: pb.StateValue, path: Path, plan: Any) -> None:
+        super().__init__(target, value, path, plan)
+        template = target.state_dict()
+        self._template: dict[Key, Any] = dict(template.items())
+        # Modules look up their own format versions there.
+        self._metadata = getattr(template, "_metadata", None)
+        self._saved: dict[Key, pb.StateValue] = {}
+        if value.WhichOneof("kind") != "dict":
+            plan.mismatch(path, "is a module here, but what was saved there is no module's state")
+            return
+        self._saved = entries(value.dict)
+        for key in self._template:
+            if key not in self._saved:
+                plan.mismatch((*path, key), "is not in the checkpoint")
+        for key, item in self._saved.items():
+            if key not in self._template:
+                plan.mismatch((*path, key), "is in the checkpoint, but not here")
+            else:
+                self._check(key, item)
+
+    def _check(self, key: Key, item: pb.StateValue) -> None:
+        if _is_extra(key):
+            return
+        path = (*self.path, key)
+        current = self._template[key]
+        if item.WhichOneof("kind") == "tensor":
+            if isinstance(current, torch.Tensor):
+                self.plan.claim(current, item.tensor, path)
+            else:
+                self.plan.mismatch(path, "is a tensor in the checkpoint, but not here")
+        elif isinstance(current, torch.Tensor):
+            self.plan.mismatch(path, "is a tensor here, but not in the checkpoint")
+
+    def apply(self) -> None:
+        """Load through views of the segment, then make sure that none of them stayed."""
+        state_dict: OrderedDict[Key, Any] = OrderedDict()
+        for key, item in self._saved.items():
+            if item.WhichOneof("kind") == "tensor" and not _is_extra(key):
+                state_dict[key] = self._source(self._template[key], item.tensor)
+            else:
+                state_dict[key] = materialize(item, self.fresh, (*self.path, key))
+        state_dict._metadata = self._metadata  # type: ignore[attr-defined]
+        self.load(state_dict)
+        for tensor in _tensors(self.target):
+            _take_away(tensor, self.plan.segment)
+
+    def _source(self, current: torch.Tensor, index: int) -> torch.Tensor:
+        view = self.plan.view(index)
+        if not is_dtensor(current):
+            return view
+        if current.device.type == "cpu":
+            return wrap(view, current)
+        # from_local would first move the bytes into a second buffer on the device.
+        copy_exact(local_of(current), view)
+        return current
+
+
+def _is_extra(key: Key) -> bool:
+    """Whether this is what some module's get_extra_state returned: anything, and its size may change."""
+    return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _take_away(tensor: torch.Tensor, segment: torch.Tensor) -> None:
+    """Give the tensor memory of its own if a module put a view of the segment in its place."""
+    local = local_of(tensor)
+    start = segment.data_ptr()
+    if local.device.type != "cpu" or not start <= local.data_ptr() < start + segment.numel():
+        return
+    own = local.clone()
+    if is_dtensor(tensor):
+        tensor._local_tensor = own  # type: ignore[attr-defined]
+    else:
+        tensor.data = own

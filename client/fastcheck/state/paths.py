@@ -1,0 +1,19 @@
+"""Where something lies in the caller's state: a tuple of dict keys and list indexes. Pure."""
+
+from __future__ import annotations
+
+Key = str | int | bool | None
+Path = tuple[Key, ...]
+
+#: Levels of containers and objects. A protobuf parser stops at 100 nested messages, three to a dict.
+DEPTH_MAX = 30
+
+
+def show(path: Path) -> str:
+    """The path as code that the caller would write: `state['optimizer']['state'][0]`."""
+    return "state" + "".join(f"[{key!r}]" for key in path)
+
+
+def dotted(path: Path) -> str:
+    """The path as a name for people: `optimizer.state.0`."""
+    return ".".join(str(key) for key in path)

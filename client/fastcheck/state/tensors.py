@@ -1,0 +1,83 @@
+"""Single tensors: which can be saved, when two are the same view, and copying one exactly into another."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from . import dtypes
+from .dtensors import is_dtensor, local_of
+
+
+def why_unsupported(tensor: torch.Tensor) -> str | None:  # noqa: PLR0911  one refusal per kind
+    """What keeps this tensor from being saved or filled, as the end of a sentence; None if nothing does."""
+    if is_lazy(tensor):
+        return "is an uninitialised parameter: run one forward pass first"
+    if is_dtensor(tensor):
+        return why_unsupported(local_of(tensor))
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return (
+            f"is a {type(tensor).__module__}.{type(tensor).__qualname__}, a tensor subclass that FastCheck "
+            "does not know: put the plain tensors inside it into the state"
+        )
+    if tensor.is_quantized:
+        return "is a quantized tensor: put its int_repr(), scale and zero point into the state"
+    if tensor.is_nested:
+        return "is a nested tensor: put its values() and offsets into the state"
+    if tensor.layout is not torch.strided:
+        return f"has layout {tensor.layout}: put its indices and values into the state"
+    if tensor.device.type == "meta":
+        return "is on the meta device and has no bytes: materialise it first (to_empty)"
+    if dtypes.name_of(tensor.dtype) is None:
+        return f"has dtype {tensor.dtype}, which cannot be saved"
+    return None
+
+
+def view_key(tensor: torch.Tensor) -> Hashable:
+    """Equal for two plain tensors exactly when they are the same view of the same memory."""
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two CPU tensors of the same shape and dtype agree bit for bit."""
+    # complex128's carrier compares by value, so look at its halves as integers.
+    a, b = dtypes.carrier(one), dtypes.carrier(other)
+    if a.dtype is torch.complex128:
+        a, b = torch.view_as_real(a).view(torch.int64), torch.view_as_real(b).view(torch.int64)
+    return bool(torch.equal(a, b))
+
+
+def is_repeated(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether `source` is constant where `target` (an expanded tensor) keeps many elements in one place."""
+    single = _single(source, target)
+    return single is source or equal_bits(source, single.expand(source.shape))
+
+
+def copy_exact(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy bits into a plain tensor of the same shape and dtype, on any device, however it is strided."""
+    into = target.detach()
+    with torch.no_grad():
+        if into.is_conj() or into.is_neg():
+            into.copy_(source)
+            return
+        source = _single(source, into)
+        into = _single(into, into)
+        dtypes.carrier(into).copy_(dtypes.carrier(source))
+
+
+def _single(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`tensor` cut to one element along each dimension in which `like` is expanded."""
+    for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

@@ -1,0 +1,115 @@
+"""Saving and loading through gRPC streams, for a trainer without a daemon on its node.
+
+Slower than shared memory by far: `save` returns when the last byte has been sent, and at about a
+gigabyte a second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fastcheck_proto.conventions import STREAM_PIECE_BYTES
+from fastcheck_proto.v1 import trainer_pb2 as pb
+
+from .copying import contiguous_bytes
+from .daemon import Daemon
+from .errors import CorruptError, FastCheckError, OutOfMemoryError
+from .segments import Segment, anonymous
+from .state.flatten import FlatState
+from .transport import Loaded, Patience, Staged, check_ready
+
+#: A link slower than this is of no use; it bounds how long a push may take.
+_BYTES_PER_S_MIN = 10_000_000
+
+
+class Streams:
+    """Bytes and control through one connection to a daemon elsewhere."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+
+    def save(self, request: pb.BeginSaveRequest, flat: FlatState, patience: Patience) -> Staged:
+        """Send everything; the daemon has sealed it when this returns."""
+        started = time.monotonic()
+        timeout_s = patience.timeout_s + flat.state_bytes / _BYTES_PER_S_MIN
+        with self._daemon.errors(patience.connect_s) as link:
+            call = link.trainer.Push.future(_messages(request, flat), timeout=timeout_s)
+            with self._daemon.guarded(link, call):
+                response = call.result()
+        taken_s = time.monotonic() - started
+        return Staged(waited_s=response.waited_s, stage_s=max(0.0, taken_s - response.waited_s))
+
+    @contextmanager
+    def load(self, request: pb.LoadRequest, patience: Patience) -> Iterator[Loaded | None]:
+        """Receive everything into memory of our own."""
+        with self._daemon.errors(patience.connect_s) as link:
+            stream = link.trainer.Pull(pb.PullRequest(load=request), timeout=patience.timeout_s)
+            try:
+                with self._daemon.guarded(link, stream):
+                    received = _receive(stream, request)
+            finally:
+                stream.cancel()
+        if received is None:
+            yield None
+            return
+        ready, buffer = received
+        yield Loaded(ready, buffer.tensor[: ready.state_bytes])
+
+    def close(self) -> None:
+        """Nothing is kept between calls."""
+
+
+def _messages(request: pb.BeginSaveRequest, flat: FlatState) -> Iterator[pb.PushRequest]:
+    yield pb.PushRequest(begin=request)
+    buffer = bytearray()
+    for data in _ordered_bytes(flat):
+        buffer += data
+        while len(buffer) >= STREAM_PIECE_BYTES:
+            yield pb.PushRequest(data=bytes(buffer[:STREAM_PIECE_BYTES]))
+            del buffer[:STREAM_PIECE_BYTES]
+    if buffer:
+        yield pb.PushRequest(data=bytes(buffer))
+    yield pb.PushRequest(seal=pb.PushSeal(header_offset=flat.header_offset, header_bytes=len(flat.header)))
+
+
+def _ordered_bytes(flat: FlatState) -> Iterator[bytes]:
+    """The rank state from its first byte to its last, gaps between tensors as zeros."""
+    position = 0
+    for piece in flat.pieces:
+        yield bytes(piece.offset - position)
+        yield from contiguous_bytes(piece.tensor, STREAM_PIECE_BYTES)
+        position = piece.offset + piece.bytes
+    yield bytes(flat.header_offset - position)
+    yield flat.header
+
+
+def _receive(
+    stream: Iterator[pb.PullResponse], request: pb.LoadRequest
+) -> tuple[pb.LoadReady, Segment] | None:
+    first = next(stream, None)
+    if first is None or first.HasField("data") or first.WhichOneof("part") is None:
+        raise FastCheckError("the daemon did not begin a load with what it will send: see its log")
+    if first.HasField("nothing"):
+        return None
+    ready = first.ready
+    check_ready(ready, request)
+    try:
+        buffer = anonymous(ready.state_bytes)
+    except MemoryError as error:
+        raise OutOfMemoryError(f"step {ready.step}: {error}") from None
+    position = 0
+    for message in stream:
+        data = message.data
+        if position + len(data) > ready.state_bytes:
+            raise CorruptError(
+                f"the daemon sent more than the {ready.state_bytes} bytes of step {ready.step}"
+            )
+        buffer.write(position, data)
+        position += len(data)
+    if position != ready.state_bytes:
+        raise CorruptError(
+            f"the daemon sent {position} of the {ready.state_bytes} bytes of step {ready.step}"
+        )
+    return ready, buffer

@@ -1,0 +1,64 @@
+"""What both ways of moving a rank's bytes have in common: shared memory (staging) and streams (streaming)."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fastcheck_proto.v1 import trainer_pb2 as pb
+
+from .errors import CorruptError
+from .state.flatten import FlatState
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to try to find the daemon, and how long one call may take. Seconds."""
+
+    connect_s: float
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Staged:
+    """How long a save waited for room and how long its bytes took. Seconds."""
+
+    waited_s: float
+    stage_s: float
+
+
+@dataclass
+class Loaded:
+    """A checkpoint's place and bytes: flat uint8, exactly `ready.state_bytes` long."""
+
+    ready: pb.LoadReady
+    state: torch.Tensor
+
+
+class Transport(Protocol):
+    """A way to hand a rank's bytes to the daemon and to get them back."""
+
+    def save(self, request: pb.BeginSaveRequest, flat: FlatState, patience: Patience) -> Staged:
+        """Returns when the daemon has the bytes."""
+        ...
+
+    def load(self, request: pb.LoadRequest, patience: Patience) -> AbstractContextManager[Loaded | None]:
+        """The bytes of a committed step, valid inside the block; None when there is none."""
+        ...
+
+    def close(self) -> None:
+        """End threads, forget memory."""
+        ...
+
+
+def check_ready(ready: pb.LoadReady, request: pb.LoadRequest) -> None:
+    """Raise CorruptError unless the daemon's answer makes sense and is what was asked for."""
+    if request.HasField("step") and ready.step != request.step:
+        raise CorruptError(f"the daemon answered a load of step {request.step} with step {ready.step}")
+    if ready.header_offset + ready.header_bytes > ready.state_bytes:
+        raise CorruptError(f"step {ready.step} has a header outside of its state")
+    if ready.HasField("segment") and ready.state_bytes > ready.segment.bytes:
+        raise CorruptError(f"step {ready.step} is larger than the segment that it lies in")
