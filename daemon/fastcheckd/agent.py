@@ -60,6 +60,8 @@ class Agent:
         self._incarnation = 0
         self._fenced = asyncio.Event()
         self._data_ready = asyncio.Event()
+        #: There is a new incarnation to tell the data process, at once.
+        self._reborn = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.fatal: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         names = ["data"] if config.own_voter is None else ["registry", "data"]
@@ -118,7 +120,10 @@ class Agent:
                 else:
                     self._data = _DataState(True, answer.ram_used_bytes, answer.ram_budget_bytes)
                     self._data_ready.set()
-                await asyncio.sleep(ASSUME_INTERVAL_S if self._data.ready else REGISTER_PAUSE_S / 5)
+                pause_s = ASSUME_INTERVAL_S if self._data.ready else ASSUME_INTERVAL_S / 5
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._reborn.wait(), pause_s)
+                self._reborn.clear()
 
     # --- membership ------------------------------------------------------------------------------
 
@@ -161,6 +166,7 @@ class Agent:
                 await asyncio.sleep(REGISTER_PAUSE_S)
                 continue
             self._incarnation = response.incarnation
+            self._reborn.set()
             logger.info(
                 "node %s is incarnation %d in epoch %d",
                 self._config.node_id,

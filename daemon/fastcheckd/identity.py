@@ -6,7 +6,11 @@ raises the epoch. Both only ever grow, so whatever compares with them can be fen
 
 from __future__ import annotations
 
+import asyncio
+
 from fastcheck_proto.v1 import common_pb2 as pb
+
+from .errors import NoQuorumError
 
 
 class Identity:
@@ -17,12 +21,28 @@ class Identity:
         #: 0 until the agent has registered the node.
         self.incarnation = 0
         self.epoch = 0
+        self._known = asyncio.Event()
+
+    async def until_known(self, timeout_s: float) -> None:
+        """Return once the node is registered.
+
+        Raises:
+            NoQuorumError: it is not after `timeout_s`.
+        """
+        try:
+            await asyncio.wait_for(self._known.wait(), timeout_s)
+        except TimeoutError:
+            raise NoQuorumError(
+                f"node {self.node_id} is not registered yet: the registry has no leader that answers, "
+                "or the node's agent is still starting"
+            ) from None
 
     def assume(self, incarnation: int) -> bool:
         """Take a newer incarnation; an older one is ignored. Returns whether it changed."""
         if incarnation <= self.incarnation:
             return False
         self.incarnation = incarnation
+        self._known.set()
         return True
 
     def saw_epoch(self, epoch: int) -> None:

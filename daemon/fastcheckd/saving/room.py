@@ -72,6 +72,7 @@ class SavingRoom:
 
     async def open_session(self, request: tpb.OpenSessionRequest) -> int:
         """Take a rank's place in a job at the registry; whatever an older process left unsealed here goes."""
+        await self._identity.until_known(OPEN_TIMEOUT_S)
         response = await self._registry.open_rank(
             rpb.OpenRankRequest(
                 job=request.job,

@@ -130,7 +130,11 @@ class StreamCrew:
             future.cancel()
             self._orders.put(None)
         self.end()
-        await self._all_gone()
+        try:
+            await self._all_gone()
+        finally:
+            # Its traceback holds the threads' frames, and so the shard's memory.
+            self._first_error = None
 
     def _stand_by(self, loop: asyncio.AbstractEventLoop, arrive: Callable[[], None]) -> None:
         loop.call_soon_threadsafe(arrive)
@@ -160,7 +164,10 @@ class StreamCrew:
                 cancelled = error
                 self.end()
         if cancelled is not None:
-            raise cancelled
+            try:
+                raise cancelled
+            finally:
+                del cancelled  # or exception and frame keep each other, and what the frames hold, alive
 
 
 @contextlib.asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -37,6 +38,7 @@ from fastcheckd.errors import (
     OverBudgetError,
     PeerError,
 )
+from fastcheckd.store.ram_store import Segment
 from fastcheckd.transfer.chunk_digests import ChunkDigests
 
 Story = Callable[[Holder, Owner], Coroutine[Any, Any, None]]
@@ -436,3 +438,50 @@ def test_replicas_and_stats_are_told(tmp_path: Path) -> None:
             await owner.client.get_stats("127.0.0.1:1", 1.0)
 
     play(tmp_path, story)
+
+
+def begin_request() -> peer_pb2.BeginPutRequest:
+    return peer_pb2.BeginPutRequest(
+        cluster_id="fastcheck",
+        epoch=EPOCH,
+        holder_incarnation=INCARNATION,
+        owner=pb.NodeRef(node_id="owner", incarnation=1),
+        manifest=manifest_of(CHUNK),
+        streams=1,
+    )
+
+
+def test_a_put_that_is_begun_and_forgotten_gives_its_memory_back(tmp_path: Path) -> None:
+    async def story(holder: Holder, owner: Owner) -> None:
+        await owner.client._stub(holder.data_address).BeginPut(begin_request(), timeout=5)
+        assert holder.reserved_bytes == CHUNK
+        await eventually(lambda: holder.reserved_bytes == 0 and holder.desk.transfers == 0)
+
+    play(tmp_path, story, timeout_s=0.1)
+
+
+def test_a_put_whose_caller_left_while_memory_was_made_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(holder: Holder, owner: Owner) -> None:
+        allocate = holder.store.allocate
+        asked, go_on, made = threading.Event(), threading.Event(), threading.Event()
+
+        def slow(size_bytes: int, pool: str) -> Segment:
+            asked.set()
+            go_on.wait(10)
+            segment = allocate(size_bytes, pool)
+            made.set()
+            return segment
+
+        monkeypatch.setattr(holder.store, "allocate", slow)
+        call = owner.client._stub(holder.data_address).BeginPut(begin_request(), timeout=60)
+        await eventually(asked.is_set)
+        call.cancel()
+        # Same connection, so what comes later arrives later: the server knows of the cancellation then.
+        await owner.client.get_stats(holder.data_address, 5.0)
+        go_on.set()
+        await eventually(made.is_set)
+        await eventually(lambda: holder.reserved_bytes == 0 and holder.desk.transfers == 0)
+
+    play(tmp_path, story, timeout_s=60.0)
