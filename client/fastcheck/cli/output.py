@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
 from collections.abc import Callable
 from enum import IntEnum
@@ -19,6 +20,7 @@ Json = dict[str, Any]
 
 #: Grows when a key of any command's output changes its meaning or goes away; new keys do not count.
 SCHEMA_VERSION = 1
+_PIPE_WIDTH = 200
 FORMATS = ("table", "json", "yaml")
 
 
@@ -40,7 +42,9 @@ def exit_for_health(health: str) -> Exit:
 
 def stdout_console() -> Console:
     """Where tables go. Rich honours NO_COLOR and leaves colours out when it is no terminal."""
-    return Console(highlight=False)
+    # A pipe has no width: nothing is cut or folded for it.
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
+    return Console(highlight=False, width=width)
 
 
 def stderr_console() -> Console:

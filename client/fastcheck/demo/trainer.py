@@ -24,7 +24,7 @@ import torch.nn.functional as F  # noqa: N812  the name that every torch program
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fastcheck import Checkpointer
+from fastcheck import Checkpointer, SaveHandle
 
 from .data import batch, corpus
 from .model import GPT, VOCABULARY, parameter_count
@@ -168,7 +168,7 @@ def _train(
     replica: Replica, checkpointer: Checkpointer, first: int, last: int, digest_at: int | None, say: Say
 ) -> None:
     yardstick = WarmCopy()
-    under_way: deque[tuple[int, Any]] = deque()
+    under_way: deque[tuple[int, SaveHandle]] = deque()
     for step in range(first, last + 1):
         loss = replica.train(step)
         if step == digest_at:
@@ -178,24 +178,26 @@ def _train(
         under_way.append((step, checkpointer.save(step, replica.state)))
         stall_ms = (time.perf_counter() - started) * 1000
         say("step", step=step, loss=loss.hex(), stall_ms=stall_ms, memcpy_ms=memcpy_ms)
-        while under_way and (under_way[0][1].committed or under_way[0][1].exception() is not None):
+        while under_way and under_way[0][1].done:
             _say_saved(*under_way.popleft(), say)
     for step, handle in under_way:
-        if step == last:  # the others may have been given up for it
+        if step == last:
             handle.result(timeout=_LAST_COMMIT_TIMEOUT_S)
+        else:  # may have been given up for a newer one
+            handle.exception(timeout=_LAST_COMMIT_TIMEOUT_S)
         _say_saved(step, handle, say)
 
 
-def _say_saved(step: int, handle: Any, say: Say) -> None:
-    error = handle.exception() if not handle.committed else None
+def _say_saved(step: int, handle: SaveHandle, say: Say) -> None:
+    error = handle.exception()
     stats = handle.stats
     say(
         "saved",
         step=step,
         committed=handle.committed,
         error=None if error is None else f"{type(error).__name__}: {error}",
-        bytes=stats.get("bytes", 0),
-        encoded_bytes=stats.get("encoded_bytes", 0),
+        bytes=stats["bytes"],
+        encoded_bytes=stats["encoded_bytes"],
     )
 
 

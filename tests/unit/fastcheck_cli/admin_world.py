@@ -1,0 +1,190 @@
+"""A real AdminService on a real gRPC server, over a registry and peers whose answers a test sets."""
+
+import asyncio
+import threading
+import time
+
+import grpc.aio
+
+from fastcheck_proto.v1 import (
+    admin_pb2_grpc,
+    common_pb2,
+    node_pb2,
+    node_pb2_grpc,
+    peer_pb2,
+    registry_pb2,
+)
+from fastcheckd.config import Config
+from fastcheckd.errors import NoQuorumError, PeerError, StepGoneError
+from fastcheckd.services.admin import AdminService
+
+VERIFIED_AT_MS = 1_750_000_000_123
+
+
+def digest(step):
+    return bytes([step]) * 16
+
+
+class World:
+    """What the registry and the nodes would say: three nodes, job `gpt` with steps 4 and 5, step 6 under way."""
+
+    def __init__(self):
+        self.states = dict.fromkeys(("node-0", "node-1", "node-2"), registry_pb2.NODE_STATE_UP)
+        self.kept_steps = [4, 5]
+        self.has_leader = True
+        self.registry_error = None
+        #: Nodes whose data process accepts calls and never answers, refuses, or lost its memory.
+        self.hanging = set()
+        self.refusing = set()
+        self.empty = set()
+        self.lookups = 0
+
+    # -- registry
+
+    async def view(self, timeout_s):
+        self._maybe_fail()
+        nodes = [
+            registry_pb2.NodeRecord(
+                node_id=name,
+                incarnation=3,
+                state=state,
+                agent_address=f"127.0.0.1:{100 + i}",
+                data_address=name,
+                voter=name != "node-2",
+                ram_budget_bytes=1 << 30,
+            )
+            for i, (name, state) in enumerate(self.states.items())
+        ]
+        return registry_pb2.ClusterView(
+            cluster_id="lab",
+            epoch=7,
+            leader="node-0",
+            nodes=nodes,
+            jobs=[self._job()],
+            voters=["node-0", "node-1"],
+            has_leader=self.has_leader,
+        )
+
+    async def lookup(self, request, timeout_s):
+        self._maybe_fail()
+        self.lookups += 1
+        step = request.step if request.HasField("step") else max(self.kept_steps, default=None)
+        if step is not None and step not in self.kept_steps:
+            raise StepGoneError(f"step {step} is not kept")
+        record = None if step is None else self.record(step)
+        return registry_pb2.LookupResponse(record=record, kept_steps=self.kept_steps)
+
+    async def list_job_steps(self, request, timeout_s):
+        self._maybe_fail()
+        steps = [
+            registry_pb2.StepSummary(
+                step=s, state=registry_pb2.STEP_STATE_COMMITTED, ranks=1, world_size=1, bytes=9, copies=1
+            )
+            for s in self.kept_steps
+        ]
+        steps.append(
+            registry_pb2.StepSummary(step=6, state=registry_pb2.STEP_STATE_REPLICATING, world_size=1)
+        )
+        return registry_pb2.ListJobStepsResponse(steps=steps)
+
+    async def list_jobs(self, request, timeout_s):
+        self._maybe_fail()
+        return registry_pb2.ListJobsResponse(jobs=[self._job()])
+
+    def _job(self):
+        return registry_pb2.JobView(job="gpt", kept_steps=self.kept_steps, world_size=1)
+
+    def _maybe_fail(self):
+        if self.registry_error is not None:
+            raise self.registry_error
+
+    def record(self, step):
+        shard = registry_pb2.ShardRecord(
+            shard=0,
+            bytes=9,
+            digest=digest(step),
+            holders=[common_pb2.NodeRef(node_id="node-1", incarnation=3)],
+        )
+        rank = registry_pb2.RankRecord(
+            rank=0,
+            session=2,
+            owner=common_pb2.NodeRef(node_id="node-0", incarnation=3),
+            state_bytes=9,
+            shards=[shard],
+        )
+        return registry_pb2.StepRecord(job="gpt", step=step, world_size=1, copies=1, ranks=[rank])
+
+    # -- peers
+
+    async def list_replicas(self, data_address, job, step, timeout_s):
+        await self._peer(data_address)
+        if data_address in self.empty or data_address == "node-2":
+            return []
+        return [
+            peer_pb2.Replica(
+                key=common_pb2.ShardKey(job="gpt", step=s, rank=0, shard=0),
+                digest=digest(s),
+                bytes=9,
+                verified_at_ms=VERIFIED_AT_MS,
+            )
+            for s in (4, 5)
+            if step in (None, s)
+        ]
+
+    async def get_stats(self, data_address, timeout_s):
+        await self._peer(data_address)
+        return peer_pb2.GetStatsResponse(ram_used_bytes=1 << 20, ram_budget_bytes=1 << 30)
+
+    async def _peer(self, name):
+        if name in self.hanging:
+            await asyncio.sleep(3600)
+        if name in self.refusing:
+            raise PeerError(f"{name} did not answer")
+
+    def no_quorum(self):
+        self.has_leader = False
+        self.registry_error = NoQuorumError("the registry has no leader; start a majority of the voters")
+
+
+class NodeFace(node_pb2_grpc.NodeServiceServicer):
+    async def Describe(self, request, context):
+        return node_pb2.DescribeResponse(cluster_id="lab", node_id="node-0", incarnation=3, version="1")
+
+
+class AdminServer:
+    """Serves a world in a thread of its own."""
+
+    def __init__(self, world):
+        self._world = world
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self.address = ""
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *exc):
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+
+    async def _serve(self):
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        server = grpc.aio.server()
+        service = AdminService(Config(cluster_id="lab"), self._world, self._world)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server)
+        node_pb2_grpc.add_NodeServiceServicer_to_server(NodeFace(), server)
+        self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        self._ready.set()
+        await self._stop.wait()
+        await server.stop(0)
+
+
+def seconds(action):
+    """How long an action takes."""
+    started = time.monotonic()
+    action()
+    return time.monotonic() - started

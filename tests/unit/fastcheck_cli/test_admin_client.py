@@ -1,0 +1,184 @@
+"""The admin service and its Python client, over real gRPC: shapes, partial answers, errors."""
+
+import pytest
+
+from fastcheck.admin import AdminClient
+from fastcheck.errors import (
+    DaemonUnavailableError,
+    InvalidArgumentError,
+    RegistryUnavailableError,
+    StepNotFoundError,
+)
+from fastcheck_proto.v1 import registry_pb2
+from fastcheckd.errors import PeerError
+
+from .admin_world import digest, seconds
+
+
+@pytest.fixture
+def client(address):
+    with AdminClient(address) as client:
+        yield client
+
+
+def test_status_of_a_whole_cluster(client):
+    assert client.status() == {
+        "health": "OK",
+        "codes": [],
+        "epoch": 7,
+        "leader": "node-0",
+        "nodes_up": 3,
+        "nodes_total": 3,
+        "cluster_id": "lab",
+        "voters": ["node-0", "node-1"],
+    }
+
+
+def test_nodes_have_the_promised_keys(client):
+    node = client.nodes()["nodes"][2]
+    assert {key: node[key] for key in ("node_id", "state", "incarnation", "address", "voter")} == {
+        "node_id": "node-2",
+        "state": "UP",
+        "incarnation": 3,
+        "address": "127.0.0.1:102",
+        "voter": False,
+    }
+    assert (node["ram_used_bytes"], node["ram_budget_bytes"], node["reachable"]) == (1 << 20, 1 << 30, True)
+
+
+def test_jobs_and_checkpoints(client):
+    assert client.jobs()["jobs"] == [{"job": "gpt", "world_size": 1, "newest_step": 5, "kept_steps": [4, 5]}]
+    found = client.checkpoints("gpt")["checkpoints"]
+    assert [(c["step"], c["state"]) for c in found] == [
+        (4, "committed"),
+        (5, "committed"),
+        (6, "replicating"),
+    ]
+    assert found[0] == {
+        "step": 4,
+        "state": "committed",
+        "ranks": 1,
+        "world_size": 1,
+        "bytes": 9,
+        "copies": 1,
+        "lossy": False,
+    }
+
+
+def test_replicas_of_all_kept_steps_and_of_one(client):
+    found = client.replicas("gpt")
+    assert [r["step"] for r in found["replicas"]] == [4, 5]
+    assert found["replicas"][1] == {
+        "step": 5,
+        "rank": 0,
+        "shard": 0,
+        "owner": "node-0",
+        "holders": ["node-1"],
+        "placed": ["node-1"],
+        "owner_holds": True,
+        "bytes": 9,
+        "digest": digest(5).hex(),
+        "verified_at": "2025-06-15T15:06:40.123Z",
+    }
+    assert [r["step"] for r in client.replicas("gpt", 4)["replicas"]] == [4]
+
+
+def test_inspect_joins_record_and_replicas(client):
+    found = client.inspect("gpt", 5)
+    assert (found["job"], found["step"], found["copies"], found["bytes"]) == ("gpt", 5, 1, 9)
+    assert found["ranks"] == [
+        {"rank": 0, "owner": "node-0", "incarnation": 3, "session": 2, "bytes": 9, "shards": 1}
+    ]
+    assert found["replicas"][0]["holders"] == ["node-1"]
+
+
+def test_a_hanging_node_costs_its_part_of_the_answer_only(client, world):
+    world.hanging.add("node-1")
+    found = {}
+    took_s = seconds(lambda: found.update(client.replicas("gpt")))
+    assert took_s < 4
+    assert found["unreachable"] == ["node-1"]
+    assert [r["holders"] for r in found["replicas"]] == [[], []]
+    assert [n["reachable"] for n in client.nodes()["nodes"]] == [True, False, True]
+    status = client.status()
+    assert status["health"] == "DEGRADED"
+    assert {c["code"] for c in status["codes"]} == {"DATA_UNREACHABLE", "REPLICA_SHORT"}
+
+
+def test_a_down_node_is_not_asked(client, world):
+    world.states["node-2"] = registry_pb2.NODE_STATE_DOWN
+    world.hanging.add("node-2")
+    assert seconds(client.nodes) < 1.4
+    status = client.status()
+    assert (status["nodes_up"], [c["code"] for c in status["codes"]]) == (2, ["NODE_DOWN"])
+
+
+def test_lost_memory_everywhere_is_critical(client, world):
+    world.empty |= {"node-0", "node-1"}
+    assert client.status()["health"] == "CRITICAL"
+
+
+def test_a_step_replaced_while_the_nodes_were_asked_is_no_alarm(client, world):
+    """Between the lookup and the listing two newer steps were committed: the nodes have dropped this one."""
+    world.empty |= {"node-0", "node-1"}
+    answered = world.lookup
+
+    async def moved_on(request, timeout_s):
+        response = await answered(request, timeout_s)
+        world.kept_steps = [6, 7]
+        return response
+
+    world.lookup = moved_on
+    assert client.status()["codes"] == []
+
+
+def test_without_a_leader_status_still_answers(client, world):
+    world.no_quorum()
+    status = client.status()
+    assert (status["health"], status["leader"]) == ("CRITICAL", None)
+    assert [c["code"] for c in status["codes"]] == ["NO_QUORUM"]
+    assert status["codes"][0]["do"]
+    with pytest.raises(RegistryUnavailableError, match="start a majority"):
+        client.jobs()
+
+
+def test_a_follower_without_a_leader_is_no_quorum_too(client, world):
+    world.has_leader = False
+    assert [c["code"] for c in client.status()["codes"]] == ["NO_QUORUM"]
+
+
+def test_an_unreachable_registry_is_not_called_a_replication_failure(client, world):
+    world.registry_error = PeerError("node-0 did not answer")
+    with pytest.raises(RegistryUnavailableError):
+        client.checkpoints("gpt")
+
+
+def test_a_step_that_is_not_kept(client):
+    with pytest.raises(StepNotFoundError, match="step 99"):
+        client.inspect("gpt", 99)
+
+
+def test_a_bad_job_name_is_the_callers_mistake(client):
+    with pytest.raises(InvalidArgumentError, match="not a valid name"):
+        client.replicas("../etc")
+
+
+def test_a_job_without_committed_steps_has_no_replicas(client, world):
+    world.kept_steps = []
+    assert client.replicas("gpt") == {"replicas": [], "unreachable": []}
+    assert client.status()["health"] == "OK"
+
+
+def test_nobody_at_the_address(tmp_path):
+    with (
+        AdminClient(f"unix://{tmp_path}/no.sock", timeout_s=2) as client,
+        pytest.raises(DaemonUnavailableError, match="Is fastcheckd running there"),
+    ):
+        client.status()
+    assert issubclass(DaemonUnavailableError, ConnectionError)
+
+
+def test_the_address_comes_from_the_environment(monkeypatch, address):
+    monkeypatch.setenv("FASTCHECK_ADDRESS", address)
+    with AdminClient() as client:
+        assert client.describe()["node_id"] == "node-0"

@@ -1,0 +1,170 @@
+"""The command line: exit codes, what is on stdout and what on stderr."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from fastcheck.cli.app import cli
+from fastcheck.cli.output import dump, exit_for_health, human_age, human_bytes
+from fastcheck_proto.v1 import registry_pb2
+
+
+def run(*arguments, env=None):
+    return CliRunner().invoke(cli, arguments, env={"NO_COLOR": "1", "COLUMNS": "160", **(env or {})})
+
+
+def test_json_stands_alone_on_stdout_with_its_schema(address):
+    result = run("nodes", "-o", "json", "--address", address)
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    loaded = json.loads(result.stdout)
+    assert loaded["schema_version"] == 1
+    assert [n["node_id"] for n in loaded["nodes"]] == ["node-0", "node-1", "node-2"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["status"], ["nodes"], ["jobs"], ["checkpoints", "gpt"], ["replicas", "gpt"], ["inspect", "gpt", "5"]],
+)
+def test_every_command_prints_table_json_and_yaml_of_the_same_thing(address, command):
+    table = run(*command, "--address", address)
+    assert table.exit_code == 0, table.output
+    assert "\x1b" not in table.stdout
+    as_json = run(*command, "--address", address, "-o", "json")
+    as_yaml = run(*command, "--address", address, "-o", "yaml")
+    assert json.loads(as_json.stdout) == yaml.safe_load(as_yaml.stdout)
+
+
+def test_tables_say_what_matters(address, world):
+    world.empty.add("node-1")
+    assert "1.0 MiB" in run("nodes", "--address", address).stdout
+    replicas = run("replicas", "gpt", "--step", "5", "--address", address).stdout
+    assert "node-1 missing" in replicas
+    status = run("status", "--address", address).stdout
+    assert "REPLICA_SHORT" in status
+    assert "3 of 3 up" in status
+
+
+def test_status_exits_5_when_degraded_and_4_when_critical(address, world):
+    world.states["node-2"] = registry_pb2.NODE_STATE_DOWN
+    assert run("status", "--address", address, "-o", "json").exit_code == 5
+    world.no_quorum()
+    assert run("status", "--address", address, "-o", "json").exit_code == 4
+
+
+def test_an_error_is_one_line_on_stderr_and_exit_1(address):
+    result = run("inspect", "gpt", "99", "--address", address, "-o", "json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("fastcheck: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_nobody_there_exits_3(tmp_path):
+    result = run("status", "--address", f"unix://{tmp_path}/no.sock", "--timeout", "1", "-o", "json")
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "cannot reach a daemon" in result.stderr
+
+
+def test_the_address_may_come_from_the_environment(address):
+    assert run("status", env={"FASTCHECK_ADDRESS": address}).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["checkpoints"],
+        ["checkpoints", "../etc"],
+        ["inspect", "gpt", "five"],
+        ["replicas", "gpt", "--step", "-1"],
+        ["status", "-o", "xml"],
+        ["status", "--timeout", "0"],
+        ["local", "up", "--nodes", "0"],
+        ["local", "up", "--set", "novalue"],
+        ["demo", "--victim", "node-9"],
+    ],
+)
+def test_wrong_usage_exits_2(arguments, tmp_path):
+    extra = ["--dir", str(tmp_path)] if arguments[0] == "local" else []
+    assert run(*arguments, *extra).exit_code == 2
+
+
+def test_local_commands_without_a_cluster_say_how_to_get_one(tmp_path):
+    result = run("local", "status", "--dir", str(tmp_path), "-o", "json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "fastcheck local up" in result.stderr
+    assert run("local", "kill", "node-0", "--dir", str(tmp_path)).exit_code == 1
+    down = run("local", "down", "--dir", str(tmp_path), "-o", "json")
+    assert (down.exit_code, json.loads(down.stdout)["nodes"]) == (0, [])
+
+
+def test_a_demo_that_kills_after_its_end_is_refused():
+    result = run("demo", "--steps", "6", "--kill-at", "6", "-o", "json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "2 to 5" in result.stderr
+
+
+def test_without_click_the_entry_point_says_what_to_install():
+    code = (
+        "import sys; sys.modules['click'] = None\n"
+        "from fastcheck.cli.entry import main\n"
+        "sys.argv = ['fastcheck', 'status']; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(p for p in sys.path if p)},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "pip install 'fastcheck[cli]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_line_does_not_import_torch():
+    code = "import fastcheck.cli.app, sys; sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(p for p in sys.path if p)}, check=False
+    )
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 KiB"),
+        (1024, "1.0 KiB"),
+        (150 << 20, "150 MiB"),
+        (1023 << 20, "1.0 GiB"),
+        (3 << 40, "3.0 TiB"),
+        (5000 << 40, "5000 TiB"),
+    ],
+)
+def test_human_bytes(count, text):
+    assert human_bytes(count) == text
+
+
+def test_human_age():
+    import datetime  # noqa: PLC0415
+
+    now = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
+    assert human_age(None, now) == "never"
+    assert human_age("2026-01-01T23:59:50Z", now) == "10 s"
+    assert human_age("2026-01-01T21:00:00.5Z", now) == "3 h"
+    assert human_age("2026-01-02T00:00:09Z", now) == "0 s"  # clocks differ between machines
+
+
+def test_one_line_json_ends_with_its_only_newline():
+    text = dump({"a": 1}, "json", one_line=True)
+    assert text == '{"schema_version": 1, "a": 1}\n'
+
+
+def test_unknown_health_is_never_ok():
+    assert exit_for_health("SOMETHING") == 4
