@@ -252,7 +252,9 @@ def test_nodes_and_jobs_are_bounded_and_numbers_never_come_back():
     for i in range(JOBS_MAX - 1):
         apply(state, open_rank(job=f"job-{i}"))
     apply(state, open_rank(job="job-7", client="again"))
-    assert apply(state, open_rank(job="one-more"))["session"] == 3, "job gpt, oldest without a step, made room"
+    assert apply(state, open_rank(job="one-more"))["session"] == 3, (
+        "job gpt, oldest without a step, made room"
+    )
     assert "gpt" not in state["jobs"] and len(state["jobs"]) == JOBS_MAX
 
 
