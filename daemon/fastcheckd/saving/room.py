@@ -28,7 +28,7 @@ from ..errors import (
 from ..identity import Identity
 from ..registry.client import RegistryClient
 from ..store.ram_store import HeldShard, RamStore
-from ..store.segments import Segment, staging_pool
+from ..store.segments import staging_pool
 from ..view import ViewFollower
 from .replicate import Replicator
 from .save import Save, SaveKey
@@ -40,6 +40,7 @@ FINISHED_KEPT = 4
 #: How often a waiting BeginSave looks whether the step before it has stalled.
 STALL_CHECK_S = 0.25
 OPEN_TIMEOUT_S = 5.0
+SPARES_OFFERED_MAX = 8
 
 
 class SavingRoom:
@@ -167,26 +168,26 @@ class SavingRoom:
         if save.task is not None:
             save.task.cancel()
 
-    def spare_for(self, save: Save) -> Segment | None:
-        """A free segment that a later save of this rank will probably get; starts making one if there is none."""
-        pool = staging_pool(save.key.job, save.key.rank)
-        spare = self._store.spare(save.state_bytes, pool)
-        if spare is None and not self._spares:
-            task = asyncio.create_task(self._make_spare(save.state_bytes, pool))
-            self._spares.add(task)
-            task.add_done_callback(self._spares.discard)
-        return spare
+    async def _make_spares(self, save: Save) -> None:
+        """Have enough segments for all steps of this rank that are kept or under way, before they are asked for.
 
-    async def _make_spare(self, size_bytes: int, pool: str) -> None:
-        usage = self._store.usage()
-        if usage.used_bytes - usage.free_bytes + 2 * size_bytes > usage.budget_bytes:
-            return  # room is short: leave it to what must be kept
-        try:
-            segment = await asyncio.to_thread(self._store.allocate, size_bytes, pool)
-        except FastCheckdError as error:
-            logger.info("no spare segment: %s", error)
-            return
-        self._store.release(segment)
+        A trainer that is told of them touches their pages in the background, so that only its first
+        save finds cold memory.
+        """
+        pool = staging_pool(save.key.job, save.key.rank)
+        wanted = self._config.keep_steps + self._config.max_in_flight
+        while not save.done:
+            save.offer(tuple(self._store.free_segments(pool)[:SPARES_OFFERED_MAX]))
+            usage = self._store.usage()
+            needed = usage.used_bytes - usage.free_bytes + 2 * save.state_bytes
+            if self._store.count_segments(pool) >= wanted or needed > usage.budget_bytes:
+                return  # all there, or room is short: leave it to what must be kept
+            try:
+                segment = await asyncio.to_thread(self._store.allocate_new, save.state_bytes, pool)
+            except FastCheckdError as error:
+                logger.info("no spare segment: %s", error)
+                return
+            self._store.release(segment)
 
     def abandon(self, save_id: str) -> None:
         """Give back a segment that will not be sealed; unknown ids are no error."""
@@ -218,6 +219,9 @@ class SavingRoom:
         save.moved()
         save.advance(tpb.SAVE_STATE_STAGED)
         save.task = asyncio.create_task(self._run(save), name=f"save-{save.key}")
+        spares = asyncio.create_task(self._make_spares(save), name=f"spares-{save.key}")
+        self._spares.add(spares)
+        spares.add_done_callback(self._spares.discard)
 
     async def _run(self, save: Save) -> None:
         try:
