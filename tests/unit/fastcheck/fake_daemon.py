@@ -165,16 +165,16 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
         if saved is None:
             context.set_trailing_metadata(((ERROR_METADATA_KEY, "ERROR_CODE_NOT_FOUND"),))
             context.abort(grpc.StatusCode.NOT_FOUND, "no such save")
-        sent = 0
+        told: list[pb.WatchSaveResponse] = []
         while context.is_active() and not self._stopping.is_set():
             with self.memory.changed:
                 self.memory.changed.wait_for(
-                    lambda: len(saved.watch) > sent or self._stopping.is_set(), timeout=0.5
+                    lambda: len(saved.watch) > len(told) or self._stopping.is_set(), timeout=0.5
                 )
-                news = saved.watch[sent:]
+                news = saved.watch[len(told) :]
             for update in news:
                 yield update
-                sent += 1
+                told.append(update)
                 if update.state in (pb.SAVE_STATE_COMMITTED, pb.SAVE_STATE_FAILED):
                     return
         context.abort(grpc.StatusCode.UNAVAILABLE, "stopping")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from fastcheck.copying import Copier
 from fastcheck.segments import Segment, anonymous
 from fastcheck.state.dtypes import carrier
@@ -57,7 +59,5 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
     if isinstance(one, float):
-        import struct
-
         return struct.pack("<d", one) == struct.pack("<d", other)
     return one == other

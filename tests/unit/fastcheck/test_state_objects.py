@@ -1,4 +1,4 @@
-"""Modules, optimizers, schedulers and the caller's own objects, saved and loaded through their state dicts."""
+"""Modules, optimizers, schedulers and the caller's own objects go through their state dicts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
-from fastcheck import PartialLoadError, StateMismatchError
 from state_bytes import bits, same, snapshot
 from torch import nn
+
+from fastcheck import PartialLoadError, StateMismatchError
 
 
 def model(seed: int = 0, width: int = 8) -> nn.Module:
@@ -136,7 +137,10 @@ def test_parameter_groups_keep_their_own_settings():
     def make():
         net = model()
         return net, torch.optim.AdamW(
-            [{"params": [net[0].weight], "weight_decay": 0.5}, {"params": [net[3].weight, net[3].bias], "lr": 0.25}]
+            [
+                {"params": [net[0].weight], "weight_decay": 0.5},
+                {"params": [net[3].weight, net[3].bias], "lr": 0.25},
+            ]
         )
 
     net, optimizer = make()
@@ -190,7 +194,7 @@ SCHEDULERS = {
     "multistep": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3, 3]),
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda e: 0.9**e),
     "onecycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
-    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
+    "plateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
     "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o,
         [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],

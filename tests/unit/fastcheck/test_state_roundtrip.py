@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from state_bytes import bits, same, snapshot
+
 from fastcheck.state import dtypes
 from fastcheck.state.flatten import flatten
 from fastcheck.state.header import parse
 from fastcheck.state.paths import DEPTH_MAX
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from state_bytes import bits, same, snapshot
 
 KEYS = st.one_of(st.text(max_size=8), st.integers(), st.booleans(), st.none())
 VALUES = st.one_of(
@@ -109,7 +110,11 @@ def test_every_dtype_of_this_torch_comes_back_with_its_bits(name):
     dtype = dtypes.BY_NAME[name]
     torch.manual_seed(1)
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8)
-    state = {"t": raw.view(dtype).view(2, 3), "strided": raw.view(dtype).view(3, 2).t(), "dot": raw.view(dtype)[0]}
+    state = {
+        "t": raw.view(dtype).view(2, 3),
+        "strided": raw.view(dtype).view(3, 2).t(),
+        "dot": raw.view(dtype)[0],
+    }
     assert same(through(state), state)
 
 
@@ -183,7 +188,9 @@ def test_leaf_parameters_that_require_grad_are_filled_without_a_graph():
 
 def test_the_same_view_is_stored_once_and_overlapping_views_are_each_stored():
     base = torch.arange(1024.0)
-    flat = flatten({"a": base, "b": base, "c": base.view(1024), "part": base[:512], "typed": base.view(torch.int32)})
+    flat = flatten(
+        {"a": base, "b": base, "c": base.view(1024), "part": base[:512], "typed": base.view(torch.int32)}
+    )
     header = parse(flat.header, flat.state_bytes)
     a, b, c, part, typed = header.tensors
     assert a.offset == b.offset == c.offset
@@ -207,8 +214,14 @@ def test_temporaries_that_die_during_flattening_are_not_taken_for_one_another():
 
 
 def test_containers_keep_the_callers_types_and_order():
-    Point = namedtuple("Point", "x y")  # noqa: PYI024
-    state = {"point": Point(1, torch.ones(2)), "size": torch.Size([2, 3]), "counter": Counter("aab"), "z": 1, "a": 2}
+    Point = namedtuple("Point", "x y")
+    state = {
+        "point": Point(1, torch.ones(2)),
+        "size": torch.Size([2, 3]),
+        "counter": Counter("aab"),
+        "z": 1,
+        "a": 2,
+    }
     back = {
         "a": 0,
         "z": 0,
