@@ -57,7 +57,8 @@ class RegistryCluster:
             for i in range(count)
         )
         self.config = Config(
-            **{"cluster_id": "test", "node_id": "node-0", "voters": self.voters, "raft_key_file": key} | values
+            **{"cluster_id": "test", "node_id": "node-0", "voters": self.voters, "raft_key_file": key}
+            | values
         )
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 

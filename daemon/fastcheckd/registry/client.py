@@ -88,9 +88,7 @@ class RegistryClient:
         self, request: registry_pb2.LookupRequest, timeout_s: float
     ) -> registry_pb2.LookupResponse:
         """The newest or the asked-for committed step."""
-        return await self._call(
-            "Lookup", registry_pb2.LookupResponse, request, timeout_s
-        )
+        return await self._call("Lookup", registry_pb2.LookupResponse, request, timeout_s)
 
     async def list_job_steps(
         self, request: registry_pb2.ListJobStepsRequest, timeout_s: float

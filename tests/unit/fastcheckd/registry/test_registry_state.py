@@ -47,7 +47,7 @@ def open_rank(job="gpt", rank=0, world_size=2, client="c0", node=("n0", 1)):
     }
 
 
-def record(rank, session, owner, holders, state_bytes=100, digest="ab" * 16):
+def record(rank, session, owner, holders, state_bytes=100, *, digest="ab" * 16):
     half = state_bytes // 2
     shards = [(0, half), (half, state_bytes - half)] if half else [(0, state_bytes)]
     return {
@@ -252,7 +252,9 @@ def test_nodes_and_jobs_are_bounded_and_numbers_never_come_back():
     for i in range(JOBS_MAX - 1):
         apply(state, open_rank(job=f"job-{i}"))
     apply(state, open_rank(job="job-7", client="again"))
-    assert apply(state, open_rank(job="one-more"))["session"] == 3, "job gpt, oldest without a step, made room"
+    assert apply(state, open_rank(job="one-more"))["session"] == 3, (
+        "job gpt, oldest without a step, made room"
+    )
     assert "gpt" not in state["jobs"] and len(state["jobs"]) == JOBS_MAX
 
 
@@ -302,9 +304,9 @@ def test_no_sequence_of_commands_raises_or_goes_back(sequence):
     state = cluster()
     replica = restore(snapshot(state))
     committed = {}
-    for command, seq in sequence:
-        if isinstance(command, dict):
-            command = command | {"client_id": "p", "seq": seq}
+    for given_command, seq in sequence:
+        numbered = {"client_id": "p", "seq": seq}
+        command = given_command | numbered if isinstance(given_command, dict) else given_command
         newest = state["jobs"]["gpt"]["newest"]
         epoch, version = state["epoch"], state["version"]
         result = apply(state, command)
