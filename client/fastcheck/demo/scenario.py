@@ -156,13 +156,10 @@ class Demo:
             cluster.start(node_id, timeout_s=_UP_TIMEOUT_S)
             watch.calm()
             view.lost_node = None
-            restarted_at_s = time.monotonic()
             for each in range(NODES):
                 group.begin(each)
             self._to_the_end(group, after, progress)
-        return node_id, Timeline(
-            killed_at_s=killed_at_s, detected_at_s=detected_at_s, restarted_at_s=restarted_at_s
-        )
+        return node_id, Timeline(killed_at_s=killed_at_s, detected_at_s=detected_at_s)
 
     def _choose_victim(self, cluster: LocalCluster, address: str) -> str:
         with AdminClient(address) as client:
@@ -209,7 +206,7 @@ class Demo:
         match event["event"]:
             case "step" if event["rank"] == 0:
                 self._display.step(progress, event["step"], float.fromhex(event["loss"]))
-            case "saved":
+            case "saved" if event["committed"]:
                 progress.committed = max(record.committed_step, progress.committed or 0)
             case "loaded" if event["step"] is not None:
                 self._display.tell(
