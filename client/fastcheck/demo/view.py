@@ -62,7 +62,8 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 def render(view: DemoView) -> RenderableType:
     """The whole screen."""
-    parts: list[RenderableType] = [_nodes(view), Text(), _runs(view), Text(), _story(view)]
+    parts: list[RenderableType] = [_nodes(view), Text()] if view.nodes else []
+    parts += [_runs(view), Text(), _story(view)]
     return Panel(Group(*parts), title=view.title, title_align="left", border_style="cyan", box=box.ROUNDED)
 
 
