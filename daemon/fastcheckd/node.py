@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import stat
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +29,7 @@ from fastcheck_proto.v1 import (
 from .agent import Agent
 from .config import Config
 from .counters import Counters
-from .errors import ConfigError
+from .errors import ConfigError, StoreError
 from .identity import Identity
 from .registry.client import RegistryClient
 from .registry.server import RegistryServer
@@ -50,6 +51,9 @@ from .transfer.tickets import TicketOffice
 from .view import ViewFollower
 
 logger = logging.getLogger(__name__)
+
+#: How long a data process that was just started tries to get its RAM directory.
+STORE_PATIENCE_S = 2.0
 
 
 # --- the three processes ----------------------------------------------------------------------------
@@ -149,9 +153,7 @@ async def run_data(config: Config) -> None:
     """The data process; returns after SIGTERM."""
     stopping = _stop_signal()
     counters = Counters()
-    store = await asyncio.to_thread(
-        RamStore.open, config.ram_dir, budget_bytes=config.ram_budget_bytes, counters=counters
-    )
+    store = await _open_store(config, counters)
     rooms = _DataRooms(config, store, counters)
     far = grpc.aio.server(options=SERVER_OPTIONS)
     peer_pb2_grpc.add_PeerServiceServicer_to_server(rooms.peer_service, far)
@@ -172,6 +174,20 @@ async def run_data(config: Config) -> None:
             await asyncio.gather(following, return_exceptions=True)
     finally:
         await rooms.close()
+
+
+async def _open_store(config: Config, counters: Counters) -> RamStore:
+    """Take over the RAM directory, giving a process that is just ending a moment to let go of it."""
+    give_up_at = time.monotonic() + STORE_PATIENCE_S
+    while True:
+        try:
+            return await asyncio.to_thread(
+                RamStore.open, config.ram_dir, budget_bytes=config.ram_budget_bytes, counters=counters
+            )
+        except StoreError as error:
+            if time.monotonic() > give_up_at:
+                raise ConfigError(str(error)) from error
+        await asyncio.sleep(STORE_PATIENCE_S / 10)
 
 
 async def run_registry(config: Config) -> None:

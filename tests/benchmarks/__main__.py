@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from fastcheck.admin import AdminClient
-from fastcheck.local import LocalCluster
 
 from fastcheck import Checkpointer
+from fastcheck.admin import AdminClient
+from fastcheck.local import LocalCluster
 
 from .limits import FramedTcp, Memcpy
 from .machine import describe

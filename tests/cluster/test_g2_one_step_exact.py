@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.cluster.harness import Job, assert_same, counters, make_state, replicas_on_disk
 
 from fastcheck import Checkpointer, LostError, StateMismatchError, StepNotFoundError, WorldSizeError
 from fastcheck_proto.v1 import store_pb2
-
-from .conftest import Job, assert_same, counters, make_state, replicas_on_disk
 
 
 def test_nothing_committed_is_none_and_a_missing_step_is_an_error(make_cluster):

@@ -2,10 +2,9 @@
 
 import psutil
 import pytest
+from tests.cluster.harness import Job, leader, node_states, paused, process_of, until
 
 from fastcheck import FencedError, NotNewerError
-
-from .conftest import Job, leader, node_states, paused, process_of, until
 
 
 def test_the_leader_dies_again_and_again_while_steps_are_committed(make_cluster):

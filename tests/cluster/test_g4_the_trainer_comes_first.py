@@ -4,11 +4,10 @@ import threading
 import time
 
 import pytest
-from fastcheck.admin import AdminClient
+from tests.cluster.harness import Job, counters, make_state, paused, process_of
 
 from fastcheck import Checkpointer, DaemonUnavailableError, FastCheckError, OutOfMemoryError
-
-from .conftest import Job, counters, make_state, paused, process_of
+from fastcheck.admin import AdminClient
 
 
 def test_the_daemon_dies_during_a_save_and_training_goes_on(make_cluster):

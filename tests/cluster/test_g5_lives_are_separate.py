@@ -5,7 +5,7 @@ import subprocess
 import sys
 import textwrap
 
-from .conftest import Job, counters, node_states, paused, process_of, until
+from tests.cluster.harness import Job, counters, node_states, paused, process_of, until
 
 
 def test_a_killed_and_restarted_node_adopts_its_ram_and_loads_from_it(make_cluster):
@@ -40,7 +40,7 @@ def test_a_trainer_killed_after_save_returned_has_lost_nothing(make_cluster):
         """
         import os, signal, sys
         from fastcheck import Checkpointer
-        from tests.cluster.conftest import make_state
+        from tests.cluster.harness import make_state
         ckpt = Checkpointer("gpt", rank=0, world_size=1, address=sys.argv[1])
         ckpt.save(1, make_state(7, 1, 0))
         os.kill(os.getpid(), signal.SIGKILL)

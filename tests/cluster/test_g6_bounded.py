@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .conftest import Job, counters, node_states, replicas_on_disk, until
+from tests.cluster.harness import Job, counters, node_states, replicas_on_disk, until
 
 
 def ram(cluster, node):

@@ -51,8 +51,10 @@ class HeartbeatSender:
         async with grpc.aio.insecure_channel(voter.registry_address, options=CHANNEL_OPTIONS) as channel:
             stub = registry_pb2_grpc.RegistryServiceStub(channel)
             while True:
-                while not (incarnation := self._snapshot().node.incarnation):
+                incarnation = self._snapshot().node.incarnation
+                if not incarnation:
                     await asyncio.sleep(self._config.heartbeat_interval_s)
+                    continue
                 # One stream, one life: no late answer about the last life can end the next one.
                 call = stub.Heartbeat(self._beats(incarnation))
                 try:

@@ -57,76 +57,83 @@ class RegistryClient:
         self, request: registry_pb2.RegisterRequest, timeout_s: float
     ) -> registry_pb2.RegisterResponse:
         """Start a new life."""
-        return await self._call("Register", request, timeout_s)
+        return await self._call("Register", registry_pb2.RegisterResponse, request, timeout_s)
 
     async def leave(self, request: registry_pb2.LeaveRequest, timeout_s: float) -> registry_pb2.LeaveResponse:
         """Leave in good order."""
-        return await self._call("Leave", request, timeout_s)
+        return await self._call("Leave", registry_pb2.LeaveResponse, request, timeout_s)
 
     async def open_rank(
         self, request: registry_pb2.OpenRankRequest, timeout_s: float
     ) -> registry_pb2.OpenRankResponse:
         """Take a rank's place."""
-        return await self._call("OpenRank", request, timeout_s)
+        return await self._call("OpenRank", registry_pb2.OpenRankResponse, request, timeout_s)
 
     async def place(self, request: registry_pb2.PlaceRequest, timeout_s: float) -> registry_pb2.PlaceResponse:
         """Ask for holders."""
-        return await self._call("Place", request, timeout_s)
+        return await self._call("Place", registry_pb2.PlaceResponse, request, timeout_s)
 
     async def report(
         self, request: registry_pb2.ReportRequest, timeout_s: float
     ) -> registry_pb2.ReportResponse:
-        """Report a rank as replicated; WAITING comes after `request.wait_s`, in any case before `timeout_s`."""
+        """Report a rank as replicated; WAITING comes after `request.wait_s`, or before `timeout_s` is up."""
         patient = registry_pb2.ReportRequest()
         patient.CopyFrom(request)
         patient.wait_s = max(0.0, min(request.wait_s, timeout_s - BACKOFF_S_MAX))
-        return await self._call("Report", patient, timeout_s, attempt_s=patient.wait_s + ATTEMPT_S)
+        return await self._call(
+            "Report", registry_pb2.ReportResponse, patient, timeout_s, attempt_s=patient.wait_s + ATTEMPT_S
+        )
 
     async def lookup(
         self, request: registry_pb2.LookupRequest, timeout_s: float
     ) -> registry_pb2.LookupResponse:
         """The newest or the asked-for committed step."""
-        return await self._call("Lookup", request, timeout_s, attempt_s=2 * ATTEMPT_S)
+        return await self._call("Lookup", registry_pb2.LookupResponse, request, timeout_s)
 
     async def list_job_steps(
         self, request: registry_pb2.ListJobStepsRequest, timeout_s: float
     ) -> registry_pb2.ListJobStepsResponse:
         """A job's steps, committed or under way."""
-        return await self._call("ListJobSteps", request, timeout_s)
+        return await self._call("ListJobSteps", registry_pb2.ListJobStepsResponse, request, timeout_s)
 
     async def list_jobs(
         self, request: registry_pb2.ListJobsRequest, timeout_s: float
     ) -> registry_pb2.ListJobsResponse:
         """All jobs."""
-        return await self._call("ListJobs", request, timeout_s)
+        return await self._call("ListJobs", registry_pb2.ListJobsResponse, request, timeout_s)
 
     async def view(self, timeout_s: float) -> registry_pb2.ClusterView:
         """The cluster as the leader sees it or, without a leader, as any voter does (see `has_leader`)."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         request = registry_pb2.GetViewRequest()
-        view: registry_pb2.ClusterView = (await self._call("GetView", request, timeout_s)).view
+        view = (await self._call("GetView", registry_pb2.GetViewResponse, request, timeout_s)).view
         leader = self._by_node.get(view.leader)
         if leader is None or leader == self._leader:
             return view
         self._leader = leader
         try:
-            return (await self._call("GetView", request, deadline - loop.time())).view
+            return (
+                await self._call("GetView", registry_pb2.GetViewResponse, request, deadline - loop.time())
+            ).view
         except NoQuorumError:
             return view
 
     async def _call(
-        self, method: str, request: Any, timeout_s: float, *, attempt_s: float = ATTEMPT_S
-    ) -> Any:
+        self, method: str, _kind: type[R], request: Any, timeout_s: float, *, attempt_s: float | None = None
+    ) -> R:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         address = self._leader
         backoff_s = BACKOFF_S_MIN
         problem = "there was no time to ask"
+        if attempt_s is None:
+            # Short of time, a hung voter must leave some for the others.
+            attempt_s = min(ATTEMPT_S, max(0.4, timeout_s / 3))
         while (left_s := deadline - loop.time()) > 0:
             call = getattr(registry_pb2_grpc.RegistryServiceStub(self._channel(address)), method)
             try:
-                response = await call(request, timeout=min(left_s, attempt_s))
+                response: R = await call(request, timeout=min(left_s, attempt_s))
             except grpc.aio.AioRpcError as error:
                 trailing = dict(error.trailing_metadata() or ())
                 reason = trailing.get(ERROR_METADATA_KEY)

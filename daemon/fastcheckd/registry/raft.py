@@ -250,7 +250,7 @@ class Raft:
                 f"the registry log {self._folder / 'log'} is gone: a voter without its log would vote and "
                 "acknowledge as if for the first time, and committed steps could be lost. If other voters "
                 f"are healthy, move {self._folder} away and give this voter a new raft_address in "
-                "every node's 'voters'; only when the whole cluster starts over, delete the folder on all voters"
+                "every node's 'voters'; only when the whole cluster starts over, delete it on all voters"
             )
 
     def _read_secret(self) -> bytes:

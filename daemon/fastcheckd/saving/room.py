@@ -64,6 +64,8 @@ class SavingRoom:
         self._counters = counters
         self._replicator = replicator
         self._sessions: dict[tuple[str, int], int] = {}
+        #: Newest step of a job that was committed from here: the view may lag behind it.
+        self._committed: dict[str, int] = {}
         self._reserved: dict[str, Save] = {}
         self._saves: dict[tuple[str, int], list[Save]] = {}
         self._spares: set[asyncio.Task[None]] = set()
@@ -122,8 +124,8 @@ class SavingRoom:
         return save, waited_s
 
     def _check_newer(self, request: tpb.BeginSaveRequest) -> None:
-        newest = self._view.newest_step(request.job)
-        if newest is not None and request.step <= newest:
+        newest = max(self._view.newest_step(request.job) or -1, self._committed.get(request.job, -1))
+        if request.step <= newest:
             raise NotNewerError(
                 f"step {request.step} of job {request.job!r} is not newer than its newest committed step {newest}; "
                 "save a later step, or use another job name for a run of its own"
@@ -235,6 +237,7 @@ class SavingRoom:
             return
         if error is None:
             self._counters.add("saves_committed")
+            self._committed[save.key.job] = max(save.key.step, self._committed.get(save.key.job, -1))
             save.advance(tpb.SAVE_STATE_COMMITTED)
         else:
             self._counters.add("saves_failed")

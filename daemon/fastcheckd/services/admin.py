@@ -74,9 +74,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._peers = peers
 
     @answers
-    async def Status(
-        self, request: admin_pb2.StatusRequest, context: Context
-    ) -> admin_pb2.StatusResponse:
+    async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusResponse:
         """One answer to "is it well, and if not, why". Without a registry it says just that."""
         try:
             view = await self._registry.view(CALL_TIMEOUT_S)
@@ -94,17 +92,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         )
 
     @answers
-    async def Nodes(
-        self, request: admin_pb2.NodesRequest, context: Context
-    ) -> admin_pb2.NodesResponse:
+    async def Nodes(self, request: admin_pb2.NodesRequest, context: Context) -> admin_pb2.NodesResponse:
         """All members, with the counters of those that answered."""
         view = await self._registry.view(CALL_TIMEOUT_S)
         return admin_pb2.NodesResponse(nodes=reports.node_reports(view, await self._stats(view)))
 
     @answers
-    async def Jobs(
-        self, request: admin_pb2.JobsRequest, context: Context
-    ) -> admin_pb2.JobsResponse:
+    async def Jobs(self, request: admin_pb2.JobsRequest, context: Context) -> admin_pb2.JobsResponse:
         """All jobs and the steps kept of each."""
         listed = await self._registry.list_jobs(registry_pb2.ListJobsRequest(), CALL_TIMEOUT_S)
         return admin_pb2.JobsResponse(jobs=listed.jobs)
@@ -143,9 +137,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         )
 
     @answers
-    async def Inspect(
-        self, request: admin_pb2.InspectRequest, context: Context
-    ) -> admin_pb2.InspectResponse:
+    async def Inspect(self, request: admin_pb2.InspectRequest, context: Context) -> admin_pb2.InspectResponse:
         """One committed step: its record and where its shards lie."""
         view = await self._registry.view(CALL_TIMEOUT_S)
         record = await self._record(_job(request.job), request.step)

@@ -102,7 +102,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
         return result
 
     @answers
-    async def Register(  # noqa: N802
+    async def Register(
         self, request: registry_pb2.RegisterRequest, context: Context
     ) -> registry_pb2.RegisterResponse:
         """A node starts a new life."""
@@ -128,9 +128,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
         return registry_pb2.RegisterResponse(incarnation=result["incarnation"], epoch=result["epoch"])
 
     @answers
-    async def Leave(  # noqa: N802
-        self, request: registry_pb2.LeaveRequest, context: Context
-    ) -> registry_pb2.LeaveResponse:
+    async def Leave(self, request: registry_pb2.LeaveRequest, context: Context) -> registry_pb2.LeaveResponse:
         """A node leaves in good order."""
         with _checking():
             node = records.node_ref(wire.node_ref(request.node), "the node")
@@ -139,7 +137,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
         return registry_pb2.LeaveResponse()
 
     @answers
-    async def OpenRank(  # noqa: N802
+    async def OpenRank(
         self, request: registry_pb2.OpenRankRequest, context: Context
     ) -> registry_pb2.OpenRankResponse:
         """A process takes a rank's place."""
@@ -162,9 +160,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
         return registry_pb2.OpenRankResponse(session=result["session"])
 
     @answers
-    async def Place(  # noqa: N802
-        self, request: registry_pb2.PlaceRequest, context: Context
-    ) -> registry_pb2.PlaceResponse:
+    async def Place(self, request: registry_pb2.PlaceRequest, context: Context) -> registry_pb2.PlaceResponse:
         """Name the holders of a rank's shards."""
         with _checking():
             _check_rank_of(request.job, request.rank, request.world_size)
@@ -204,7 +200,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
         return response
 
     @answers
-    async def Report(  # noqa: N802
+    async def Report(
         self, request: registry_pb2.ReportRequest, context: Context
     ) -> registry_pb2.ReportResponse:
         """A rank is replicated; wait for its step."""
@@ -222,7 +218,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
         return await self._reports.report(request.job, request.step, request.world_size, record, wait_s)
 
     @answers
-    async def Lookup(  # noqa: N802
+    async def Lookup(
         self, request: registry_pb2.LookupRequest, context: Context
     ) -> registry_pb2.LookupResponse:
         """The newest or the asked-for committed step, current as of this call."""
@@ -245,7 +241,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
         return self._raft.read(find)
 
     @answers
-    async def ListJobSteps(  # noqa: N802
+    async def ListJobSteps(
         self, request: registry_pb2.ListJobStepsRequest, context: Context
     ) -> registry_pb2.ListJobStepsResponse:
         """Committed steps and those under way."""
@@ -288,7 +284,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
     # Calls that every voter answers
 
     @answers
-    async def ListJobs(  # noqa: N802
+    async def ListJobs(
         self, request: registry_pb2.ListJobsRequest, context: Context
     ) -> registry_pb2.ListJobsResponse:
         """All jobs, as applied here."""
@@ -296,7 +292,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
         return registry_pb2.ListJobsResponse(jobs=jobs)
 
     @answers
-    async def GetView(  # noqa: N802
+    async def GetView(
         self, request: registry_pb2.GetViewRequest, context: Context
     ) -> registry_pb2.GetViewResponse:
         """The cluster, as applied here."""
@@ -315,7 +311,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
             )
         )
 
-    async def WatchView(  # noqa: N802
+    async def WatchView(
         self, request: registry_pb2.WatchViewRequest, context: Context
     ) -> AsyncIterator[registry_pb2.WatchViewResponse]:
         """The view now, after every change, and once in a while."""
@@ -331,7 +327,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
                     self._shared_view = None
                 await asyncio.sleep(VIEW_MERGE_S)
 
-    async def Heartbeat(  # noqa: N802
+    async def Heartbeat(
         self, request_iterator: AsyncIterator[registry_pb2.HeartbeatRequest], context: Context
     ) -> AsyncIterator[registry_pb2.HeartbeatResponse]:
         """Note every sign of life; answer with news, or once in a while."""

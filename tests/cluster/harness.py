@@ -1,0 +1,152 @@
+"""Jobs on real clusters, and how to look at and hurt a node: what the cluster tests have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from fastcheck import Checkpointer, SaveHandle
+from fastcheck.admin import AdminClient
+from fastcheck.local import LocalCluster
+
+DEADLINE_S = 60.0
+
+
+def until(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
+    """Wait for a condition; its value when it holds."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {timeout_s:g} s in vain for {what}")
+        time.sleep(0.05)
+    return value
+
+
+def make_state(seed: int, step: int, rank: int, megabytes: float = 1.0) -> dict[str, Any]:
+    """A rank's state whose every bit follows from (seed, step, rank)."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step * 1009 + rank)
+    count = max(1, int(megabytes * 262144) // 4)
+    tensors = {f"layer{i}": torch.randn(count, generator=generator) for i in range(4)}
+    return {"model": tensors, "bits": torch.randint(0, 2**31, (7,), generator=generator), "step": step}
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Bit for bit."""
+    assert found["step"] == wanted["step"]
+    assert torch.equal(found["bits"], wanted["bits"])
+    for name, tensor in wanted["model"].items():
+        assert torch.equal(found["model"][name].view(torch.int32), tensor.view(torch.int32)), name
+
+
+class Job:
+    """All ranks of a job, one per node unless said otherwise."""
+
+    def __init__(
+        self, cluster: LocalCluster, nodes: list[str], name: str = "gpt", megabytes: float = 1.0
+    ) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.megabytes = megabytes
+        self.nodes = list(nodes)
+        self.ranks: list[Checkpointer] = []
+        self.start()
+
+    @property
+    def world_size(self) -> int:
+        return len(self.nodes)
+
+    def start(self, nodes: list[str] | None = None) -> None:
+        """All trainers start anew, on other nodes if given."""
+        self.stop()
+        self.nodes = list(nodes or self.nodes)
+        self.ranks = [self.trainer(rank) for rank in range(self.world_size)]
+
+    def trainer(self, rank: int, node: str | None = None) -> Checkpointer:
+        """One trainer process' Checkpointer."""
+        address = self.cluster.address(node or self.nodes[rank])
+        return Checkpointer(self.name, rank=rank, world_size=self.world_size, address=address)
+
+    def state(self, step: int, rank: int) -> dict[str, Any]:
+        return make_state(7, step, rank, self.megabytes)
+
+    def save(self, step: int) -> list[SaveHandle]:
+        """Every rank saves; returns without waiting for the commit."""
+        return [ckpt.save(step, self.state(step, rank)) for rank, ckpt in enumerate(self.ranks)]
+
+    def commit(self, step: int) -> None:
+        """Every rank saves and the step is committed."""
+        for handle in self.save(step):
+            handle.result(timeout=DEADLINE_S)
+
+    def load(self, step: int | None = None) -> int | None:
+        """Every rank loads; all got the same step, bit for bit what that step saved."""
+        loaded = set()
+        for rank, ckpt in enumerate(self.ranks):
+            state = make_state(99, 0, rank, self.megabytes)
+            loaded.add(ckpt.load(state, step=step))
+            if (got := next(iter(loaded))) is not None:
+                assert_same(state, self.state(got, rank))
+        assert len(loaded) == 1
+        return loaded.pop()
+
+    def stop(self) -> None:
+        for ckpt in self.ranks:
+            ckpt.close()
+        self.ranks = []
+
+
+def counters(cluster: LocalCluster, node: str) -> dict[str, int]:
+    """What the node's data process has counted."""
+    with AdminClient(cluster.address(node), timeout_s=5) as admin:
+        found: dict[str, int] = next(n for n in admin.nodes()["nodes"] if n["node_id"] == node)["counters"]
+    return found
+
+
+def node_states(cluster: LocalCluster, ask: str) -> dict[str, str]:
+    """The registry's view of all nodes, asked through one of them."""
+    with AdminClient(cluster.address(ask), timeout_s=5) as admin:
+        return {n["node_id"]: n["state"] for n in admin.nodes()["nodes"]}
+
+
+def leader(cluster: LocalCluster, ask: str) -> str:
+    """Node id of the registry's leader."""
+    with AdminClient(cluster.address(ask), timeout_s=5) as admin:
+        return str(admin.status()["leader"])
+
+
+def process_of(cluster: LocalCluster, node: str, kind: str) -> psutil.Process:
+    """The node's `data` or `registry` process."""
+    for pid in cluster.pids(node):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.cmdline()[-2:] == ["child", kind]:
+                return process
+    raise AssertionError(f"{node} has no {kind} process")
+
+
+@contextlib.contextmanager
+def paused(*processes: psutil.Process) -> Iterator[None]:
+    """SIGSTOP for as long as the context lasts."""
+    for process in processes:
+        os.kill(process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)
+
+
+def replicas_on_disk(cluster: LocalCluster, node: str) -> list[Path]:
+    """Manifest files in a node's RAM directory."""
+    ram_dir = next(n["ram_dir"] for n in cluster.status()["nodes"] if n["node_id"] == node)
+    return sorted(Path(ram_dir).glob("manifests/*/*.shard"))

@@ -1,0 +1,124 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastcheckd.registry.collector import SHOWN_S, STALE_AFTER_S, STEPS_MAX, Collector, WorldSizeConflictError
+
+
+def record(rank, session=1, mark="x"):
+    return {"rank": rank, "session": session, "state_bytes": 10, "shards": mark}
+
+
+def report(collector, step, rank, now=0.0, session=1, world_size=2, mark="x"):
+    return collector.report("gpt", step, world_size, record(rank, session, mark), now)
+
+
+def ready(collector, now=0.0):
+    step = collector.next_commit("gpt", now)
+    return None if step is None else step.step
+
+
+def test_a_step_is_ready_when_its_last_rank_is_in():
+    c = Collector()
+    report(c, 1, 0)
+    assert ready(c) is None
+    report(c, 1, 1)
+    assert ready(c) == 1
+    assert c.committed("gpt", 1) == [] and ready(c) is None and c.jobs() == []
+
+
+def test_the_newest_report_of_a_rank_wins_but_not_one_of_an_older_session():
+    c = Collector()
+    report(c, 1, 0, session=2, mark="new")
+    report(c, 1, 0, session=1, mark="old")
+    report(c, 1, 1)
+    assert c.next_commit("gpt", 0).reports[0]["shards"] == "new"
+    report(c, 1, 0, session=2, mark="newer")
+    assert c.next_commit("gpt", 0).reports[0]["shards"] == "newer"
+
+
+def test_a_newer_step_waits_for_an_older_one_that_makes_progress():
+    c = Collector()
+    report(c, 1, 0, now=0)
+    for rank in (0, 1):
+        report(c, 2, rank, now=1)
+    assert ready(c, now=2) is None
+    report(c, 1, 0, now=4)  # the same again is no progress
+    assert ready(c, now=STALE_AFTER_S - 0.1) is None
+    assert ready(c, now=STALE_AFTER_S) == 2
+    report(c, 1, 1, now=4.5)
+    assert ready(c, now=4.5) == 1, "older first"
+    assert c.committed("gpt", 2) == [1]
+
+
+def test_a_placed_step_without_reports_holds_nobody_up():
+    c = Collector()
+    c.placed("gpt", 1, world_size=2, rank=0, state_bytes=7, now=0)
+    for rank in (0, 1):
+        report(c, 2, rank)
+    assert ready(c) == 2
+    assert [(s.step, len(s.reports)) for s in c.under_way("gpt", 1)] == [(1, 0), (2, 2)]
+    c.expire(SHOWN_S)
+    assert c.jobs() == []
+
+
+def test_a_new_session_voids_the_reports_of_the_one_before():
+    c = Collector()
+    report(c, 1, 0, session=1)
+    report(c, 1, 1, session=2)
+    report(c, 2, 0, session=3)
+    assert c.opened("gpt", 1, 4) == [1]
+    assert ready(c) is None
+    report(c, 2, 1, session=4)
+    assert ready(c) == 2, "step 1 lost a rank: nobody waits for it"
+
+
+def test_refused_ranks_have_to_report_again():
+    c = Collector()
+    for rank in (0, 1):
+        report(c, 1, rank)
+    c.drop("gpt", 1, [1])
+    assert ready(c) is None
+    report(c, 1, 1)
+    assert ready(c) == 1
+    gone = c.recheck(lambda job, world_size, r: {"code": "HOLDER_LOST"} if r["rank"] == 0 else None)
+    assert gone == [("gpt", 1, 0, {"code": "HOLDER_LOST"})] and ready(c) is None
+
+
+def test_world_sizes_do_not_mix():
+    c = Collector()
+    report(c, 1, 0, session=5)
+    with pytest.raises(WorldSizeConflictError):
+        report(c, 1, 1, session=4, world_size=3)
+    report(c, 1, 0, session=6, world_size=1)
+    assert ready(c) == 1
+
+
+def test_steps_under_way_are_bounded():
+    c = Collector()
+    for step in range(STEPS_MAX):
+        assert report(c, step, 0) == []
+    assert report(c, STEPS_MAX, 0) == [0]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["report", "open", "tick"]), st.integers(1, 4), st.integers(0, 2)),
+        max_size=40,
+    )
+)
+def test_commits_come_in_order_and_only_from_current_sessions(events):
+    c, now, committed = Collector(), 0.0, []
+    session = dict.fromkeys(range(3), 1)
+    for kind, step, rank in events:
+        now += 0.5
+        if kind == "report" and step > max(committed, default=0):
+            report(c, step, rank, now, session[rank], world_size=3)
+        elif kind == "open":
+            session[rank] = max(session.values()) + 1
+            c.opened("gpt", rank, session[rank])
+        while (plan := c.next_commit("gpt", now)) is not None:
+            assert {r: rec["session"] for r, rec in plan.reports.items()} == session
+            assert all(old < plan.step for old in committed)
+            assert all(old < plan.step for old in c.committed("gpt", plan.step))
+            committed.append(plan.step)
