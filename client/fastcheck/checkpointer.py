@@ -166,7 +166,9 @@ class Checkpointer:
         handle._stage(staged.waited_s, staged.stage_s)
         watch = pb.WatchSaveRequest(job=self.job, rank=self.rank, session=session, step=handle.step)
         self._followers = [f for f in self._followers if f.thread.is_alive()]
-        self._followers.append(Follower(handle, self._daemon, watch, self._closing, self._ended))
+        self._followers.append(
+            Follower(handle, self._daemon, watch, self._closing, self._ended, self._transport.warm)
+        )
 
     def _ended(self, handle: SaveHandle) -> None:
         error = handle.exception()

@@ -69,7 +69,7 @@ class SavingRoom:
         self._committed: dict[str, int] = {}
         self._reserved: dict[str, Save] = {}
         self._saves: dict[tuple[str, int], list[Save]] = {}
-        self._spares: set[asyncio.Task[None]] = set()
+        self._spares: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     # --- sessions --------------------------------------------------------------------------------
 
@@ -219,9 +219,10 @@ class SavingRoom:
         save.moved()
         save.advance(tpb.SAVE_STATE_STAGED)
         save.task = asyncio.create_task(self._run(save), name=f"save-{save.key}")
-        spares = asyncio.create_task(self._make_spares(save), name=f"spares-{save.key}")
-        self._spares.add(spares)
-        spares.add_done_callback(self._spares.discard)
+        earlier = self._spares.get((save.key.job, save.key.rank))
+        if earlier is None or earlier.done():
+            making = asyncio.create_task(self._make_spares(save), name=f"spares-{save.key}")
+            self._spares[save.key.job, save.key.rank] = making
 
     async def _run(self, save: Save) -> None:
         try:
@@ -305,9 +306,10 @@ class SavingRoom:
     async def stop(self) -> None:
         """Cancel what is under way; staged steps with manifests are resumed by the next process."""
         tasks = [s.task for saves in self._saves.values() for s in saves if s.task is not None]
-        for task in [*tasks, *self._spares]:
+        tasks += self._spares.values()
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *self._spares, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _complete(manifests: Iterable[pb.ShardManifest]) -> bool:

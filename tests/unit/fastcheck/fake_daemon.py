@@ -73,7 +73,7 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
         self.auto_commit = auto_commit
         self.refuse: dict[str, tuple[int, str]] = {}
         self.calls: list[str] = []
-        self.spare: pb.SegmentRef | None = None
+        self.spares: list[pb.SegmentRef] = []
         self.after_ready = lambda: None
         self._stopping = threading.Event()
         self._server = grpc.server(ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
@@ -139,7 +139,7 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
     def _seal(self, saved: Saved, seal) -> None:
         saved.header_offset, saved.header_bytes = seal.header_offset, seal.header_bytes
         saved.sealed = True
-        saved.watch.append(pb.WatchSaveResponse(state=pb.SAVE_STATE_STAGED))
+        saved.watch.append(pb.WatchSaveResponse(state=pb.SAVE_STATE_STAGED, spares=self.spares))
         if self.auto_commit:
             self.memory.commit(saved.request.step)
 
@@ -147,7 +147,7 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
         self._enter("BeginSave", context)
         save_id, saved = self._begin(request)
         segment = pb.SegmentRef(path=str(saved.path), bytes=saved.path.stat().st_size)
-        return pb.BeginSaveResponse(save_id=save_id, segment=segment, spare=self.spare, waited_s=0.25)
+        return pb.BeginSaveResponse(save_id=save_id, segment=segment, waited_s=0.25)
 
     def SealSave(self, request, context):
         self._enter("SealSave", context)

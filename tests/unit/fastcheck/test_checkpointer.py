@@ -197,15 +197,15 @@ def test_mappings_are_bounded(daemon, ckpt):
     assert len(ckpt._transport._cache._segments) == 8
 
 
-def test_the_spare_segment_is_mapped_ahead(daemon, ckpt, tmp_path):
-    spare = tmp_path / "spare.seg"
-    spare.write_bytes(b"\x11" * 8192)
-    daemon.spare = trainer_pb2.SegmentRef(path=str(spare), bytes=8192)
+def test_spare_segments_are_mapped_ahead(daemon, ckpt, tmp_path):
+    files = [tmp_path / f"spare{i}.seg" for i in range(2)]
+    for file in files:
+        file.write_bytes(b"\x11" * 8192)
+    gone = trainer_pb2.SegmentRef(path=str(tmp_path / "gone.seg"), bytes=8192)
+    daemon.spares = [gone, *(trainer_pb2.SegmentRef(path=str(f), bytes=8192) for f in files)]
     ckpt.save(1, make_state()).result(timeout=10)
-    assert str(spare) in ckpt._transport._cache._segments
-    assert spare.read_bytes() == b"\x11" * 8192
-    daemon.spare = trainer_pb2.SegmentRef(path=str(tmp_path / "gone.seg"), bytes=8192)
-    assert ckpt.save(2, make_state()).result(timeout=10).committed
+    assert {str(f) for f in files} <= set(ckpt._transport._cache._segments)
+    assert all(file.read_bytes() == b"\x11" * 8192 for file in files)
 
 
 # What the caller gets wrong raises at once.
