@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -33,7 +34,10 @@ from fastcheck import (
     WorldSizeError,
     errors,
 )
+from fastcheck import connection as connection_module
+from fastcheck import daemon as daemon_module
 from fastcheck import following as following_module
+from fastcheck.segments import Segment
 from fastcheck.state.flatten import flatten
 from fastcheck_proto.v1 import common_pb2, trainer_pb2
 
@@ -206,6 +210,56 @@ def test_the_spare_segment_is_mapped_ahead(daemon, ckpt, tmp_path):
     assert spare.read_bytes() == b"\x11" * 8192
     daemon.spare = trainer_pb2.SegmentRef(path=str(tmp_path / "gone.seg"), bytes=8192)
     assert ckpt.save(2, make_state()).result(timeout=10).committed
+
+
+@pytest.fixture
+def releases(monkeypatch):
+    """What each unmapping of a loaded segment returned: True when nothing viewed it any more."""
+    seen: list[bool] = []
+    release = Segment.release
+
+    def spy(self):
+        seen.append(release(self))
+        return seen[-1]
+
+    monkeypatch.setattr(Segment, "release", spy)
+    return seen
+
+
+def test_nothing_views_the_segment_after_a_load(ckpt, releases):
+    def make():
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        optimizer = torch.optim.AdamW(net.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        net(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        return {"net": net, "optimizer": optimizer, "scheduler": scheduler, "list": [torch.ones(3), 1]}
+
+    ckpt.save(1, make()).result(timeout=10)
+    assert ckpt.load(make()) == 1
+    assert releases == [True]
+
+
+class Hides(torch.nn.Module):
+    """Keeps what it is given where nobody looks."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((5000,), 3.0))
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        self.hidden = state_dict[prefix + "weight"]
+
+
+def test_a_view_that_was_hidden_does_not_change_when_the_segment_is_reused(daemon, ckpt, releases):
+    ckpt.save(1, {"m": Hides()}).result(timeout=10)
+    module = Hides()
+    ckpt.load({"m": module})
+    assert releases == [False]
+    path = daemon.memory.by_step(1).path
+    with path.open("r+b") as file:
+        file.write(b"\xa5" * path.stat().st_size)
+    assert module.hidden.eq(3).all()
 
 
 # What the caller gets wrong raises at once.
@@ -426,6 +480,56 @@ def test_a_daemon_that_dies_between_begin_and_seal_fails_the_handle(daemon, ckpt
     handle = ckpt.save(1, make_state())
     assert isinstance(handle.exception(timeout=5), DaemonUnavailableError)
     assert not handle.staged
+
+
+def test_a_daemon_that_hangs_costs_a_moment_once_and_is_used_again_when_it_wakes(tmp_path, monkeypatch):
+    monkeypatch.setattr(connection_module, "_PROBE_S", 0.5)
+    monkeypatch.setattr(daemon_module, "_GUARD_INTERVAL_S", 0.2)
+    code = "import sys, pathlib, fake_daemon; d = fake_daemon.FakeDaemon(pathlib.Path(sys.argv[1])); input()"
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    arguments = [sys.executable, "-c", code, str(tmp_path)]
+    process = subprocess.Popen(arguments, env=env, stdin=subprocess.PIPE)
+    try:
+        with Checkpointer(job="gpt", address=f"unix://{tmp_path}/fastcheckd.sock") as ckpt:
+            wait_until(lambda: ckpt.save(0, make_state()).exception(timeout=5) is None)
+            assert ckpt.save(1, make_state()).result(timeout=10).committed
+            process.send_signal(signal.SIGSTOP)
+            started = time.monotonic()
+            for step in range(2, 20):
+                assert isinstance(ckpt.save(step, make_state()).exception(), DaemonUnavailableError)
+            assert time.monotonic() - started < 8
+            process.send_signal(signal.SIGCONT)
+            wait_until(lambda: ckpt.save(20, make_state()).exception(timeout=5) is None, timeout_s=20)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_save_waits_for_room_as_long_as_the_daemon_lives(daemon, ckpt, monkeypatch):
+    monkeypatch.setattr(daemon_module, "_GUARD_INTERVAL_S", 0.05)
+    room = threading.Event()
+    daemon.before_begin = lambda: room.wait(20)
+    threading.Timer(0.6, room.set).start()
+    started = time.monotonic()
+    assert ckpt.save(1, make_state()).result(timeout=10).committed
+    assert time.monotonic() - started > 0.5
+
+
+def test_a_data_process_that_moved_is_found_within_the_same_save(tmp_path):
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+    first = FakeDaemon(places[0])
+    with FakeDaemon(places[1], first.memory) as second, FakeDaemon(tmp_path, first.memory) as agent:
+        agent.socket = first.socket
+        with Checkpointer(job="gpt", address=f"unix://{tmp_path}/fastcheckd.sock") as ckpt:
+            assert ckpt.save(1, make_state()).result(timeout=10).committed
+            assert "BeginSave" in first.calls
+            first.stop()
+            agent.socket = second.socket
+            assert ckpt.save(2, make_state()).result(timeout=10).committed
+            assert "BeginSave" in second.calls
+            assert "OpenSession" not in second.calls
 
 
 def test_closing_ends_pending_handles_and_all_threads(tmp_path):
