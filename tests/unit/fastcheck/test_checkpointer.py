@@ -23,6 +23,8 @@ from fastcheck import (
     FastCheckError,
     FencedError,
     InvalidArgumentError,
+    LoadFailedError,
+    LostError,
     OutOfMemoryError,
     RegistryUnavailableError,
     SaveFailedError,
@@ -389,6 +391,29 @@ def test_a_load_whose_answer_makes_no_sense_is_refused(daemon, ckpt):
     with pytest.raises(CorruptError):
         ckpt.load(state)
     assert not state["w"].any()
+
+
+@pytest.mark.parametrize("call", ["OpenSession", "Load"])
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("LOST", LostError),
+        ("CORRUPT", CorruptError),
+        ("WORLD_SIZE", WorldSizeError),
+        ("NO_QUORUM", RegistryUnavailableError),
+        ("OVER_BUDGET", OutOfMemoryError),
+    ],
+)
+def test_a_refused_load_raises(daemon, ckpt, call, code, kind):
+    daemon.refuse[call] = (getattr(common_pb2, f"ERROR_CODE_{code}"), "sorry")
+    with pytest.raises(kind, match="sorry"):
+        ckpt.load(make_state())
+
+
+def test_peers_out_of_reach_during_a_load_are_a_failed_load(daemon, ckpt):
+    daemon.refuse["Load"] = (common_pb2.ERROR_CODE_UNREACHABLE, "peers are gone")
+    with pytest.raises(LoadFailedError, match="peers are gone"):
+        ckpt.load(make_state())
 
 
 def test_warnings_come_once_per_kind(daemon, ckpt, caplog):
