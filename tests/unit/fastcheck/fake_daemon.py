@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +75,7 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
         self.refuse: dict[str, tuple[int, str]] = {}
         self.calls: list[str] = []
         self.spares: list[pb.SegmentRef] = []
-        self.after_ready = lambda: None
+        self.before_begin: Callable[[], object] = lambda: None
         self._stopping = threading.Event()
         self._server = grpc.server(ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, self._server)
@@ -145,6 +146,7 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
 
     def BeginSave(self, request, context):
         self._enter("BeginSave", context)
+        self.before_begin()
         save_id, saved = self._begin(request)
         segment = pb.SegmentRef(path=str(saved.path), bytes=saved.path.stat().st_size)
         return pb.BeginSaveResponse(save_id=save_id, segment=segment, waited_s=0.25)
@@ -208,7 +210,6 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
             return
         ready, saved = found
         ready.segment.path, ready.segment.bytes = str(saved.path), saved.path.stat().st_size
-        self.after_ready()
         yield pb.LoadResponse(ready=ready)
         self.calls.append("Load open")
         while context.is_active() and not self._stopping.is_set():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +23,8 @@ from fastcheck import (
     FastCheckError,
     FencedError,
     InvalidArgumentError,
+    LoadFailedError,
+    LostError,
     OutOfMemoryError,
     RegistryUnavailableError,
     SaveFailedError,
@@ -33,7 +36,10 @@ from fastcheck import (
     WorldSizeError,
     errors,
 )
+from fastcheck import connection as connection_module
+from fastcheck import daemon as daemon_module
 from fastcheck import following as following_module
+from fastcheck.segments import Segment
 from fastcheck.state.flatten import flatten
 from fastcheck_proto.v1 import common_pb2, trainer_pb2
 
@@ -208,6 +214,56 @@ def test_spare_segments_are_mapped_ahead(daemon, ckpt, tmp_path):
     assert all(file.read_bytes() == b"\x11" * 8192 for file in files)
 
 
+@pytest.fixture
+def releases(monkeypatch):
+    """What each unmapping of a loaded segment returned: True when nothing viewed it any more."""
+    seen: list[bool] = []
+    release = Segment.release
+
+    def spy(self):
+        seen.append(release(self))
+        return seen[-1]
+
+    monkeypatch.setattr(Segment, "release", spy)
+    return seen
+
+
+def test_nothing_views_the_segment_after_a_load(ckpt, releases):
+    def make():
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        optimizer = torch.optim.AdamW(net.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        net(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        return {"net": net, "optimizer": optimizer, "scheduler": scheduler, "list": [torch.ones(3), 1]}
+
+    ckpt.save(1, make()).result(timeout=10)
+    assert ckpt.load(make()) == 1
+    assert releases == [True]
+
+
+class Hides(torch.nn.Module):
+    """Keeps what it is given where nobody looks."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((5000,), 3.0))
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        self.hidden = state_dict[prefix + "weight"]
+
+
+def test_a_view_that_was_hidden_does_not_change_when_the_segment_is_reused(daemon, ckpt, releases):
+    ckpt.save(1, {"m": Hides()}).result(timeout=10)
+    module = Hides()
+    ckpt.load({"m": module})
+    assert releases == [False]
+    path = daemon.memory.by_step(1).path
+    with path.open("r+b") as file:
+        file.write(b"\xa5" * path.stat().st_size)
+    assert module.hidden.eq(3).all()
+
+
 # What the caller gets wrong raises at once.
 
 
@@ -337,6 +393,29 @@ def test_a_load_whose_answer_makes_no_sense_is_refused(daemon, ckpt):
     assert not state["w"].any()
 
 
+@pytest.mark.parametrize("call", ["OpenSession", "Load"])
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("LOST", LostError),
+        ("CORRUPT", CorruptError),
+        ("WORLD_SIZE", WorldSizeError),
+        ("NO_QUORUM", RegistryUnavailableError),
+        ("OVER_BUDGET", OutOfMemoryError),
+    ],
+)
+def test_a_refused_load_raises(daemon, ckpt, call, code, kind):
+    daemon.refuse[call] = (getattr(common_pb2, f"ERROR_CODE_{code}"), "sorry")
+    with pytest.raises(kind, match="sorry"):
+        ckpt.load(make_state())
+
+
+def test_peers_out_of_reach_during_a_load_are_a_failed_load(daemon, ckpt):
+    daemon.refuse["Load"] = (common_pb2.ERROR_CODE_UNREACHABLE, "peers are gone")
+    with pytest.raises(LoadFailedError, match="peers are gone"):
+        ckpt.load(make_state())
+
+
 def test_warnings_come_once_per_kind(daemon, ckpt, caplog):
     daemon.refuse["BeginSave"] = (common_pb2.ERROR_CODE_OVER_BUDGET, "full")
     with caplog.at_level(logging.WARNING, logger="fastcheck"):
@@ -426,6 +505,56 @@ def test_a_daemon_that_dies_between_begin_and_seal_fails_the_handle(daemon, ckpt
     handle = ckpt.save(1, make_state())
     assert isinstance(handle.exception(timeout=5), DaemonUnavailableError)
     assert not handle.staged
+
+
+def test_a_daemon_that_hangs_costs_a_moment_once_and_is_used_again_when_it_wakes(tmp_path, monkeypatch):
+    monkeypatch.setattr(connection_module, "_PROBE_S", 0.5)
+    monkeypatch.setattr(daemon_module, "_GUARD_INTERVAL_S", 0.2)
+    code = "import sys, pathlib, fake_daemon; d = fake_daemon.FakeDaemon(pathlib.Path(sys.argv[1])); input()"
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    arguments = [sys.executable, "-c", code, str(tmp_path)]
+    process = subprocess.Popen(arguments, env=env, stdin=subprocess.PIPE)
+    try:
+        with Checkpointer(job="gpt", address=f"unix://{tmp_path}/fastcheckd.sock") as ckpt:
+            wait_until(lambda: ckpt.save(0, make_state()).exception(timeout=5) is None)
+            assert ckpt.save(1, make_state()).result(timeout=10).committed
+            process.send_signal(signal.SIGSTOP)
+            started = time.monotonic()
+            for step in range(2, 20):
+                assert isinstance(ckpt.save(step, make_state()).exception(), DaemonUnavailableError)
+            assert time.monotonic() - started < 8
+            process.send_signal(signal.SIGCONT)
+            wait_until(lambda: ckpt.save(20, make_state()).exception(timeout=5) is None, timeout_s=20)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_save_waits_for_room_as_long_as_the_daemon_lives(daemon, ckpt, monkeypatch):
+    monkeypatch.setattr(daemon_module, "_GUARD_INTERVAL_S", 0.05)
+    room = threading.Event()
+    daemon.before_begin = lambda: room.wait(20)
+    threading.Timer(0.6, room.set).start()
+    started = time.monotonic()
+    assert ckpt.save(1, make_state()).result(timeout=10).committed
+    assert time.monotonic() - started > 0.5
+
+
+def test_a_data_process_that_moved_is_found_within_the_same_save(tmp_path):
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+    first = FakeDaemon(places[0])
+    with FakeDaemon(places[1], first.memory) as second, FakeDaemon(tmp_path, first.memory) as agent:
+        agent.socket = first.socket
+        with Checkpointer(job="gpt", address=f"unix://{tmp_path}/fastcheckd.sock") as ckpt:
+            assert ckpt.save(1, make_state()).result(timeout=10).committed
+            assert "BeginSave" in first.calls
+            first.stop()
+            agent.socket = second.socket
+            assert ckpt.save(2, make_state()).result(timeout=10).committed
+            assert "BeginSave" in second.calls
+            assert "OpenSession" not in second.calls
 
 
 def test_closing_ends_pending_handles_and_all_threads(tmp_path):
