@@ -7,6 +7,7 @@ step that cannot go forward: that one is given up for the newer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Iterable
@@ -41,6 +42,10 @@ FINISHED_KEPT = 4
 STALL_CHECK_S = 0.25
 OPEN_TIMEOUT_S = 5.0
 SPARES_OFFERED_MAX = 8
+#: How long a trainer's question about a save waits for a restarted process to know its own past.
+RESUME_PATIENCE_S = 20.0
+#: A segment that its trainer has not sealed for so long will not be sealed any more.
+RESERVED_S_MAX = 900.0
 
 
 class SavingRoom:
@@ -70,6 +75,8 @@ class SavingRoom:
         self._reserved: dict[str, Save] = {}
         self._saves: dict[tuple[str, int], list[Save]] = {}
         self._spares: dict[tuple[str, int], asyncio.Task[None]] = {}
+        #: Set once the steps that an earlier life of this process staged are under way again.
+        self._resumed = asyncio.Event()
 
     # --- sessions --------------------------------------------------------------------------------
 
@@ -109,6 +116,7 @@ class SavingRoom:
         rank = (request.job, request.rank)
         for save in [s for s in self._reserved.values() if (s.key.job, s.key.rank) == rank]:
             self.abandon(save.save_id)  # the trainer came back without sealing it
+        self._expire_reserved()
         self._check_newer(request)
         waited_s = await self._wait_for_room(request)
         self._check_newer(request)
@@ -123,6 +131,11 @@ class SavingRoom:
         )
         self._reserved[save.save_id] = save
         return save, waited_s
+
+    def _expire_reserved(self) -> None:
+        for save in [s for s in self._reserved.values() if s.idle_s() > RESERVED_S_MAX]:
+            logger.warning("%s was reserved but never sealed; taking its segment back", save.key)
+            self.abandon(save.save_id)
 
     def _check_newer(self, request: tpb.BeginSaveRequest) -> None:
         newest = max(self._view.newest_step(request.job) or -1, self._committed.get(request.job, -1))
@@ -256,19 +269,34 @@ class SavingRoom:
             if held.kind == pb.REPLICA_KIND_OWNER and held.key.rank == key.rank:
                 self._store.drop(held)
 
-    def find(self, request: tpb.WatchSaveRequest) -> Save:
-        """The save that a trainer follows; NotHeldError when this process does not know it."""
+    async def find(self, request: tpb.WatchSaveRequest) -> Save:
+        """The save that a trainer follows; NotHeldError when this process does not know it.
+
+        A process that was just restarted first looks which steps its earlier life had staged.
+        """
+        save = self._known(request)
+        if save is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._resumed.wait(), RESUME_PATIENCE_S)
+            save = self._known(request)
+        if save is None:
+            raise NotHeldError(
+                f"step {request.step} of rank {request.rank} is not known here: "
+                "the daemon restarted before it was replicated"
+            )
+        return save
+
+    def _known(self, request: tpb.WatchSaveRequest) -> Save | None:
         for save in self._saves.get((request.job, request.rank), []):
             if save.key.step == request.step and save.session == request.session:
                 return save
-        raise NotHeldError(
-            f"step {request.step} of rank {request.rank} is not known here: "
-            "the daemon restarted before it was replicated"
-        )
+        return None
 
-    def watch(self, request: tpb.WatchSaveRequest) -> AsyncIterator[tpb.WatchSaveResponse]:
+    async def watch(self, request: tpb.WatchSaveRequest) -> AsyncIterator[tpb.WatchSaveResponse]:
         """Follow a save to its end."""
-        return self.find(request).watch()
+        save = await self.find(request)
+        async for response in save.watch():
+            yield response
 
     # --- restart and stop ------------------------------------------------------------------------
 
@@ -301,6 +329,7 @@ class SavingRoom:
             self._sessions[(job, rank)] = max(self._sessions.get((job, rank), 0), first.session)
             self._launch(save)
             resumed += 1
+        self._resumed.set()
         return resumed
 
     async def stop(self) -> None:
