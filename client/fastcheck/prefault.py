@@ -29,6 +29,7 @@ _MADV_POPULATE_WRITE = 23
 _SLICE_BYTES = 64 << 20
 _REMEMBERED_MAX = 64
 
+# Through ctypes, since mmap.madvise keeps the interpreter lock.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 

@@ -135,13 +135,13 @@ def idling(cluster: LocalCluster, seconds: float) -> list[Figure]:
 
 
 @contextlib.contextmanager
-def local_cluster(nodes: int, ram_budget: str) -> Any:
-    """A cluster in a folder of its own."""
+def local_cluster(nodes: int, ram_budget: str, **settings: Any) -> Any:
+    """A cluster in a folder of its own; `settings` are the daemon's config keys."""
     with (
         tempfile.TemporaryDirectory(prefix="fastcheck-bench-") as folder,
         LocalCluster(Path(folder)) as cluster,
     ):
-        cluster.up(nodes, tolerate=1, ram_budget=ram_budget)
+        cluster.up(nodes, tolerate=1, ram_budget=ram_budget, settings=settings)
         yield cluster
 
 
@@ -159,7 +159,8 @@ def main() -> None:
         lambda c: restoring(c, arguments.rounds),
     ]
     if arguments.only != "idle":
-        with local_cluster(2, "7GiB") as cluster:
+        # Three voters as in earnest; spread 1, so that all goes to one peer.
+        with local_cluster(3, "7GiB", spread=1) as cluster:
             for part in parts:
                 figures += part(cluster)
     if arguments.only != "transfer":
