@@ -1,0 +1,133 @@
+"""What operators and their scripts get from the CLI, on a real cluster: shapes, states, exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from tests.cluster.harness import Job, node_states, until
+
+from fastcheck.admin import AdminClient
+
+
+def cli(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "fastcheck", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def asked(cluster, *arguments, rc=0):
+    """The command's JSON, which is all of stdout."""
+    done = cli(*arguments, "-o", "json", "--address", cluster.address("node-0"))
+    assert done.returncode == rc, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_question_has_the_answer_that_scripts_expect(make_cluster):
+    cluster = make_cluster(4)
+    job = Job(cluster, ["node-0", "node-1"], megabytes=10)
+    for step in (1, 2, 3):
+        job.commit(step)
+
+    status = asked(cluster, "status")
+    assert status["health"] == "OK" and status["codes"] == []
+    assert status["nodes_up"] == status["nodes_total"] == 4
+    assert status["leader"] in {"node-0", "node-1", "node-2"} and status["epoch"] >= 4
+
+    nodes = asked(cluster, "nodes")["nodes"]
+    keys = {"node_id", "state", "incarnation", "address", "voter", "ram_used_bytes", "ram_budget_bytes"}
+    assert all(keys <= set(node) for node in nodes)
+    assert [n["voter"] for n in nodes] == [True, True, True, False]
+
+    assert [j["job"] for j in asked(cluster, "jobs")["jobs"]] == ["gpt"]
+
+    checkpoints = asked(cluster, "checkpoints", "gpt")["checkpoints"]
+    assert [(c["step"], c["state"], c["ranks"], c["copies"], c["lossy"]) for c in checkpoints] == [
+        (2, "committed", 2, 1, False),
+        (3, "committed", 2, 1, False),
+    ]
+    assert all(c["bytes"] > 20e6 for c in checkpoints)
+
+    replicas = asked(cluster, "replicas", "gpt", "--step", 3)["replicas"]
+    assert {r["rank"] for r in replicas} == {0, 1} and len(replicas) == 6
+    for replica in replicas:
+        assert replica["owner"] == f"node-{replica['rank']}"
+        assert len(replica["holders"]) == 1 and replica["owner"] not in replica["holders"]
+        assert len(replica["digest"]) == 32 and replica["verified_at"].endswith("Z")
+    assert sum(r["bytes"] for r in replicas) == checkpoints[-1]["bytes"]
+
+    inspected = asked(cluster, "inspect", "gpt", 3)
+    assert inspected["step"] == 3
+
+    for command in (
+        ["status"],
+        ["nodes"],
+        ["jobs"],
+        ["checkpoints", "gpt"],
+        ["replicas", "gpt"],
+        ["inspect", "gpt", "3"],
+    ):
+        for form in ("table", "yaml"):
+            done = cli(*command, "-o", form, "--address", cluster.address("node-0"))
+            assert done.returncode == 0 and done.stdout.strip(), (command, form, done.stderr)
+
+
+def test_a_dead_node_degrades_and_a_dead_quorum_is_critical(make_cluster):
+    cluster = make_cluster(4)
+    Job(cluster, ["node-0"]).commit(1)
+    cluster.kill("node-3", wipe=True)
+    until(lambda: node_states(cluster, "node-0")["node-3"] == "DOWN", "node-3 to be DOWN")
+    status = asked(cluster, "status", rc=5)
+    assert status["health"] == "DEGRADED" and "NODE_DOWN" in {c["code"] for c in status["codes"]}
+    assert all(c["detail"] and c["do"] for c in status["codes"])
+    for node in ("node-1", "node-2"):
+        cluster.kill(node)
+    until(lambda: cli("status", "--address", cluster.address("node-0")).returncode == 4, "CRITICAL")
+    assert "NO_QUORUM" in {c["code"] for c in asked(cluster, "status", rc=4)["codes"]}
+
+
+def test_exit_codes_for_what_cannot_be_asked(make_cluster):
+    cluster = make_cluster(1)
+    assert cli("status", "--address", "unix:///nowhere/fastcheckd.sock").returncode == 3
+    assert cli("status", "--nonsense").returncode == 2
+    done = cli("inspect", "gpt", "7", "-o", "json", "--address", cluster.address("node-0"))
+    assert done.returncode == 1 and done.stdout == "" and "gpt" in done.stderr
+    assert cli("checkpoints", "../x", "--address", cluster.address("node-0")).returncode in {1, 2}
+    assert cli("nodes", FASTCHECK_ADDRESS=cluster.address("node-0")).returncode == 0
+
+
+def test_half_of_the_nodes_dead_and_status_still_answers_in_time(make_cluster):
+    cluster = make_cluster(4)
+    for node in ("node-2", "node-3"):
+        cluster.kill(node)
+    with AdminClient(cluster.address("node-0"), timeout_s=5) as admin:
+        until(lambda: admin.status()["nodes_up"] == 2, "two nodes to be DOWN")
+        assert admin.status()["health"] != "OK"
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_resumes_bit_for_bit(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "fastcheck", "demo", "-o", "json", "--steps", "8", "--kill-at", "4"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    wanted = (
+        "nodes, ranks, params, steps, killed_node, killed_at_step, restored_step, bit_identical, losses_identical, "
+        "save_stall_ms, memcpy_ms, recovery_s, detection_s, bytes_raw, bytes_sent, ratio"
+    )
+    assert set(wanted.split(", ")) <= set(result)
+    assert result["bit_identical"] is True and result["losses_identical"] is True
+    assert (result["nodes"], result["ranks"]) == (4, 4) and result["params"] >= 5_000_000
+    assert 3 <= result["restored_step"] <= result["killed_at_step"] == 4
