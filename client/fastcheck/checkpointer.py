@@ -25,6 +25,7 @@ from .errors import (
     DaemonUnavailableError,
     FastCheckError,
     InvalidArgumentError,
+    LoadFailedError,
     SaveFailedError,
 )
 from .following import Follower
@@ -57,7 +58,7 @@ class Checkpointer:
         address: `unix:///path` of this node's daemon, or `host:port` of one elsewhere.
         max_in_flight: Steps that may be under way before `save` waits; 0: the daemon's default.
         copy_threads: Threads that copy large states; by default up to four.
-        timeout_s: Longest that `save` waits for room, and that `steps` and opening a session take in a load.
+        timeout_s: Longest that `save` waits for room, and that `load` and `steps` wait for the registry.
 
     Making one needs no daemon: it is looked for at the first save or load. Use from one thread at a time;
     handles may be used from any.
@@ -166,7 +167,9 @@ class Checkpointer:
         handle._stage(staged.waited_s, staged.stage_s)
         watch = pb.WatchSaveRequest(job=self.job, rank=self.rank, session=session, step=handle.step)
         self._followers = [f for f in self._followers if f.thread.is_alive()]
-        self._followers.append(Follower(handle, self._daemon, watch, self._closing, self._ended))
+        self._followers.append(
+            Follower(handle, self._daemon, watch, self._closing, self._ended, self._transport.warm)
+        )
 
     def _ended(self, handle: SaveHandle) -> None:
         error = handle.exception()
@@ -195,8 +198,12 @@ class Checkpointer:
             self._find_daemon()
             self._open_session(Patience(CONNECT_S, self._timeout_s))
             request = pb.LoadRequest(job=self.job, rank=self.rank, world_size=self.world_size, step=wanted)
-            with self._transport.load(request, Patience(CONNECT_S, _LOAD_S)) as loaded:
-                return None if loaded is None else _fill(state, loaded)
+            try:
+                with self._transport.load(request, Patience(CONNECT_S, _LOAD_S)) as loaded:
+                    return None if loaded is None else _fill(state, loaded)
+            except SaveFailedError as error:
+                # Codes about peers are the same in both directions.
+                raise LoadFailedError(str(error)) from None
 
     def steps(self) -> list[int]:
         """Committed steps that can be loaded, oldest first."""

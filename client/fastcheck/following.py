@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
@@ -24,7 +24,10 @@ _HELD_S = 5.0
 
 
 class Follower:
-    """Follows one save in a thread of its own; `ended` is called with the handle when it is done."""
+    """Follows one save in a thread of its own.
+
+    `ended` is called with the handle when it is done, `offered` with the segments that later saves will get.
+    """
 
     def __init__(
         self,
@@ -33,12 +36,14 @@ class Follower:
         request: pb.WatchSaveRequest,
         closing: threading.Event,
         ended: Callable[[SaveHandle], None],
+        offered: Callable[[Sequence[pb.SegmentRef]], None],
     ) -> None:
         self._handle = handle
         self._daemon = daemon
         self._request = request
         self._closing = closing
         self._ended = ended
+        self._offered = offered
         self.thread = threading.Thread(target=self._run, name=f"fastcheck-step-{handle.step}", daemon=True)
         self.thread.start()
 
@@ -59,6 +64,7 @@ class Follower:
                 for update in self._daemon.watch_save(self._request):
                     lost_at = None
                     self._handle._absorb(update)
+                    self._offered(update.spares)
                     if self._handle.done:
                         return
             except DaemonUnavailableError as error:

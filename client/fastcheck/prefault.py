@@ -12,11 +12,15 @@ import errno
 import logging
 import os
 import threading
+from collections import deque
+from collections.abc import Iterable
+
+import torch
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from .errors import FastCheckError
-from .segments import FileIdentity, SegmentCache
+from .segments import FileIdentity, Segment, SegmentCache
 
 logger = logging.getLogger("fastcheck")
 
@@ -30,45 +34,58 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Prefaulter:
-    """Warms one segment at a time; offers that come meanwhile are dropped, the daemon repeats them."""
+    """Warms the segments that the daemon offers, one at a time, each once."""
 
     def __init__(self, cache: SegmentCache) -> None:
         self._cache = cache
         self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._waiting: deque[Segment] = deque()
         self._thread: threading.Thread | None = None
         self._warm: dict[FileIdentity, None] = {}
 
-    def offer(self, ref: pb.SegmentRef) -> None:
-        """Map and warm a segment in the background unless that was done already."""
-        if self._stop.is_set() or (self._thread is not None and self._thread.is_alive()):
-            return
-        try:
-            segment = self._cache.get(ref)
-        except FastCheckError as error:
-            logger.debug("not warming the spare segment: %s", error)
-            return
-        if segment.identity is None or segment.identity in self._warm:
-            return
-        self._remember(segment.identity)
-        self._thread = threading.Thread(
-            target=_populate, args=(segment.tensor, self._stop), name="fastcheck-prefault", daemon=True
-        )
-        self._thread.start()
+    def offer(self, refs: Iterable[pb.SegmentRef]) -> None:
+        """Map segments and warm them in the background, unless that was done already. Any thread may call it."""
+        for ref in refs:
+            try:
+                segment = self._cache.get(ref)
+            except FastCheckError as error:
+                logger.debug("not warming a spare segment: %s", error)
+                continue
+            with self._lock:
+                if self._stop.is_set() or segment.identity is None or segment.identity in self._warm:
+                    continue
+                self._remember(segment.identity)
+                self._waiting.append(segment)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="fastcheck-prefault", daemon=True)
+                    self._thread.start()
 
     def _remember(self, identity: FileIdentity) -> None:
         self._warm[identity] = None
         while len(self._warm) > _REMEMBERED_MAX:
             del self._warm[next(iter(self._warm))]
 
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting or self._stop.is_set():
+                    self._thread = None
+                    return
+                segment = self._waiting.popleft()
+            _populate(segment.tensor, self._stop)
+
     def close(self) -> None:
         """Stop within one slice."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout=1.0)
 
 
-def _populate(tensor: object, stop: threading.Event) -> None:
-    start, size = tensor.data_ptr(), tensor.numel()  # type: ignore[attr-defined]
+def _populate(tensor: torch.Tensor, stop: threading.Event) -> None:
+    start, size = tensor.data_ptr(), tensor.numel()
     for offset in range(0, size, _SLICE_BYTES):
         if stop.is_set():
             return

@@ -22,6 +22,8 @@ from .errors import CorruptError, DaemonUnavailableError
 #: Steps in flight, the one being written, the spare, and a few that just changed size.
 MAPPINGS_MAX = 8
 _PAGE_BYTES = mmap.PAGESIZE
+#: Pages that are only read need no memory set aside. Python names the flag from 3.13 on.
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 #: Device, inode and size: another file under the same path has another one.
 FileIdentity = tuple[int, int, int]
@@ -93,8 +95,9 @@ def map_file(ref: pb.SegmentRef, *, private: bool = False) -> Segment:
             raise CorruptError(f"the daemon's segment {ref.path} is not a file of this user or of root")
         if found.st_size < max(1, ref.bytes):
             raise CorruptError(f"the daemon's segment {ref.path} has {found.st_size} bytes, not {ref.bytes}")
-        access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
-        return Segment(mmap.mmap(fd, found.st_size, access=access), _identity(found))
+        kind = mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
+        mapping = mmap.mmap(fd, found.st_size, flags=kind, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return Segment(mapping, _identity(found))
     finally:
         os.close(fd)
 

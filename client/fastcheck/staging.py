@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
@@ -45,9 +45,11 @@ class SharedMemory:
         except BaseException:
             self._abandon(begun.save_id)
             raise
-        if begun.HasField("spare"):
-            self._prefaulter.offer(begun.spare)
         return Staged(waited_s=begun.waited_s, stage_s=stage_s)
+
+    def warm(self, spares: Sequence[pb.SegmentRef]) -> None:
+        """Touch the pages of segments that later saves will get."""
+        self._prefaulter.offer(spares)
 
     def _abandon(self, save_id: str) -> None:
         try:

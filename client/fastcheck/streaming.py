@@ -7,7 +7,7 @@ gigabyte a second.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fastcheck_proto.conventions import STREAM_PIECE_BYTES
@@ -56,6 +56,9 @@ class Streams:
             return
         ready, buffer = received
         yield Loaded(ready, buffer.tensor[: ready.state_bytes])
+
+    def warm(self, spares: Sequence[pb.SegmentRef]) -> None:
+        """Nothing to do: the segments are out of reach from here."""
 
     def close(self) -> None:
         """Nothing is kept between calls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -47,6 +48,10 @@ class Transport(Protocol):
 
     def load(self, request: pb.LoadRequest, patience: Patience) -> AbstractContextManager[Loaded | None]:
         """The bytes of a committed step, valid inside the block; None when there is none."""
+        ...
+
+    def warm(self, spares: Sequence[pb.SegmentRef]) -> None:
+        """Prepare for later saves, in the background."""
         ...
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from fastcheck_proto.v1 import (
 from .agent import Agent
 from .config import Config
 from .counters import Counters
-from .errors import ConfigError, StoreError
+from .errors import ConfigError, RegistryError, StoreError
 from .identity import Identity
 from .registry.client import RegistryClient
 from .registry.server import RegistryServer
@@ -191,13 +191,18 @@ async def _open_store(config: Config, counters: Counters) -> RamStore:
 
 
 async def run_registry(config: Config) -> None:
-    """The registry process of a voter; returns after SIGTERM."""
+    """The registry process of a voter; returns after SIGTERM, raises when this voter can go on no more."""
     stopping = _stop_signal()
     server = RegistryServer(config)
     await server.start()
+    failing = asyncio.create_task(server.wait_failed(), name="registry-failure")
     try:
-        await stopping
+        ends: set[asyncio.Future[Any]] = {stopping, failing}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            raise RegistryError(f"this voter stops, to be started anew: {failing.result()}")
     finally:
+        failing.cancel()
         await server.stop()
 
 

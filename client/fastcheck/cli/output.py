@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 from rich.console import Console, RenderableType
@@ -42,19 +42,22 @@ def exit_for_health(health: str) -> Exit:
 
 def stdout_console() -> Console:
     """Where tables go. Rich honours NO_COLOR and leaves colours out when it is no terminal."""
-    # A pipe has no width: nothing is cut or folded for it.
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
-    return Console(highlight=False, width=width)
+    return Console(highlight=False, width=_width(sys.stdout))
 
 
 def stderr_console() -> Console:
     """Where messages go."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return Console(stderr=True, highlight=False, width=_width(sys.stderr))
+
+
+def _width(stream: TextIO) -> int | None:
+    """None: as wide as the terminal. A pipe has no width, and nothing is cut or folded for it."""
+    return None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
 
 
 def say(text: str) -> None:
     """One message for the person at the terminal."""
-    stderr_console().print(text, markup=False)
+    stderr_console().print(text, markup=False, soft_wrap=True)
 
 
 def emit(result: Json, output: str, table: Callable[[Json], RenderableType]) -> None:

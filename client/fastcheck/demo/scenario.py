@@ -16,6 +16,7 @@ from typing import Any
 from ..admin import AdminClient
 from ..errors import FastCheckError
 from ..local import LocalCluster
+from ..local.processes import tail
 from .display import Display
 from .ranks import Event, RankGroup
 from .report import RunRecord, Timeline, compare, summary
@@ -60,20 +61,27 @@ class Demo:
         """Play it.
 
         Returns:
-            The figures, as `fastcheck demo -o json` prints them. The work folder is removed.
+            The figures, as `fastcheck demo -o json` prints them. The work folder is removed unless runs differ.
 
         Raises:
             DemoError: something broke. The work folder, with the logs, stays.
         """
-        keep = False
         try:
-            return self._run()
+            result = self._run()
+        except KeyboardInterrupt:
+            shutil.rmtree(self.dir, ignore_errors=True)
+            raise
         except (FastCheckError, TimeoutError, OSError) as error:
-            keep = True
-            raise DemoError(f"{error}\nall logs are in {self.dir}") from error
-        finally:
-            if not keep:
-                shutil.rmtree(self.dir, ignore_errors=True)
+            raise DemoError(f"{error}\n{self._daemon_log_tails()}all logs are in {self.dir}") from error
+        if result["differences"]:
+            self._display.tell(f"all logs are in {self.dir}", "red")
+        else:
+            shutil.rmtree(self.dir, ignore_errors=True)
+        return result
+
+    def _daemon_log_tails(self) -> str:
+        logs = sorted((self.dir / "cluster").glob("node-*/daemon.log"))
+        return "".join(f"--- {log}\n{text}\n" for log in logs if (text := tail(log, lines=6)))
 
     def _run(self) -> dict[str, Any]:
         settings, tell = self._settings, self._display.tell
@@ -83,6 +91,7 @@ class Demo:
         with LocalCluster(self.dir / "cluster") as cluster:
             cluster.up(NODES, tolerate=1, ram_budget=_RAM_BUDGET, timeout_s=_UP_TIMEOUT_S)
             addresses = [cluster.address(node_id) for node_id in cluster.node_ids]
+            self._find_leader(addresses[0])
             watched = dict(zip(cluster.node_ids, addresses, strict=True))
             with NodeWatch(watched, self._show_nodes) as watch:
                 node_id, timeline = self._train_and_recover(cluster, watch, addresses, before, after)
@@ -125,7 +134,8 @@ class Demo:
             for _ in self._follow(group, before, progress):
                 if progress.step >= self._kill_at and before.committed_step:
                     break
-            node_id = self._choose_victim(cluster, addresses[0])
+            leader = self._find_leader(addresses[0])
+            node_id = (leader or cluster.node_ids[0]) if self._victim == LEADER else self._victim
             rank = cluster.node_ids.index(node_id)
             watch.expect_loss([node_id])
             killed_at_s = time.monotonic()
@@ -133,7 +143,7 @@ class Demo:
             killed = cluster.kill(node_id, wipe=True)
             view.lost_node = node_id
             tell(
-                f"KILLED {node_id}{' (it led the registry)' if node_id == view.leader else ''}: its trainer, "
+                f"KILLED {node_id}{' (it led the registry)' if node_id == leader else ''}: its trainer, "
                 f"{len(killed)} daemon processes and all its memory are gone",
                 "bold red",
             )
@@ -156,22 +166,17 @@ class Demo:
             cluster.start(node_id, timeout_s=_UP_TIMEOUT_S)
             watch.calm()
             view.lost_node = None
-            restarted_at_s = time.monotonic()
+            self._find_leader(addresses[rank])
             for each in range(NODES):
                 group.begin(each)
             self._to_the_end(group, after, progress)
-        return node_id, Timeline(
-            killed_at_s=killed_at_s, detected_at_s=detected_at_s, restarted_at_s=restarted_at_s
-        )
+        return node_id, Timeline(killed_at_s=killed_at_s, detected_at_s=detected_at_s)
 
-    def _choose_victim(self, cluster: LocalCluster, address: str) -> str:
+    def _find_leader(self, address: str) -> str | None:
         with AdminClient(address) as client:
-            leader = client.status()["leader"]
+            leader: str | None = client.status()["leader"]
         self._display.view.leader = leader
-        node_id = leader or cluster.node_ids[0] if self._victim == LEADER else self._victim
-        if node_id not in cluster.node_ids:
-            raise DemoError(f"there is no {node_id}: the nodes are {', '.join(cluster.node_ids)}")
-        return node_id
+        return leader
 
     def _to_the_end(self, group: RankGroup, record: RunRecord, progress: RunProgress) -> None:
         ended = 0
@@ -207,9 +212,13 @@ class Demo:
 
     def _show(self, event: Event, record: RunRecord, progress: RunProgress) -> None:
         match event["event"]:
+            case "ready" if event["rank"] == 0 and len(self._display.view.runs) == 1:
+                self._display.tell(
+                    f"{NODES} ranks hold a byte-level GPT of {event['params']:,} parameters, cut up by FSDP2"
+                )
             case "step" if event["rank"] == 0:
                 self._display.step(progress, event["step"], float.fromhex(event["loss"]))
-            case "saved":
+            case "saved" if event["committed"]:
                 progress.committed = max(record.committed_step, progress.committed or 0)
             case "loaded" if event["step"] is not None:
                 self._display.tell(

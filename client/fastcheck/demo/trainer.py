@@ -198,6 +198,8 @@ def _say_saved(step: int, handle: SaveHandle, say: Say) -> None:
         error=None if error is None else f"{type(error).__name__}: {error}",
         bytes=stats["bytes"],
         encoded_bytes=stats["encoded_bytes"],
+        waited_ms=stats["waited_s"] * 1000,
+        stage_ms=stats["stage_s"] * 1000,
     )
 
 

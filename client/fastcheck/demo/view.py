@@ -62,7 +62,8 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 def render(view: DemoView) -> RenderableType:
     """The whole screen."""
-    parts: list[RenderableType] = [_nodes(view), Text(), _runs(view), Text(), _story(view)]
+    parts: list[RenderableType] = [_nodes(view), Text()] if view.nodes else []
+    parts += [_runs(view), Text(), _story(view)]
     return Panel(Group(*parts), title=view.title, title_align="left", border_style="cyan", box=box.ROUNDED)
 
 
@@ -114,8 +115,8 @@ def summary(result: dict[str, Any]) -> RenderableType:
     """The end of the story in figures."""
     good = result["bit_identical"] and result["losses_identical"]
     table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, show_edge=False)
-    ratio = "" if not result["ratio"] else f", ratio {result['ratio']:.2f}"
-    stall, copy = result["save_stall_ms"], result["memcpy_ms"]
+    raw, sent = result["bytes_raw"], result["bytes_sent"]
+    stall, staged, copy = result["save_stall_ms"], result["save_copy_ms"], result["memcpy_ms"]
     rows = [
         ("trained", f"{result['params']:,} parameters, {result['ranks']} ranks, {result['steps']} steps"),
         ("lost", f"{result['killed_node']} at step {result['killed_at_step']}, with all its memory"),
@@ -123,17 +124,16 @@ def summary(result: dict[str, Any]) -> RenderableType:
         (
             "recovery",
             f"{result['recovery_s']:.1f} s from the kill to the next step done: "
-            f"{result['detection_s']:.1f} s to notice, {result['restart_s']:.1f} s to restart, "
-            f"{result['load_s']:.2f} s to load",
+            f"{result['detection_s']:.1f} to notice, {result['restart_s']:.1f} to start processes, "
+            f"{result['load_s']:.1f} to load, {result['first_step_s']:.1f} to train",
         ),
         (
             "save stalls",
-            "not measured" if stall is None else f"{stall:.1f} ms (a plain copy of the bytes: {copy:.1f} ms)",
+            "not measured"
+            if stall is None
+            else f"{stall:.1f} ms per step, {staged:.1f} of it copying; a plain copy takes {copy:.1f} ms",
         ),
-        (
-            "sent",
-            f"{human_bytes(result['bytes_sent'])} per copy of {human_bytes(result['bytes_raw'])} saved{ratio}",
-        ),
+        ("sent", f"{human_bytes(sent)} per copy, for {human_bytes(raw)} of state"),
     ]
     for name, text in rows:
         table.add_row(Text(name, style="bold"), text)

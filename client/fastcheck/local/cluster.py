@@ -366,6 +366,11 @@ class LocalCluster:
 
     def _reap(self) -> None:
         self._children = [child for child in self._children if child.poll() is None]
+        # Another LocalCluster of this very process may have started them.
+        for node in self._nodes().values():
+            if node.agent is not None:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(node.agent.pid, os.WNOHANG)
 
     def _why_not_up(self, node_id: str, client: AdminClient) -> str:
         """Empty when the node is UP with the incarnation that its agent says it has."""

@@ -79,20 +79,21 @@ def kill_all(agent: ProcessRef, extra: Iterable[ProcessRef] = (), *, timeout_s: 
     Raises:
         TimeoutError: something is still there after `timeout_s` (stuck in the kernel).
     """
-    killed: list[int] = []
+    killed: dict[int, psutil.Process] = {}
     deadline = time.monotonic() + timeout_s
     while True:
         processes = node_processes(agent) + [p for ref in extra if (p := ref.find()) is not None]
+        # A process with much memory takes its time to die, without a command line but with its ports.
+        processes += [p for p in killed.values() if p not in processes and not _is_gone(p)]
         if not processes:
-            return killed
+            return list(killed)
         if time.monotonic() > deadline:
             left = ", ".join(str(p.pid) for p in processes)
             raise TimeoutError(f"processes {left} are still alive {timeout_s:g} s after SIGKILL")
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-                if process.pid not in killed:
-                    killed.append(process.pid)
+                killed[process.pid] = process
         psutil.wait_procs(processes, timeout=0.2)
 
 
@@ -164,6 +165,10 @@ def _is_daemon(process: psutil.Process) -> bool:
         return any("fastcheckd" in argument for argument in process.cmdline())
     except psutil.Error:
         return False
+
+
+def _is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or _is_zombie(process.pid)
 
 
 def _is_zombie(pid: int) -> bool:

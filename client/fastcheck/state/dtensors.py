@@ -26,6 +26,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with torch.no_grad():
         local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    if type(local).__name__ == "AsyncCollectiveTensor":  # a collective that is still under way
+        local = local.wait()  # type: ignore[attr-defined]
     return local.detach()
 
 

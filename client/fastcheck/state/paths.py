@@ -11,9 +11,15 @@ DEPTH_MAX = 30
 
 def show(path: Path) -> str:
     """The path as code that the caller would write: `state['optimizer']['state'][0]`."""
-    return "state" + "".join(f"[{key!r}]" for key in path)
+    return "state" + "".join(f"[{_text(key)}]" for key in path)
 
 
 def dotted(path: Path) -> str:
     """The path as a name for people: `optimizer.state.0`."""
-    return ".".join(str(key) for key in path)
+    return ".".join(key if isinstance(key, str) else _text(key) for key in path)
+
+
+def _text(key: Key) -> str:
+    if isinstance(key, int) and key.bit_length() > 4000:  # Python refuses to print far larger ones
+        return f"an int of {key.bit_length()} bits"
+    return repr(key)

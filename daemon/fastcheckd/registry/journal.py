@@ -281,8 +281,9 @@ class Journal:
             self._save_meta()
 
     def _destroy(self) -> None:
-        self.onOneSecondTimer()
-        self.sync()
+        if self._failed is None:
+            self.onOneSecondTimer()
+            self.sync()
         self._file.close()
 
 

@@ -86,12 +86,22 @@ class _Machine(SyncObjConsumer):  # type: ignore[misc]  # pysyncobj has no types
 
 
 class _Engine(SyncObj):  # type: ignore[misc]  # pysyncobj has no types
-    """pysyncobj with our journal and our seal."""
+    """pysyncobj with our journal and our seal; does nothing at all once `halted` is set."""
 
-    def __init__(self, seal: Seal, journal: Journal, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, seal: Seal, journal: Journal, halted: threading.Event, *args: Any, **kwargs: Any
+    ) -> None:
         self._fastcheck_seal = seal
+        self._halted = halted
         self.journal = journal
         super().__init__(*args, transportClass=GuardedTransport, **kwargs)
+
+    def _onTick(self, timeToWait: float = 0.0) -> None:  # noqa: N802, N803  pysyncobj's spelling
+        if self._halted.is_set():
+            # After an error halfway through a tick it would go on with what is not on disk.
+            time.sleep(timeToWait)
+        else:
+            super()._onTick(timeToWait)
 
     @property
     def encryptor(self) -> Seal:
@@ -136,6 +146,7 @@ class Raft:
         self._notified = False
         self._compacted_at = 0.0
         self._failure: str | None = None
+        self._halted = threading.Event()
 
     def start(self) -> None:
         """Open the log and join the other voters. Call it in the main thread, inside the running loop.
@@ -145,15 +156,23 @@ class Raft:
         assert threading.current_thread() is threading.main_thread(), "the engine dies with its maker"
         self._loop = asyncio.get_running_loop()
         self._claim_folder()
-        key = derive_key(self._read_secret(), self._config.cluster_id)
-        journal = self._open_journal()
+        try:
+            self._check_marker()
+            key = derive_key(self._read_secret(), self._config.cluster_id)
+            self._join(Seal(key), self._open_journal())
+        except BaseException:
+            self._release_folder()
+            raise
+
+    def _join(self, seal: Seal, journal: Journal) -> None:
         log_path = str(self._folder / "log")
         _journals[log_path] = journal
         try:
             check_port_is_free(self._voter.raft_address, "raft_address")
             self._engine = _Engine(
-                Seal(key),
+                seal,
                 journal,
+                self._halted,
                 self._voter.raft_address,
                 [a for a in self._by_raft_address if a != self._voter.raft_address],
                 conf=self._settings(log_path),
@@ -162,11 +181,10 @@ class Raft:
         except BaseException:
             _journals.pop(log_path, None)
             journal._destroy()
-            self._release_folder()
             raise
         self._engine.addOnTickCallback(self._watch)
         if not self._engine.listening:
-            self.close()
+            self._engine.destroy_synchronous()
             raise ConfigError(_port_taken("raft_address", self._voter.raft_address))
 
     def _settings(self, log_path: str) -> Any:
@@ -214,11 +232,6 @@ class Raft:
                 f"config key 'state_dir': {self._folder} is in use by another registry process; stop that "
                 "one, or give this node a state_dir of its own"
             ) from None
-        try:
-            self._check_marker()
-        except BaseException:
-            self._release_folder()
-            raise
 
     def _release_folder(self) -> None:
         self._lock_file.close()
@@ -283,22 +296,18 @@ class Raft:
 
     def _open_journal(self) -> Journal:
         base: Entry | None = None
-        try:
-            if self._snapshot_path.exists():
-                try:
-                    base = _read_snapshot(self._snapshot_path)[1]
-                except (OSError, ValueError, KeyError, TypeError) as error:
-                    raise ConfigError(
-                        f"the registry snapshot {self._snapshot_path} cannot be used ({error}); restore it, "
-                        "or treat this voter as lost: move its folder away and give it a new raft_address"
-                    ) from None
-            journal = Journal(self._folder / "log", base, on_failure=self._fail)
-            # After the log, so that a crash in between is not taken for a lost log.
-            write_file(self._folder / "VOTER", json.dumps(self._identity()).encode())
-            return journal
-        except BaseException:
-            self._release_folder()
-            raise
+        if self._snapshot_path.exists():
+            try:
+                base = _read_snapshot(self._snapshot_path)[1]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"the registry snapshot {self._snapshot_path} cannot be used ({error}); restore it, or "
+                    "treat this voter as lost: move its folder away and give it a new raft_address"
+                ) from None
+        journal = Journal(self._folder / "log", base, on_failure=self._fail)
+        # After the log, so that a crash in between is not taken for a lost log.
+        write_file(self._folder / "VOTER", json.dumps(self._identity()).encode())
+        return journal
 
     def _write_snapshot(self, path: str, entries: tuple[Any, ...]) -> None:
         """The engine's `serializer`: the state after two entries, which the log then starts with."""
@@ -345,6 +354,7 @@ class Raft:
     def _fail(self, reason: str) -> None:
         if self._failure is None:
             self._failure = reason
+            self._halted.set()
             logger.critical("registry: %s", reason)
             self._notify()
 

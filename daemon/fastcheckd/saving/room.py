@@ -7,6 +7,7 @@ step that cannot go forward: that one is given up for the newer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Iterable
@@ -28,7 +29,7 @@ from ..errors import (
 from ..identity import Identity
 from ..registry.client import RegistryClient
 from ..store.ram_store import HeldShard, RamStore
-from ..store.segments import Segment, staging_pool
+from ..store.segments import staging_pool
 from ..view import ViewFollower
 from .replicate import Replicator
 from .save import Save, SaveKey
@@ -40,6 +41,11 @@ FINISHED_KEPT = 4
 #: How often a waiting BeginSave looks whether the step before it has stalled.
 STALL_CHECK_S = 0.25
 OPEN_TIMEOUT_S = 5.0
+SPARES_OFFERED_MAX = 8
+#: How long a trainer's question about a save waits for a restarted process to know its own past.
+RESUME_PATIENCE_S = 20.0
+#: A segment that its trainer has not sealed for so long will not be sealed any more.
+RESERVED_S_MAX = 900.0
 
 
 class SavingRoom:
@@ -68,7 +74,9 @@ class SavingRoom:
         self._committed: dict[str, int] = {}
         self._reserved: dict[str, Save] = {}
         self._saves: dict[tuple[str, int], list[Save]] = {}
-        self._spares: set[asyncio.Task[None]] = set()
+        self._spares: dict[tuple[str, int], asyncio.Task[None]] = {}
+        #: Set once the steps that an earlier life of this process staged are under way again.
+        self._resumed = asyncio.Event()
 
     # --- sessions --------------------------------------------------------------------------------
 
@@ -108,6 +116,7 @@ class SavingRoom:
         rank = (request.job, request.rank)
         for save in [s for s in self._reserved.values() if (s.key.job, s.key.rank) == rank]:
             self.abandon(save.save_id)  # the trainer came back without sealing it
+        self._expire_reserved()
         self._check_newer(request)
         waited_s = await self._wait_for_room(request)
         self._check_newer(request)
@@ -122,6 +131,11 @@ class SavingRoom:
         )
         self._reserved[save.save_id] = save
         return save, waited_s
+
+    def _expire_reserved(self) -> None:
+        for save in [s for s in self._reserved.values() if s.idle_s() > RESERVED_S_MAX]:
+            logger.warning("%s was reserved but never sealed; taking its segment back", save.key)
+            self.abandon(save.save_id)
 
     def _check_newer(self, request: tpb.BeginSaveRequest) -> None:
         newest = max(self._view.newest_step(request.job) or -1, self._committed.get(request.job, -1))
@@ -167,26 +181,26 @@ class SavingRoom:
         if save.task is not None:
             save.task.cancel()
 
-    def spare_for(self, save: Save) -> Segment | None:
-        """A free segment that a later save of this rank will probably get; starts making one if there is none."""
-        pool = staging_pool(save.key.job, save.key.rank)
-        spare = self._store.spare(save.state_bytes, pool)
-        if spare is None and not self._spares:
-            task = asyncio.create_task(self._make_spare(save.state_bytes, pool))
-            self._spares.add(task)
-            task.add_done_callback(self._spares.discard)
-        return spare
+    async def _make_spares(self, save: Save) -> None:
+        """Have enough segments for all steps of this rank that are kept or under way, before they are asked for.
 
-    async def _make_spare(self, size_bytes: int, pool: str) -> None:
-        usage = self._store.usage()
-        if usage.used_bytes - usage.free_bytes + 2 * size_bytes > usage.budget_bytes:
-            return  # room is short: leave it to what must be kept
-        try:
-            segment = await asyncio.to_thread(self._store.allocate, size_bytes, pool)
-        except FastCheckdError as error:
-            logger.info("no spare segment: %s", error)
-            return
-        self._store.release(segment)
+        A trainer that is told of them touches their pages in the background, so that only its first
+        save finds cold memory.
+        """
+        pool = staging_pool(save.key.job, save.key.rank)
+        wanted = self._config.keep_steps + self._config.max_in_flight
+        while not save.done:
+            save.offer(tuple(self._store.free_segments(pool)[:SPARES_OFFERED_MAX]))
+            usage = self._store.usage()
+            needed = usage.used_bytes - usage.free_bytes + 2 * save.state_bytes
+            if self._store.count_segments(pool) >= wanted or needed > usage.budget_bytes:
+                return  # all there, or room is short: leave it to what must be kept
+            try:
+                segment = await asyncio.to_thread(self._store.allocate_new, save.state_bytes, pool)
+            except FastCheckdError as error:
+                logger.info("no spare segment: %s", error)
+                return
+            self._store.release(segment)
 
     def abandon(self, save_id: str) -> None:
         """Give back a segment that will not be sealed; unknown ids are no error."""
@@ -218,6 +232,10 @@ class SavingRoom:
         save.moved()
         save.advance(tpb.SAVE_STATE_STAGED)
         save.task = asyncio.create_task(self._run(save), name=f"save-{save.key}")
+        earlier = self._spares.get((save.key.job, save.key.rank))
+        if earlier is None or earlier.done():
+            making = asyncio.create_task(self._make_spares(save), name=f"spares-{save.key}")
+            self._spares[save.key.job, save.key.rank] = making
 
     async def _run(self, save: Save) -> None:
         try:
@@ -251,19 +269,34 @@ class SavingRoom:
             if held.kind == pb.REPLICA_KIND_OWNER and held.key.rank == key.rank:
                 self._store.drop(held)
 
-    def find(self, request: tpb.WatchSaveRequest) -> Save:
-        """The save that a trainer follows; NotHeldError when this process does not know it."""
+    async def find(self, request: tpb.WatchSaveRequest) -> Save:
+        """The save that a trainer follows; NotHeldError when this process does not know it.
+
+        A process that was just restarted first looks which steps its earlier life had staged.
+        """
+        save = self._known(request)
+        if save is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._resumed.wait(), RESUME_PATIENCE_S)
+            save = self._known(request)
+        if save is None:
+            raise NotHeldError(
+                f"step {request.step} of rank {request.rank} is not known here: "
+                "the daemon restarted before it was replicated"
+            )
+        return save
+
+    def _known(self, request: tpb.WatchSaveRequest) -> Save | None:
         for save in self._saves.get((request.job, request.rank), []):
             if save.key.step == request.step and save.session == request.session:
                 return save
-        raise NotHeldError(
-            f"step {request.step} of rank {request.rank} is not known here: "
-            "the daemon restarted before it was replicated"
-        )
+        return None
 
-    def watch(self, request: tpb.WatchSaveRequest) -> AsyncIterator[tpb.WatchSaveResponse]:
+    async def watch(self, request: tpb.WatchSaveRequest) -> AsyncIterator[tpb.WatchSaveResponse]:
         """Follow a save to its end."""
-        return self.find(request).watch()
+        save = await self.find(request)
+        async for response in save.watch():
+            yield response
 
     # --- restart and stop ------------------------------------------------------------------------
 
@@ -296,14 +329,16 @@ class SavingRoom:
             self._sessions[(job, rank)] = max(self._sessions.get((job, rank), 0), first.session)
             self._launch(save)
             resumed += 1
+        self._resumed.set()
         return resumed
 
     async def stop(self) -> None:
         """Cancel what is under way; staged steps with manifests are resumed by the next process."""
         tasks = [s.task for saves in self._saves.values() for s in saves if s.task is not None]
-        for task in [*tasks, *self._spares]:
+        tasks += self._spares.values()
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *self._spares, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _complete(manifests: Iterable[pb.ShardManifest]) -> bool:

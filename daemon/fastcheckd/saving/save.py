@@ -4,7 +4,7 @@
         │                 │                        │
         └─abandon         └────────── FAILED ◀─────┘
 
-A save only moves forward; whoever watches it sees every state at most once and always the last one.
+A save only moves forward; whoever watches it may miss a state but never the last one.
 Owned by the event loop's thread, but for `moved()`, which sending threads may call.
 """
 
@@ -62,6 +62,8 @@ class Save:
     #: Why nothing moves at present (no quorum, no holders); None while things go on.
     stalled_because: FastCheckdError | None = None
     moved_at: float = field(default_factory=time.monotonic)
+    #: Free segments that the trainer may warm up for its next saves.
+    spares: tuple[Segment, ...] = ()
     task: asyncio.Task[None] | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -89,6 +91,15 @@ class Save:
         assert not self.done
         self.state = state
         self.error = error
+        self._wake()
+
+    def offer(self, spares: tuple[Segment, ...]) -> None:
+        """Tell the watchers of segments for later saves."""
+        if spares != self.spares:
+            self.spares = spares
+            self._wake()
+
+    def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -98,15 +109,14 @@ class Save:
             await self._changed.wait()
 
     async def watch(self) -> AsyncIterator[tpb.WatchSaveResponse]:
-        """Report the present state and every later one, the final one last."""
-        shown: State | None = None
-        while shown not in FINAL:
+        """Report how things stand now and after every change, the final state last."""
+        while True:
             changed = self._changed
-            if self.state != shown:
-                shown = self.state
-                yield self.report()
-            else:
-                await changed.wait()
+            final = self.done
+            yield self.report()
+            if final:
+                return
+            await changed.wait()
 
     def report(self) -> tpb.WatchSaveResponse:
         """The save as the trainer sees it."""
@@ -118,4 +128,5 @@ class Save:
             commit_s=self.commit_s,
             copies=self.copies,
             resent_shards=self.resent_shards,
+            spares=[tpb.SegmentRef(path=str(s.path), bytes=s.size_bytes) for s in self.spares],
         )

@@ -61,6 +61,6 @@ class DataControlService(npb_grpc.DataControlServiceServicer):
         usage = self._store.usage()
         return npb.AssumeResponse(
             progress=self._answers,
-            ram_used_bytes=usage.used_bytes,
+            ram_used_bytes=usage.used_bytes - usage.free_bytes,  # free ones go when needed
             ram_budget_bytes=usage.budget_bytes,
         )

@@ -147,7 +147,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         """Counters and memory."""
         usage = self._store.usage()
         return peer_pb2.GetStatsResponse(
-            ram_used_bytes=usage.used_bytes,
+            ram_used_bytes=usage.used_bytes - usage.free_bytes,  # free ones go when needed
             ram_budget_bytes=usage.budget_bytes,
             counters=self._counters.snapshot(),
         )

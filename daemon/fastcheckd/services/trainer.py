@@ -51,15 +51,11 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
     async def BeginSave(self, request: tpb.BeginSaveRequest, context: Context) -> tpb.BeginSaveResponse:
         """Reserve a segment."""
         save, waited_s = await self._begin(request)
-        response = tpb.BeginSaveResponse(
+        return tpb.BeginSaveResponse(
             save_id=save.save_id,
             segment=tpb.SegmentRef(path=str(save.segment.path), bytes=save.segment.size_bytes),
             waited_s=waited_s,
         )
-        spare = self._saving.spare_for(save)
-        if spare is not None:
-            response.spare.CopyFrom(tpb.SegmentRef(path=str(spare.path), bytes=spare.size_bytes))
-        return response
 
     async def _begin(self, request: tpb.BeginSaveRequest) -> tuple[Save, float]:
         _check_rank(request.job, request.rank, request.world_size)

@@ -163,9 +163,17 @@ class RamStore:
             self._pools.take_again(shard.segment)
         return shard.segment
 
-    def spare(self, size_bytes: int, pool: str) -> Segment | None:
-        """The free segment that `allocate` would hand out next, not taken: a hint, it may go any time."""
-        return self._pools.spare(size_bytes, pool)
+    def allocate_new(self, size_bytes: int, pool: str) -> Segment:
+        """As `allocate`, but never a free segment: for having one more of them."""
+        return self._pools.allocate(size_bytes, pool, recycle=False)
+
+    def free_segments(self, pool: str) -> list[Segment]:
+        """What `allocate` will probably hand out from a pool, the next one first: a hint, it may go any time."""
+        return self._pools.free_segments(pool)
+
+    def count_segments(self, pool: str) -> int:
+        """Number of a pool's segments, in use or free."""
+        return self._pools.count(pool)
 
     def publish(
         self, manifest: pb.ShardManifest, segment: Segment, offset: int, *, verified: bool

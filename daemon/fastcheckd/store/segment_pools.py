@@ -51,7 +51,7 @@ class Usage:
 def best_fit(free: Iterable[Segment], size_bytes: int) -> Segment | None:
     """The smallest that holds `size_bytes` and does not waste more than a quarter and 1 MiB.
 
-    Among equals the one that is free for longest, so that what `spare` named is what comes next.
+    Among equals the one that is free for longest, so that what `free_segments` names first comes next.
     """
     most = size_bytes + size_bytes // 4 + (1 << 20)
     fitting = (s for s in free if size_bytes <= s.size_bytes <= most)
@@ -83,8 +83,8 @@ class SegmentPools:
         self._doomed_bytes = 0
         self._closed = False
 
-    def allocate(self, size_bytes: int, pool: str) -> Segment:
-        """A segment of at least so many bytes, recycled or new. The caller owns one reference.
+    def allocate(self, size_bytes: int, pool: str, *, recycle: bool = True) -> Segment:
+        """A segment of at least so many bytes, recycled if possible and wanted. The caller owns one reference.
 
         Raises:
             InvalidRequestError: the size is negative.
@@ -94,7 +94,7 @@ class SegmentPools:
         if size_bytes < 0:
             raise InvalidRequestError(f"a segment of {size_bytes} bytes was asked for")
         size = rounded(size_bytes)
-        recycled = self._recycle_or_reserve(size, pool)
+        recycled = self._recycle_or_reserve(size, pool, recycle)
         if recycled is not None:
             return recycled
         try:
@@ -113,14 +113,14 @@ class SegmentPools:
         segment.unlink()  # the next process does not know of it
         raise StoreError(f"the RAM store in {self._folder.parent} is closed")
 
-    def _recycle_or_reserve(self, size: int, pool: str) -> Segment | None:
+    def _recycle_or_reserve(self, size: int, pool: str, recycle: bool) -> Segment | None:
         """A free segment, or None with `size` bytes of the budget set aside for a new one."""
         deadline_s = time.monotonic() + UNLINK_WAIT_S
         while True:
             with self._changed:
                 self._check_open()
                 segment = best_fit((s for s in self._free if s.pool == pool), size)
-                if segment is not None:
+                if segment is not None and recycle:
                     self._free.remove(segment)
                     self._start_use(segment)
                     return segment
@@ -227,10 +227,15 @@ class SegmentPools:
         with self._changed:
             segment.recyclable = False
 
-    def spare(self, size_bytes: int, pool: str) -> Segment | None:
-        """The free segment that `allocate` would hand out next, if there is one."""
+    def free_segments(self, pool: str) -> list[Segment]:
+        """The free segments of a pool, in the order in which `allocate` takes those of equal size."""
         with self._changed:
-            return best_fit((s for s in self._free if s.pool == pool), rounded(size_bytes))
+            return [s for s in self._free if s.pool == pool]
+
+    def count(self, pool: str) -> int:
+        """Number of a pool's segments, in use or free."""
+        with self._changed:
+            return sum(1 for group in (self._in_use, self._free) for s in group if s.pool == pool)
 
     def usage(self) -> Usage:
         """Memory at this moment."""

@@ -155,6 +155,7 @@ class PutDesk:
             manifest.chunk_digests = chunk_digests
             manifest.digest = digest
             manifest.kind = pb.REPLICA_KIND_COPY
+            self._check_session(manifest)
             self._store.publish(manifest, incoming.segment, 0, verified=True)
         finally:
             self._give_up(transfer)
@@ -167,6 +168,20 @@ class PutDesk:
         if transfer is not None:
             self._give_up(transfer)
 
+    def _check_session(self, manifest: pb.ShardManifest) -> None:
+        """A copy from a rank's newer process is not replaced by one from its older."""
+        held = self._store.find(manifest.key, pb.REPLICA_KIND_COPY)
+        if held is not None:
+            self._check_newer_session(held.manifest, manifest)
+
+    @staticmethod
+    def _check_newer_session(here: pb.ShardManifest, coming: pb.ShardManifest) -> None:
+        if here.session > coming.session:
+            raise FencedError(
+                f"this node has step {here.key.step} from session {here.session} of the rank; "
+                f"session {coming.session} is over"
+            )
+
     def _begin(self, request: peer_pb2.BeginPutRequest) -> peer_pb2.BeginPutResponse:
         incarnation = self._incarnation()
         check_put(
@@ -177,6 +192,7 @@ class PutDesk:
             epoch=self._epoch(),
             budget_bytes=self._budget_bytes,
         )
+        self._check_session(request.manifest)
         with self._lock:
             if self._closed.is_set():
                 raise PeerError(f"node {self._node_id} is shutting down: place the shard elsewhere")
@@ -230,8 +246,10 @@ class PutDesk:
             if self._closed.is_set():
                 raise PeerError(f"node {self._node_id} is shutting down: place the shard elsewhere")
             older = self._by_key.get(transfer.key)
-            if older is not None and older.number > number:
-                raise FencedError("a newer put of the same shard has begun meanwhile")
+            if older is not None:
+                self._check_newer_session(older.incoming.manifest, request.manifest)
+                if older.number > number and older.incoming.manifest.session == request.manifest.session:
+                    raise FencedError("a newer put of the same shard has begun meanwhile")
             if older is not None:
                 del self._transfers[older.transfer_id]
             self._transfers[transfer_id] = self._by_key[transfer.key] = transfer

@@ -145,26 +145,20 @@ class BeginSaveResponse(google.protobuf.message.Message):
 
     SAVE_ID_FIELD_NUMBER: builtins.int
     SEGMENT_FIELD_NUMBER: builtins.int
-    SPARE_FIELD_NUMBER: builtins.int
     WAITED_S_FIELD_NUMBER: builtins.int
     save_id: builtins.str
     waited_s: builtins.float
     @property
     def segment(self) -> Global___SegmentRef: ...
-    @property
-    def spare(self) -> Global___SegmentRef:
-        """Segment that a later save will probably get: worth mapping ahead. Unset when there is none."""
-
     def __init__(
         self,
         *,
         save_id: builtins.str = ...,
         segment: Global___SegmentRef | None = ...,
-        spare: Global___SegmentRef | None = ...,
         waited_s: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["segment", b"segment", "spare", b"spare"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["save_id", b"save_id", "segment", b"segment", "spare", b"spare", "waited_s", b"waited_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["segment", b"segment"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["save_id", b"save_id", "segment", b"segment", "waited_s", b"waited_s"]) -> None: ...
 
 Global___BeginSaveResponse: typing_extensions.TypeAlias = BeginSaveResponse
 
@@ -259,6 +253,7 @@ class WatchSaveResponse(google.protobuf.message.Message):
     COMMIT_S_FIELD_NUMBER: builtins.int
     COPIES_FIELD_NUMBER: builtins.int
     RESENT_SHARDS_FIELD_NUMBER: builtins.int
+    SPARES_FIELD_NUMBER: builtins.int
     state: Global___SaveState.ValueType
     encoded_bytes: builtins.int
     """Bytes sent to all holders, divided by the number of copies."""
@@ -269,6 +264,10 @@ class WatchSaveResponse(google.protobuf.message.Message):
     """Shards that had to go to another holder than planned."""
     @property
     def error(self) -> fastcheck_proto.v1.common_pb2.ErrorDetail: ...
+    @property
+    def spares(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SegmentRef]:
+        """Segments that later saves will probably get: worth mapping and touching ahead. At most 8."""
+
     def __init__(
         self,
         *,
@@ -279,9 +278,10 @@ class WatchSaveResponse(google.protobuf.message.Message):
         commit_s: builtins.float = ...,
         copies: builtins.int = ...,
         resent_shards: builtins.int = ...,
+        spares: collections.abc.Iterable[Global___SegmentRef] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["commit_s", b"commit_s", "copies", b"copies", "encoded_bytes", b"encoded_bytes", "error", b"error", "replicate_s", b"replicate_s", "resent_shards", b"resent_shards", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["commit_s", b"commit_s", "copies", b"copies", "encoded_bytes", b"encoded_bytes", "error", b"error", "replicate_s", b"replicate_s", "resent_shards", b"resent_shards", "spares", b"spares", "state", b"state"]) -> None: ...
 
 Global___WatchSaveResponse: typing_extensions.TypeAlias = WatchSaveResponse
 

@@ -118,7 +118,8 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchSave(self, request, context):
-        """Follows a sealed save until it is committed or has failed.
+        """Follows a sealed save until it is committed or has failed. A message may repeat a state when
+        something else in it has changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

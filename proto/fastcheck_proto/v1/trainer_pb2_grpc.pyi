@@ -266,7 +266,9 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
     """Gives a segment back that will not be sealed."""
 
     WatchSave: _TrainerServiceWatchSaveType
-    """Follows a sealed save until it is committed or has failed."""
+    """Follows a sealed save until it is committed or has failed. A message may repeat a state when
+    something else in it has changed.
+    """
 
     ListSteps: _TrainerServiceListStepsType
     """Committed steps of a job, oldest first."""
@@ -360,7 +362,9 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         request: fastcheck_proto.v1.trainer_pb2.WatchSaveRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[fastcheck_proto.v1.trainer_pb2.WatchSaveResponse], collections.abc.AsyncIterator[fastcheck_proto.v1.trainer_pb2.WatchSaveResponse]]:
-        """Follows a sealed save until it is committed or has failed."""
+        """Follows a sealed save until it is committed or has failed. A message may repeat a state when
+        something else in it has changed.
+        """
 
     @abc.abstractmethod
     def ListSteps(

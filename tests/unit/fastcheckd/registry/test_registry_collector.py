@@ -9,7 +9,7 @@ def record(rank, session=1, mark="x"):
     return {"rank": rank, "session": session, "state_bytes": 10, "shards": mark}
 
 
-def report(collector, step, rank, now=0.0, session=1, world_size=2, mark="x"):
+def report(collector, step, rank, now=0.0, session=1, *, world_size=2, mark="x"):
     return collector.report("gpt", step, world_size, record(rank, session, mark), now)
 
 

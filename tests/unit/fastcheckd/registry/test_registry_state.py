@@ -47,7 +47,7 @@ def open_rank(job="gpt", rank=0, world_size=2, client="c0", node=("n0", 1)):
     }
 
 
-def record(rank, session, owner, holders, state_bytes=100, digest="ab" * 16):
+def record(rank, session, owner, holders, state_bytes=100, *, digest="ab" * 16):
     half = state_bytes // 2
     shards = [(0, half), (half, state_bytes - half)] if half else [(0, state_bytes)]
     return {
@@ -304,9 +304,9 @@ def test_no_sequence_of_commands_raises_or_goes_back(sequence):
     state = cluster()
     replica = restore(snapshot(state))
     committed = {}
-    for command, seq in sequence:
-        if isinstance(command, dict):
-            command = command | {"client_id": "p", "seq": seq}
+    for given_command, seq in sequence:
+        numbered = {"client_id": "p", "seq": seq}
+        command = given_command | numbered if isinstance(given_command, dict) else given_command
         newest = state["jobs"]["gpt"]["newest"]
         epoch, version = state["epoch"], state["version"]
         result = apply(state, command)

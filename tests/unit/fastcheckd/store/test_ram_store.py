@@ -88,7 +88,7 @@ def test_an_owners_shards_share_one_segment(store):
         assert store.usage().free_bytes == 0
         store.drop(shard)
     assert store.usage().free_bytes == segment.size_bytes
-    assert store.spare(len(data), staging_pool("gpt", 0)) is segment
+    assert store.free_segments(staging_pool("gpt", 0)) == [segment]
 
 
 def test_a_shard_without_bytes_is_a_shard(store):

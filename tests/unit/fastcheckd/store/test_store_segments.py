@@ -69,14 +69,14 @@ def test_zero_bytes_still_get_a_segment(store):
 def test_a_released_segment_is_recycled_for_its_own_pool_only(store):
     mine, yours = staging_pool("gpt", 0), staging_pool("gpt", 1)
     first = store.allocate(8192, mine)
-    assert store.spare(8192, mine) is None
+    assert store.free_segments(mine) == []
     store.release(first)
-    assert store.spare(8192, mine) is first
-    assert store.spare(8192, yours) is None
+    assert store.free_segments(mine) == [first]
+    assert store.free_segments(yours) == []
     assert store.allocate(8192, yours) is not first
     assert store.allocate(8192, COPY_POOL) is not first
     assert store.allocate(8192, mine) is first
-    assert store.spare(8192, mine) is None
+    assert store.free_segments(mine) == []
 
 
 def test_a_segment_given_back_twice_is_an_error(store):

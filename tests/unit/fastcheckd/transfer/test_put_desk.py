@@ -230,6 +230,38 @@ def test_a_repeated_begin_aborts_the_older_transfer(bench: Bench) -> None:
     assert bench.desk.transfers == 1
 
 
+def test_an_older_session_of_a_rank_does_not_replace_a_newer_ones_copy(bench: Bench) -> None:
+    data = some_bytes(CHUNK)
+
+    def put(session: int) -> None:
+        begin = request(len(data))
+        begin.manifest.session = session
+        begun = bench.desk.begin(begin)
+        digests = fill(bench.incoming(begun), data)
+        finish = peer_pb2.FinishPutRequest(
+            transfer_id=begun.transfer_id, chunk_digests=digests, digest=shard_digest(digests)
+        )
+        bench.desk.finish(finish)
+
+    put(session=5)
+    with pytest.raises(FencedError, match="session 4 is over"):
+        put(session=4)
+    put(session=5)
+    put(session=6)
+    assert [held.manifest.session for held in bench.store.held()] == [6]
+
+
+def test_an_older_session_does_not_end_a_newer_ones_transfer(bench: Bench) -> None:
+    newer = request(CHUNK)
+    newer.manifest.session = 5
+    begun = bench.desk.begin(newer)
+    with pytest.raises(FencedError, match="session 1 is over"):
+        bench.desk.begin(request(CHUNK))
+    bench.tickets.redeem(begun.tickets[0])
+    assert bench.desk.transfers == 1
+    assert bench.reserved_bytes == CHUNK
+
+
 def test_of_two_begins_at_once_the_later_one_wins(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     allocate = bench.store.allocate
     later: list[peer_pb2.BeginPutResponse] = []

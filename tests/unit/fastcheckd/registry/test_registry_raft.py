@@ -1,0 +1,212 @@
+"""One voter alone, in this process: files, keys, restart and compaction. Several voters: tests/cluster."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import pickle
+import pickletools
+import socket
+
+import pysyncobj.pickle
+import pysyncobj.tcp_connection
+import pytest
+
+from fastcheckd.config import Config, Voter
+from fastcheckd.errors import ConfigError, InvalidRequestError, NoQuorumError
+from fastcheckd.registry import raft as raft_module
+from fastcheckd.registry.raft import Raft
+from fastcheckd.registry.state import snapshot
+
+
+def free_address():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{s.getsockname()[1]}"
+
+
+@pytest.fixture
+def config(tmp_path):
+    voter = Voter(node_id="solo", registry_address=free_address(), raft_address=free_address())
+    return Config(cluster_id="test", node_id="solo", voters=(voter,), state_dir=tmp_path / "state")
+
+
+def register(node_id, life_id="x" * 8):
+    node = {
+        "node_id": node_id,
+        "agent_address": "a:1",
+        "data_address": "a:2",
+        "lane_address": "a:3",
+        "voter": False,
+        "ram_budget_bytes": 1,
+    }
+    return {"type": "register", "node": node, "life_id": life_id}
+
+
+async def eventually(condition, deadline_s=10.0):
+    end = asyncio.get_running_loop().time() + deadline_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < end, "did not come true"
+        await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def running(config, on_change=lambda: None):
+    raft = Raft(config, on_change)
+    raft.start()
+    try:
+        await eventually(lambda: raft.is_leader)
+        yield raft
+    finally:
+        raft.close()
+
+
+def test_propose_read_and_be_told(config):
+    async def scenario():
+        told = asyncio.Event()
+        async with running(config, told.set) as raft:
+            told.clear()
+            assert (await raft.propose(register("a")))["incarnation"] == 1
+            assert raft.read(lambda state: list(state["nodes"])) == ["a"]
+            await asyncio.wait_for(told.wait(), 5)
+            assert (await raft.propose({"type": "nonsense"}))["code"] == "INVALID"
+            assert (await raft.propose({"type": "noop"}))["ok"]
+            assert raft.leader.node_id == "solo"
+            with pytest.raises(InvalidRequestError, match="too large"):
+                await raft.propose({"type": "noop", "x": "x" * (9 << 20)})
+
+    asyncio.run(scenario())
+
+
+def test_large_commands_and_many_at_once(config):
+    async def scenario():
+        async with running(config) as raft:
+            results = await asyncio.gather(*(raft.propose(register(f"n{i}")) for i in range(100)))
+            assert sorted(r["incarnation"] for r in results) == list(range(1, 101))
+            assert (await raft.propose({"type": "noop", "x": "x" * (7 << 20)}))["ok"]
+
+    asyncio.run(scenario())
+
+
+def test_a_restart_brings_everything_back_from_the_log_and_from_a_snapshot(config):
+    async def fill(first, compact):
+        async with running(config) as raft:
+            for i in range(first, first + 20):
+                await raft.propose(register(f"n{i}"))
+            if compact:
+                raft._engine.forceLogCompaction()
+                await eventually(lambda: len(raft._engine.journal) <= 3)
+                await raft.propose(register(f"n{first + 20}"))
+            return raft.read(snapshot)
+
+    async def look():
+        async with running(config) as raft:
+            await raft.propose({"type": "noop"})
+            return raft.read(snapshot)
+
+    first = asyncio.run(fill(0, compact=False))
+    assert asyncio.run(look()) == first
+    second = asyncio.run(fill(20, compact=True))
+    assert asyncio.run(look()) == second
+    # Nothing on disk is a pickle.
+    folder = config.state_dir / "registry"
+    assert json.loads((folder / "snapshot").read_bytes())["format"] == 1
+    for path in folder.iterdir():
+        with pytest.raises((ValueError, EOFError, IndexError)):
+            list(pickletools.genops(path.read_bytes()))
+
+
+def test_the_engine_reads_only_plain_pickles(tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return print, ("owned",)
+
+    for loads in (pysyncobj.pickle.loads, pysyncobj.tcp_connection.pickle.loads):
+        with pytest.raises(pickle.UnpicklingError):
+            loads(pickle.dumps(Attack()))
+
+
+def test_a_lost_log_is_for_the_operator(config):
+    async def once():
+        async with running(config) as raft:
+            await raft.propose(register("a"))
+
+    asyncio.run(once())
+    (config.state_dir / "registry" / "log").unlink()
+    with pytest.raises(ConfigError, match=r"log .* is gone.*new raft_address"):
+        asyncio.run(once())
+
+
+def test_a_broken_snapshot_or_another_voters_folder_is_refused(config):
+    async def once(config=config):
+        async with running(config):
+            pass
+
+    asyncio.run(once())
+    with pytest.raises(ConfigError, match="belongs to the voter"):
+        asyncio.run(once(dataclasses.replace(config, cluster_id="other")))
+    (config.state_dir / "registry" / "snapshot").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        asyncio.run(once())
+
+
+def test_a_folder_in_use_and_a_port_in_use_are_refused(config):
+    async def scenario():
+        async with running(config):
+            with pytest.raises(ConfigError, match="in use by another registry"):
+                Raft(config, lambda: None).start()
+            other = dataclasses.replace(config, state_dir=config.state_dir / "other")
+            with pytest.raises(ConfigError, match=r"raft_address.*port") as caught:
+                Raft(other, lambda: None).start()
+            assert config.voters[0].raft_address in str(caught.value)
+
+    asyncio.run(scenario())
+
+
+def test_the_key_is_checked(config, tmp_path):
+    async def start(config):
+        async with running(config):
+            pass
+
+    asyncio.run(start(config))
+    own = config.state_dir / "raft.key"
+    assert own.stat().st_mode & 0o777 == 0o600 and len(own.read_bytes()) == 32
+
+    more = tuple(
+        Voter(node_id=f"v{i}", registry_address=free_address(), raft_address=free_address()) for i in (1, 2)
+    )
+    several = dataclasses.replace(config, voters=(*config.voters, *more), state_dir=tmp_path / "several")
+    with pytest.raises(ConfigError, match="raft_key_file' is missing"):
+        asyncio.run(start(several))
+    key = tmp_path / "key"
+    with_key = dataclasses.replace(several, raft_key_file=key)
+    with pytest.raises(ConfigError, match="cannot read"):
+        asyncio.run(start(with_key))
+    key.write_bytes(b"k" * 31)
+    key.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        asyncio.run(start(with_key))
+    key.chmod(0o600)
+    with pytest.raises(ConfigError, match="has 31 bytes"):
+        asyncio.run(start(with_key))
+
+
+def test_a_node_that_is_no_voter_is_told(config):
+    with pytest.raises(ConfigError, match="runs no registry"):
+        Raft(dataclasses.replace(config, node_id="else"), lambda: None)
+
+
+def test_a_log_that_cannot_be_written_stops_the_voter(config, monkeypatch):
+    def broken(_descriptor):
+        raise OSError(5, "input/output error")
+
+    async def scenario():
+        async with running(config) as raft:
+            monkeypatch.setattr(raft_module.os, "fdatasync", broken)
+            with pytest.raises(NoQuorumError):
+                await raft.propose(register("a"), timeout_s=2.0)
+            assert "cannot be written" in raft.failure and not raft.is_leader
+            assert raft.read(lambda state: state["nodes"]) == {}, "nothing takes effect that is not on disk"
+            monkeypatch.undo()
+
+    asyncio.run(scenario())

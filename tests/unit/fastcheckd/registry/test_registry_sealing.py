@@ -1,0 +1,79 @@
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastcheckd.registry import unpickling
+from fastcheckd.registry.sealing import Seal, derive_key
+
+KEY = derive_key(b"s" * 32, "test")
+
+
+def ends(key=KEY, other=KEY):
+    return Seal(key).fresh(accepting=False), Seal(other).fresh(accepting=True)
+
+
+def test_messages_pass_in_both_directions():
+    connecting, accepting = ends()
+    for text in (b"", b"one", b"two" * 1000):
+        assert accepting.decrypt(connecting.encrypt_at_time(text, 0)) == text
+        assert connecting.decrypt(accepting.encrypt_at_time(text, 0)) == text
+
+
+def test_forged_changed_repeated_reordered_and_reflected_messages_are_refused():
+    connecting, accepting = ends()
+    first, second = connecting.encrypt_at_time(b"first", 0), connecting.encrypt_at_time(b"second", 0)
+    for bad in (b"", b"x" * 10, second, first[:-1] + b"T", bytes([first[0] ^ 1]) + first[1:]):
+        with pytest.raises(ValueError, match="authentication"):
+            accepting.decrypt(bad)
+    with pytest.raises(ValueError, match="authentication"):
+        connecting.decrypt(first)  # sent back to where it came from
+    assert accepting.decrypt(first) == b"first"
+    with pytest.raises(ValueError, match="authentication"):
+        accepting.decrypt(first)
+    assert accepting.decrypt(second) == b"second"
+
+
+def test_another_key_or_another_cluster_is_refused():
+    for other in (derive_key(b"t" * 32, "test"), derive_key(b"s" * 32, "other")):
+        connecting, accepting = ends(KEY, other)
+        with pytest.raises(ValueError, match="authentication"):
+            accepting.decrypt(connecting.encrypt_at_time(b"hello", 0))
+
+
+class Malicious:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_malicious_pickle_runs_nothing(tmp_path, protocol):
+    path = tmp_path / "owned"
+    attack = pickle.dumps({"type": "append_entries", "entries": [Malicious(path)]}, protocol)
+    with pytest.raises(pickle.UnpicklingError, match="no business"):
+        unpickling.loads(attack)
+    assert not path.exists()
+    pickle.loads(attack)
+    assert path.exists(), "the attack itself works"
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(), inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+    ),
+    max_leaves=15,
+)
+
+
+@given(plain)
+def test_plain_values_pass_unchanged(value):
+    again = unpickling.loads(unpickling.dumps(value))
+    assert again == value and type(again) is type(value)
