@@ -1,0 +1,152 @@
+"""The documentation keeps its word: links lead somewhere, tests and counters it names exist, the example is valid."""
+
+import ast
+import dataclasses
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from fastcheck_proto.v1 import common_pb2
+from fastcheckd import rpc
+from fastcheckd.config import Config, load_config
+from fastcheckd.counters import NAMES
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/**/*.md")])
+EXAMPLE = ROOT / "deploy" / "example" / "node.yaml"
+#: The example's lines that show a default: no blank after the hash.
+SHOWN_DEFAULT = re.compile(r"^#(?=[a-z_]+: )", re.MULTILINE)
+
+page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def section(page: str, title: str) -> str:
+    """The text below a heading, up to the next one of its rank."""
+    text = (ROOT / page).read_text()
+    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found, f"{page} has no section {title!r}"
+    return found[1]
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may name behind the hash: headings, as GitHub spells them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@functools.cache
+def names_in(path: Path) -> frozenset[str]:
+    """Functions, classes and variables at the top of a module."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    return frozenset(found)
+
+
+@page_by_page
+def test_every_relative_link_leads_somewhere(page):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if (
+            not target.is_relative_to(ROOT)
+            or not target.exists()
+            or (anchor and anchor not in anchors(target))
+        ):
+            broken.append(link)
+    assert not broken
+
+
+@page_by_page
+def test_every_test_that_is_named_exists(page):
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text())
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if not (ROOT / path).is_file() or name not in names_in(ROOT / path)
+    ]
+    assert not missing
+
+
+def test_every_guarantee_has_a_statement_tests_and_limits():
+    guarantees = re.split(r"^### (?=G\d)", section("docs/failure-modes.md", "Guarantees"), flags=re.MULTILINE)
+    assert [text[:2] for text in guarantees[1:]] == [f"G{number}" for number in range(1, 9)]
+    for text in guarantees[1:]:
+        assert re.search(r"^\*\*", text, re.MULTILINE), text[:30]
+        assert "*How.*" in text and "*Not covered.*" in text, text[:30]
+        assert "tests/" in text.partition("*Tests.*")[2], text[:30]
+
+
+def test_the_counters_in_the_docs_are_those_of_the_daemon():
+    listed = re.findall(r"^\| `(\w+)` \|", section("docs/architecture.md", "Counters"), re.MULTILINE)
+    assert listed == list(NAMES)
+
+
+def test_every_error_code_has_its_status_in_the_protocol_page():
+    told = {
+        f"ERROR_CODE_{code}": status
+        for codes, status in re.findall(
+            r"([A-Z_]+(?:,\s[A-Z_]+)*)\s→\s([A-Z_]+)", section("docs/protocol.md", "Errors")
+        )
+        for code in re.split(r",\s", codes)
+    }
+    real = {
+        name: rpc._STATUS[value].name if value in rpc._STATUS else "INTERNAL"
+        for name, value in common_pb2.ErrorCode.items()
+        if value != common_pb2.ERROR_CODE_UNSPECIFIED
+    }
+    assert told == real
+
+
+def test_every_health_code_is_in_the_failure_modes():
+    source = (ROOT / "daemon/fastcheckd/services/admin_reports.py").read_text()
+    codes = set(re.findall(r'code="([A-Z_]+)"', source))
+    assert {"NO_QUORUM", "REPLICA_SHORT"} <= codes
+    page = (ROOT / "docs/failure-modes.md").read_text()
+    assert not [code for code in codes if f"`{code}`" not in page]
+
+
+@pytest.mark.parametrize("with_shown_defaults", [False, True])
+def test_the_example_configuration_is_valid_as_written(tmp_path, with_shown_defaults):
+    text = EXAMPLE.read_text()
+    if with_shown_defaults:
+        text, count = SHOWN_DEFAULT.subn("", text)
+        assert count > 5
+    path = tmp_path / "node.yaml"
+    path.write_text(text)
+    config = load_config(path, environment={})
+    assert len(config.voters) == 3 and config.own_voter is not None
+    assert config.own_voter.registry_address.startswith(config.host)
+    if with_shown_defaults:
+        shown = {match[1] for match in re.finditer(r"^#([a-z_]+): ", EXAMPLE.read_text(), re.MULTILINE)}
+        changed = [
+            field.name
+            for field in dataclasses.fields(Config)
+            if field.name in shown and getattr(config, field.name) != field.default
+        ]
+        assert not changed
+
+
+@pytest.mark.parametrize("page", ["docs/failure-modes.md", "deploy/README.md", "deploy/example/node.yaml"])
+def test_configuration_keys_that_are_named_exist(page):
+    keys = {field.name for field in dataclasses.fields(Config)}
+    words = set(
+        re.findall(
+            r"`([a-z]+(?:_[a-z]+)*_(?:s|bytes|dir|port|steps|flight|file))`", (ROOT / page).read_text()
+        )
+    )
+    # Counters and SDK arguments end like keys do.
+    assert words - keys - set(NAMES) <= {"timeout_s"}
