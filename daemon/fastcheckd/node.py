@@ -32,7 +32,7 @@ from .counters import Counters
 from .errors import ConfigError, RegistryError, StoreError
 from .identity import Identity
 from .registry.client import RegistryClient
-from .registry.server import RegistryServer
+from .registry_server import RegistryServer
 from .restore.room import RestoreRoom
 from .rpc import SERVER_OPTIONS
 from .saving.replicate import Replicator
@@ -131,12 +131,17 @@ class _DataRooms:
         view.on_change(self._on_view)
 
     async def _on_view(self, seen: registry_pb2.ClusterView) -> None:
-        """Free what the registry no longer keeps; once, carry on with what an earlier life had staged."""
-        if not self._resumed and self.identity.incarnation:
-            self._resumed = True
-            if count := self.saving.resume():
-                logger.info("carrying on with %d staged steps of an earlier life", count)
+        """Free what the registry no longer keeps."""
+        self.resume()
         await asyncio.to_thread(_prune, self.store, self.view.kept_steps())
+
+    def resume(self) -> None:
+        """Carry on, once, with what an earlier life had staged; needs to know the view and who this node is."""
+        if self._resumed or not self.identity.incarnation or not self.view.view.version:
+            return
+        self._resumed = True
+        if count := self.saving.resume():
+            logger.info("carrying on with %d staged steps of an earlier life", count)
 
     async def close(self) -> None:
         """Let go of everything but the bytes."""
@@ -161,7 +166,8 @@ async def run_data(config: Config) -> None:
     _listen_tcp(far, config.data_address, "data_port")
     near = grpc.aio.server(options=SERVER_OPTIONS)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, near)
-    node_pb2_grpc.add_DataControlServiceServicer_to_server(DataControlService(rooms.identity, store), near)
+    control = DataControlService(rooms.identity, store, on_assume=rooms.resume)
+    node_pb2_grpc.add_DataControlServiceServicer_to_server(control, near)
     rooms.lane.start()
     rooms.desk.start()
     try:

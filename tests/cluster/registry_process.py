@@ -105,7 +105,7 @@ class RegistryCluster:
 
 
 async def serve(path: str) -> None:
-    from fastcheckd.registry.server import RegistryServer  # noqa: PLC0415  the tests need none of it
+    from fastcheckd.registry_server import RegistryServer  # noqa: PLC0415  the tests need none of it
 
     server = RegistryServer(load_config(Path(path)))
     await server.start()

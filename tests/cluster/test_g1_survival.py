@@ -93,3 +93,21 @@ def test_a_holder_killed_in_mid_transfer_is_replaced(make_cluster):
     assert handle.stats["resent_shards"] >= 1
     job.start()
     assert job.load() == 2
+
+
+def test_a_step_that_one_rank_gave_up_keeps_that_ranks_copies_when_it_is_committed_late(make_cluster):
+    cluster = make_cluster(3, rank_wait_timeout_s=1.0)
+    job = Job(cluster, ["node-0", "node-1"])
+    job.commit(1)
+    early = job.ranks[0].save(2, job.state(2, 0))
+    with pytest.raises(FastCheckError, match="other ranks"):
+        early.result(timeout=60)
+    job.ranks[1].save(2, job.state(2, 1)).result(timeout=60)
+    assert job.load() == 2
+    assert counters(cluster, "node-0")["shards_fetched"] == 0
+    # The only copy on another node goes: the owner's must still be there.
+    for node in ("node-1", "node-2"):
+        cluster.kill(node, wipe=True)
+        cluster.start(node)
+        job.start()
+        assert job.load() == 2

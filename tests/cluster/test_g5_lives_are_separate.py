@@ -31,7 +31,7 @@ def test_a_killed_data_process_is_restarted_by_its_agent(make_cluster):
     until(lambda: counters(cluster, "node-2").get("manifests_adopted"), "the data process to adopt its RAM")
     assert job.load() == 1
     job.commit(2)
-    assert node_states(cluster, "node-2")["node-2"] == "UP"
+    until(lambda: node_states(cluster, "node-2")["node-2"] == "UP", "node-2 to be UP again")
 
 
 def test_a_trainer_killed_after_save_returned_has_lost_nothing(make_cluster):

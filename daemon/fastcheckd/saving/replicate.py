@@ -323,6 +323,7 @@ class Replicator:
                 record=record,
                 wait_s=REPORT_WAIT_S,
             )
+            save.reported = True
             try:
                 response = await self._registry.report(request, timeout_s=REPORT_WAIT_S + REGISTRY_TIMEOUT_S)
             except (NoQuorumError, PeerError) as error:
@@ -334,8 +335,8 @@ class Replicator:
             if response.state == rpb.REPORT_STATE_WAITING:
                 if time.monotonic() > give_up_at:
                     raise SupersededError(
-                        f"{save.key}: other ranks did not save this step within "
-                        f"{self._config.rank_wait_timeout_s:.0f} s: {response.error.message}"
+                        f"{save.key} is replicated, but other ranks did not save this step within "
+                        f"{self._config.rank_wait_timeout_s:g} s; it may still be committed if they do"
                     )
                 continue
             if response.error.code == pb.ERROR_CODE_HOLDER_LOST:

@@ -260,11 +260,18 @@ class SavingRoom:
         else:
             self._counters.add("saves_failed")
             logger.warning("%s not committed: %s", save.key, error)
+            may_be_committed = save.reported or isinstance(error, NotNewerError | SupersededError)
             save.advance(tpb.SAVE_STATE_FAILED, error)
-            self._drop_own(save.key)
+            if not may_be_committed:
+                self._drop_own(save.key)
         self._store.release(save.segment)
 
     def _drop_own(self, key: SaveKey) -> None:
+        """Forget the owner's bytes of a step that cannot be committed any more.
+
+        Not for one that was reported: the report may still become part of a commit, and then these bytes
+        are one of its copies. Once a newer step is committed, retention removes what is not needed.
+        """
         for held in self._store.held(key.job, key.step):
             if held.kind == pb.REPLICA_KIND_OWNER and held.key.rank == key.rank:
                 self._store.drop(held)
@@ -325,6 +332,7 @@ class SavingRoom:
                 state_bytes=first.state_bytes,
                 header_offset=first.header_offset,
                 header_bytes=first.header_bytes,
+                reported=True,  # perhaps, by the earlier life
             )
             self._sessions[(job, rank)] = max(self._sessions.get((job, rank), 0), first.session)
             self._launch(save)

@@ -34,6 +34,9 @@ class SaveKey:
     rank: int
     step: int
 
+    def __str__(self) -> str:
+        return f"step {self.step} of rank {self.rank} of job {self.job}"
+
 
 @dataclass(eq=False)
 class Save:
@@ -48,6 +51,8 @@ class Save:
     state_bytes: int
     header_offset: int = 0
     header_bytes: int = 0
+    #: The registry may have heard that this rank is replicated: from then on the step may be committed.
+    reported: bool = False
 
     state: State = tpb.SAVE_STATE_UNSPECIFIED
     error: FastCheckdError | None = None

@@ -48,15 +48,17 @@ class NodeService(npb_grpc.NodeServiceServicer):
 class DataControlService(npb_grpc.DataControlServiceServicer):
     """Takes the node's incarnation from the agent; answers with signs of progress."""
 
-    def __init__(self, identity: Identity, store: RamStore) -> None:
+    def __init__(self, identity: Identity, store: RamStore, on_assume: Callable[[], None]) -> None:
         self._identity = identity
         self._store = store
+        self._on_assume = on_assume
         self._answers = 0
 
     @answers
     async def Assume(self, request: npb.AssumeRequest, context: Context) -> npb.AssumeResponse:
         """Be this incarnation from now on."""
-        self._identity.assume(request.incarnation)
+        if self._identity.assume(request.incarnation):
+            self._on_assume()
         self._answers += 1
         usage = self._store.usage()
         return npb.AssumeResponse(

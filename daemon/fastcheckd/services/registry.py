@@ -58,7 +58,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
     """One voter's answers.
 
     Args:
-        config, raft, leader, reports, detector: the parts that `registry.server` wires.
+        config, raft, leader, reports, detector: the parts that `registry_server` wires.
     """
 
     def __init__(

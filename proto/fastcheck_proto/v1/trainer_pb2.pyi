@@ -431,7 +431,7 @@ class PushRequest(google.protobuf.message.Message):
     DATA_FIELD_NUMBER: builtins.int
     SEAL_FIELD_NUMBER: builtins.int
     data: builtins.bytes
-    """At most 1 MiB, in order."""
+    """At most 2 MiB, in order."""
     @property
     def begin(self) -> Global___BeginSaveRequest: ...
     @property
@@ -507,7 +507,7 @@ class PullResponse(google.protobuf.message.Message):
     READY_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
     data: builtins.bytes
-    """At most 1 MiB, in order."""
+    """At most 2 MiB, in order."""
     @property
     def nothing(self) -> Global___LoadNothing: ...
     @property

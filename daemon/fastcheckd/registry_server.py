@@ -9,14 +9,14 @@ import grpc.aio
 
 from fastcheck_proto.v1 import registry_pb2_grpc
 
-from ..config import Config
-from ..errors import ConfigError
-from ..health.detector import FailureDetector
-from ..rpc import SERVER_OPTIONS
-from ..services.registry import RegistryService
-from .leading import Leader
-from .raft import Raft, check_port_is_free
-from .reporting import Reports
+from .config import Config
+from .errors import ConfigError
+from .health.detector import FailureDetector
+from .registry.leading import Leader
+from .registry.raft import Raft, check_port_is_free
+from .registry.reporting import Reports
+from .rpc import SERVER_OPTIONS
+from .services.registry import RegistryService
 
 logger = logging.getLogger(__name__)
 
