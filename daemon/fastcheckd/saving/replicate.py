@@ -155,24 +155,28 @@ class Replicator:
     async def _place(self, save: Save) -> rpb.PlaceResponse:
         """Ask where the shards go, again and again while nobody can say, within the save's patience."""
         while True:
-            request = rpb.PlaceRequest(
-                job=save.key.job,
-                step=save.key.step,
-                rank=save.key.rank,
-                world_size=save.world_size,
-                session=save.session,
-                owner=self._identity.ref(),
-                state_bytes=save.state_bytes,
-                chunk_bytes=self._config.chunk_bytes,
-                avoid=self._quarantine.members(),
-            )
             try:
-                response = await self._registry.place(request, timeout_s=REGISTRY_TIMEOUT_S)
+                await self._identity.until_known(REGISTRY_TIMEOUT_S)
+                owner = self._identity.ref()
+                response = await self._registry.place(
+                    rpb.PlaceRequest(
+                        job=save.key.job,
+                        step=save.key.step,
+                        rank=save.key.rank,
+                        world_size=save.world_size,
+                        session=save.session,
+                        owner=owner,
+                        state_bytes=save.state_bytes,
+                        chunk_bytes=self._config.chunk_bytes,
+                        avoid=self._quarantine.members(),
+                    ),
+                    timeout_s=REGISTRY_TIMEOUT_S,
+                )
             except (NoQuorumError, PlacementError, PeerError) as error:
                 await self._wait_out(save, error)
                 continue
             except FencedError:
-                if not self._reborn(request.owner):
+                if not self._reborn(owner):
                     raise
                 continue
             if not response.shards or any(not s.holders for s in response.shards):
