@@ -423,7 +423,8 @@ class Raft:
                 answer: asyncio.Future[tuple[bytes | None, int]] = self._loop.create_future()
                 self._machine.apply(data, callback=self._answer_to(answer))
                 try:
-                    result, reason = await asyncio.wait_for(answer, min(left_s, ATTEMPT_S))
+                    async with asyncio.timeout(min(left_s, ATTEMPT_S)):
+                        result, reason = await answer
                 except TimeoutError:
                     continue
                 if reason == FAIL_REASON.SUCCESS and result is not None:
