@@ -59,7 +59,9 @@ class HeartbeatSender:
                 call = stub.Heartbeat(self._beats(incarnation))
                 try:
                     while True:
-                        answer = await asyncio.wait_for(call.read(), ANSWER_S_MAX)
+                        # Not wait_for: in Python 3.11 it can swallow the cancellation of this task.
+                        async with asyncio.timeout(ANSWER_S_MAX):
+                            answer = await call.read()
                         if not isinstance(answer, registry_pb2.HeartbeatResponse):
                             break
                         backoff_s = BACKOFF_S_MIN

@@ -174,7 +174,8 @@ class RegistryClient:
             try:
                 silence_s = SILENCE_S
                 while True:
-                    answer = await asyncio.wait_for(call.read(), silence_s)
+                    async with asyncio.timeout(silence_s):
+                        answer = await call.read()
                     if not isinstance(answer, registry_pb2.WatchViewResponse):
                         break
                     backoff_s = BACKOFF_S_MIN

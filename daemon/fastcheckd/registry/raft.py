@@ -193,7 +193,8 @@ class Raft:
             # Loopback or one interface: never pysyncobj's default of all of them.
             bindAddress=self._voter.raft_address,
             maxBindRetries=1,
-            autoTickPeriod=0.02,
+            # Only idle housekeeping waits for a tick; commands and messages wake the engine at once.
+            autoTickPeriod=0.05,
             appendEntriesPeriod=0.1,
             raftMinTimeout=0.31 if alone else 0.5,
             raftMaxTimeout=0.35 if alone else 0.9,
@@ -423,7 +424,8 @@ class Raft:
                 answer: asyncio.Future[tuple[bytes | None, int]] = self._loop.create_future()
                 self._machine.apply(data, callback=self._answer_to(answer))
                 try:
-                    result, reason = await asyncio.wait_for(answer, min(left_s, ATTEMPT_S))
+                    async with asyncio.timeout(min(left_s, ATTEMPT_S)):
+                        result, reason = await answer
                 except TimeoutError:
                     continue
                 if reason == FAIL_REASON.SUCCESS and result is not None:

@@ -72,7 +72,8 @@ class Reports:
         future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         waiters[record["rank"]] = future
         try:
-            return await asyncio.wait_for(future, wait_s)
+            async with asyncio.timeout(wait_s):
+                return await future
         except TimeoutError:
             return _WAITING
         finally:

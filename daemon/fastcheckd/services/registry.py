@@ -322,7 +322,8 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
                     self._shared_view = self._view()
                 yield registry_pb2.WatchViewResponse(view=self._shared_view)
                 try:
-                    await asyncio.wait_for(changed.wait(), VIEW_REPEAT_S)
+                    async with asyncio.timeout(VIEW_REPEAT_S):
+                        await changed.wait()
                 except TimeoutError:
                     self._shared_view = None
                 await asyncio.sleep(VIEW_MERGE_S)
