@@ -121,8 +121,10 @@ class Agent:
                     self._data = _DataState(True, answer.ram_used_bytes, answer.ram_budget_bytes)
                     self._data_ready.set()
                 pause_s = ASSUME_INTERVAL_S if self._data.ready else ASSUME_INTERVAL_S / 5
+                # Not wait_for: in Python 3.11 it can swallow the cancellation of this task.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._reborn.wait(), pause_s)
+                    async with asyncio.timeout(pause_s):
+                        await self._reborn.wait()
                 self._reborn.clear()
 
     # --- membership ------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ class Identity:
             NoQuorumError: it is not after `timeout_s`.
         """
         try:
-            await asyncio.wait_for(self._known.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._known.wait()
         except TimeoutError:
             raise NoQuorumError(
                 f"node {self.node_id} is not registered yet: the registry has no leader that answers, "

@@ -93,7 +93,8 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             try:
-                await asyncio.wait_for(process.wait(), grace_s)
+                async with asyncio.timeout(grace_s):
+                    await process.wait()
             except TimeoutError:
                 logger.warning("%s process did not stop within %.1f s; killing it", self.name, grace_s)
                 with contextlib.suppress(ProcessLookupError):

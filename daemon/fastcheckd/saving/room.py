@@ -284,7 +284,8 @@ class SavingRoom:
         save = self._known(request)
         if save is None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._resumed.wait(), RESUME_PATIENCE_S)
+                async with asyncio.timeout(RESUME_PATIENCE_S):
+                    await self._resumed.wait()
             save = self._known(request)
         if save is None:
             raise NotHeldError(
