@@ -65,11 +65,9 @@ class Collector:
         dropped = [old for old in sorted(steps)[:-STEPS_MAX] if old != step]
         for old in dropped:
             del steps[old]
-        for idle in sorted(self._jobs, key=lambda j: max(c.touched_at for c in self._jobs[j].values()))[
-            : max(0, len(self._jobs) - JOBS_MAX)
-        ]:
-            if idle != job:
-                del self._jobs[idle]
+        if len(self._jobs) > JOBS_MAX:
+            idle = min(self._jobs, key=lambda j: max(c.touched_at for c in self._jobs[j].values()))
+            del self._jobs[idle]
         return collection, dropped
 
     def placed(

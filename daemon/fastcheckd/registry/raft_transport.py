@@ -112,6 +112,13 @@ class GuardedTransport(TCPTransport):  # type: ignore[misc]  # pysyncobj has no 
         self._connections[node].message_bytes_max = MESSAGE_BYTES_MAX
         super()._onNodeConnected(node)
 
+    def _maybeBind(self) -> None:  # noqa: N802
+        was_ready = self._ready
+        super()._maybeBind()
+        if self._ready and not was_ready:
+            # pysyncobj queues 5 connections: a few strangers would make a voter wait seconds for its turn.
+            self._server._TcpServer__socket.listen(128)
+
     def _onTick(self) -> None:  # noqa: N802
         super()._onTick()
         now = time.monotonic()

@@ -20,7 +20,7 @@ from fastcheck_proto.conventions import (
 from fastcheck_proto.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 
 from ..config import Config
-from ..errors import FastCheckdError, InvalidRequestError, OverBudgetError, from_code
+from ..errors import FastCheckdError, InvalidRequestError, NoQuorumError, OverBudgetError, from_code
 from ..health.detector import FailureDetector
 from ..registry import records, wire
 from ..registry.commits import find_step
@@ -337,10 +337,20 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
             answered_at = 0.0
             async for request in request_iterator:
                 news = self._heard(request)
+                if news[0] and not (answered and answered[0]):
+                    news = await self._sure_that_fenced(request)
                 now = self._now()
                 if news != answered or now - answered_at >= HEARTBEAT_ANSWER_S:
                     answered, answered_at = news, now
                     yield registry_pb2.HeartbeatResponse(fenced=news[0], epoch=news[1], leader=news[2])
+
+    async def _sure_that_fenced(self, request: registry_pb2.HeartbeatRequest) -> tuple[bool, int, str]:
+        """A leader that was deposed without noticing may know less than the node: prove it first."""
+        try:
+            await self._leader.confirm()
+        except NoQuorumError:
+            return (False, *self._heard(request)[1:])
+        return self._heard(request)
 
     def _heard(self, request: registry_pb2.HeartbeatRequest) -> tuple[bool, int, str]:
         """Note a heartbeat; returns (fenced, epoch, leader)."""

@@ -1,4 +1,4 @@
-"""One voter alone, in this process: files, keys, restart and compaction. Several voters: tests/cluster."""
+"""Voters in this process: files, keys, restart, compaction, snapshots. As processes: tests/cluster."""
 
 import asyncio
 import contextlib
@@ -208,5 +208,58 @@ def test_a_log_that_cannot_be_written_stops_the_voter(config, monkeypatch):
             assert "cannot be written" in raft.failure and not raft.is_leader
             assert raft.read(lambda state: state["nodes"]) == {}, "nothing takes effect that is not on disk"
             monkeypatch.undo()
+
+    asyncio.run(scenario())
+
+
+def test_a_voter_that_was_away_gets_the_snapshot_and_large_commands(tmp_path):
+    voters = tuple(
+        Voter(node_id=f"v{i}", registry_address=free_address(), raft_address=free_address()) for i in range(3)
+    )
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    key.chmod(0o600)
+
+    def voter(i):
+        return Raft(
+            Config(
+                cluster_id="test",
+                node_id=f"v{i}",
+                voters=voters,
+                raft_key_file=key,
+                state_dir=tmp_path / f"v{i}",
+            ),
+            lambda: None,
+        )
+
+    async def scenario():
+        rafts = [voter(0), voter(1)]
+        try:
+            for raft in rafts:
+                raft.start()
+            await eventually(lambda: any(r.is_leader for r in rafts))
+            leader = next(r for r in rafts if r.is_leader)
+            await asyncio.gather(*(leader.propose(register(f"n{i}", "x" * 100)) for i in range(600)))
+            assert (await leader.propose({"type": "noop", "x": "x" * (7 << 20)}))["ok"]
+            for raft in rafts:
+                raft._engine.forceLogCompaction()
+                await eventually(lambda raft=raft: len(raft._engine.journal) <= 3)
+            wanted = leader.read(snapshot)
+            assert len(wanted) > 100_000, "more than one piece of it has to travel"
+            late = voter(2)
+            rafts.append(late)
+            late.start()
+            await eventually(lambda: late.read(snapshot) == wanted)
+            # From here on it takes part like the others: with it, one of the first two can go.
+            other = next(r for r in rafts if not r.is_leader and r is not late)
+            rafts.remove(other)
+            other.close()
+            result = await leader.propose(register("last"), timeout_s=10)
+            assert result["incarnation"] == 601
+            await eventually(lambda: late.read(lambda state: "last" in state["nodes"]))
+            assert [r.leader.node_id for r in rafts] == [leader.leader.node_id] * 2
+        finally:
+            for raft in rafts:
+                raft.close()
 
     asyncio.run(scenario())
