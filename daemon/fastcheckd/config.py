@@ -72,7 +72,8 @@ class Config:
     lane_port: int = 7452
     #: The registry's voters: 1, 3 or 5 nodes, the same list on every node. Empty: this node alone.
     voters: tuple[Voter, ...] = ()
-    #: File with the 32+ byte secret that voters share. Required as soon as a voter is not on loopback.
+    #: File with the 32+ byte secret that voters share, mode 0600. Required as soon as there is more than one
+    #: voter or one is not on loopback; a voter alone on loopback makes its own.
     raft_key_file: Path | None = None
 
     #: Sockets; small, may vanish with a reboot.
