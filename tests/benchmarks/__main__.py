@@ -158,14 +158,16 @@ def main() -> None:
         lambda c: saving(c, arguments.rounds),
         lambda c: restoring(c, arguments.rounds),
     ]
+    if (
+        arguments.only != "transfer"
+    ):  # first: after gigabytes of transfers the machine itself is busy for a while
+        with local_cluster(4, "256MiB") as cluster:
+            figures += idling(cluster, arguments.idle_seconds)
     if arguments.only != "idle":
         # Three voters as in earnest; spread 1, so that all goes to one peer.
         with local_cluster(3, "7GiB", spread=1) as cluster:
             for part in parts:
                 figures += part(cluster)
-    if arguments.only != "transfer":
-        with local_cluster(4, "256MiB") as cluster:
-            figures += idling(cluster, arguments.idle_seconds)
     print_table(figures)
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / time.strftime("%Y%m%d-%H%M%S.json")

@@ -17,9 +17,9 @@ class TrainSettings:
 
     steps: int = 20
     seed: int = 7
-    #: Sequences per rank and step, and bytes per sequence. Small: the demo shows the saving, not the learning.
-    batch: int = 2
-    context: int = 64
+    #: Sequences per rank and step, and bytes per sequence. Enough to see it learn; the demo is about the saving.
+    batch: int = 4
+    context: int = 128
     #: 7 blocks of width 256 make 5.7 million parameters: 68 MB of state with AdamW's two moments.
     width: int = 256
     heads: int = 4
