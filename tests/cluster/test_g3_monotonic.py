@@ -43,7 +43,7 @@ def test_two_processes_claim_the_same_rank_the_newer_one_gets_it(make_cluster):
     with job.trainer(0) as newer:
         newer.save(2, job.state(2, 0)).result(timeout=60)
         (handle,) = job.save(3)
-        with pytest.raises(FencedError, match="taken over"):
+        with pytest.raises(FencedError):
             handle.result(timeout=60)
         newer.save(4, job.state(4, 0)).result(timeout=60)
 

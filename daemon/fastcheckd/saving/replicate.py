@@ -314,7 +314,8 @@ class Replicator:
                         offset=s.offset,
                         bytes=s.bytes,
                         digest=shard_digest(s.digests.complete()),
-                        holders=s.acknowledged.values(),
+                        # In one order, whoever acknowledged first: the same holders are the same record.
+                        holders=[s.acknowledged[node_id] for node_id in sorted(s.acknowledged)],
                     )
                     for s in shards
                 ],
