@@ -6,7 +6,7 @@ import time
 import pytest
 from tests.cluster.harness import Job, counters, make_state, paused, process_of
 
-from fastcheck import Checkpointer, DaemonUnavailableError, FastCheckError, OutOfMemoryError
+from fastcheck import Checkpointer, DaemonUnavailableError, FastCheckError, OutOfMemoryError, SupersededError
 from fastcheck.admin import AdminClient
 
 
@@ -28,6 +28,23 @@ def test_the_daemon_dies_during_a_save_and_training_goes_on(make_cluster):
     job.start()
     assert job.load() == 1
     job.commit(6)
+
+
+def test_a_dead_daemon_on_one_node_does_not_hold_the_other_ranks_up(make_cluster):
+    cluster = make_cluster(4)
+    job = Job(cluster, ["node-2", "node-3"])
+    job.commit(1)
+    cluster.kill("node-3")
+    started = time.monotonic()
+    handles = [job.ranks[0].save(step, job.state(step, 0)) for step in range(2, 10)]
+    assert time.monotonic() - started < 20
+    with pytest.raises(SupersededError, match="rank 1"):
+        handles[0].result(timeout=30)
+    assert not any(h.committed for h in handles)
+    cluster.start("node-3")
+    job.start()
+    assert job.load() == 1
+    job.commit(10)
 
 
 def test_without_a_quorum_training_goes_on_and_nothing_is_called_committed(make_cluster):

@@ -7,8 +7,9 @@ waits for an older one only while that one still makes progress. Times are param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from .records import Json
 
@@ -19,6 +20,7 @@ STEPS_MAX = 32
 JOBS_MAX = 4096
 #: A placed step of which nothing more is heard is not shown as under way for longer than this.
 SHOWN_S = 120.0
+ABSENT_SHOWN_MAX = 16
 
 
 @dataclass
@@ -29,8 +31,9 @@ class Collection:
     world_size: int
     #: Newest report of each rank, as a command holds it.
     reports: dict[int, Json] = field(default_factory=dict)
-    #: Bytes of the ranks that asked for a placement.
+    #: Bytes of the ranks that asked for a placement, and the nodes that they are on.
     placed_bytes: dict[int, int] = field(default_factory=dict)
+    placed_on: dict[int, str] = field(default_factory=dict)
     #: When the last report came that said something new.
     progress_at: float = 0.0
     touched_at: float = 0.0
@@ -71,11 +74,40 @@ class Collector:
         return collection, dropped
 
     def placed(
-        self, job: str, step: int, *, world_size: int, rank: int, state_bytes: int, now: float
+        self,
+        job: str,
+        step: int,
+        *,
+        world_size: int,
+        rank: int,
+        node_id: str,
+        state_bytes: int,
+        oldest_step: int,
+        now: float,
     ) -> None:
-        """A rank has begun to replicate a step."""
+        """A rank has begun to replicate a step; of those below `oldest_step` it will report no more."""
         collection, _ = self._collection(job, step, world_size, now)
         collection.placed_bytes[rank] = state_bytes
+        collection.placed_on[rank] = node_id
+        for older, past in self._jobs[job].items():
+            if older < oldest_step:
+                past.placed_bytes.pop(rank, None)
+
+    def absent(self, job: str, step: int, gone: Container[str]) -> list[int]:
+        """Ranks that neither reported a step nor are at work on it, as far as this leader knows: a few of them.
+
+        `gone` holds the nodes that are DOWN: who was at work there is not any more.
+        """
+        collection = self._jobs.get(job, {}).get(step)
+        if collection is None:
+            return []
+        absent = (
+            rank
+            for rank in range(collection.world_size)
+            if rank not in collection.reports
+            and (rank not in collection.placed_bytes or collection.placed_on.get(rank) in gone)
+        )
+        return list(islice(absent, ABSENT_SHOWN_MAX))
 
     def report(self, job: str, step: int, world_size: int, record: Json, now: float) -> list[int]:
         """A rank is replicated. Returns older steps that are given up because too many are under way.

@@ -171,6 +171,7 @@ class Leader:
         state_bytes: int,
         chunk_bytes: int,
         avoid: Collection[str],
+        oldest_step: int,
     ) -> Placement:
         """Split a rank's state into shards and name their holders.
 
@@ -210,7 +211,14 @@ class Leader:
 
         placement = self._raft.read(decide)
         self._reports.collector.placed(
-            job, step, world_size=world_size, rank=rank, state_bytes=state_bytes, now=self._now()
+            job,
+            step,
+            world_size=world_size,
+            rank=rank,
+            node_id=str(owner[0]),
+            state_bytes=state_bytes,
+            oldest_step=oldest_step,
+            now=self._now(),
         )
         return placement
 

@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 Response = registry_pb2.ReportResponse
 
-_WAITING = Response(state=registry_pb2.REPORT_STATE_WAITING)
 _COMMITTED = Response(state=registry_pb2.REPORT_STATE_COMMITTED)
 
 
@@ -68,19 +67,24 @@ class Reports:
         self._try_commit(job)
         waiters = self._waiters.setdefault((job, step), {})
         if earlier := waiters.pop(record["rank"], None):
-            _set(earlier, _WAITING)
+            _set(earlier, self._waiting(job, step))
         future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         waiters[record["rank"]] = future
         try:
             async with asyncio.timeout(wait_s):
                 return await future
         except TimeoutError:
-            return _WAITING
+            return self._waiting(job, step)
         finally:
             if waiters.get(record["rank"]) is future:
                 del waiters[record["rank"]]
             if not waiters and self._waiters.get((job, step)) is waiters:
                 del self._waiters[(job, step)]
+
+    def _waiting(self, job: str, step: int) -> Response:
+        gone = self._raft.read(lambda s: {n for n, node in s["nodes"].items() if node["state"] == "DOWN"})
+        absent = self.collector.absent(job, step, gone)
+        return Response(state=registry_pb2.REPORT_STATE_WAITING, absent_ranks=absent)
 
     def _early(self, state: Json, job: str, step: int, world_size: int, record: Json) -> Response | None:
         """The answer that needs no waiting, if there is one."""

@@ -47,7 +47,8 @@ RETRY_PAUSE_MAX_S = 2.0
 #: Rounds of sending before the save fails: nodes die one by one, only a defect fails every round.
 PUT_ATTEMPTS_MAX = 30
 REGISTRY_TIMEOUT_S = 3.0
-REPORT_WAIT_S = 5.0
+#: How long the leader keeps a report waiting before it says for whom.
+REPORT_WAIT_S = 1.0
 
 
 class Quarantine:
@@ -169,6 +170,7 @@ class Replicator:
                         state_bytes=save.state_bytes,
                         chunk_bytes=self._config.chunk_bytes,
                         avoid=self._quarantine.members(),
+                        oldest_step=save.oldest_step(),
                     ),
                     timeout_s=REGISTRY_TIMEOUT_S,
                 )
@@ -334,10 +336,16 @@ class Replicator:
             except (NoQuorumError, PeerError) as error:
                 await self._wait_out(save, error)
                 continue
-            save.moved()
             if response.state == rpb.REPORT_STATE_COMMITTED:
                 return
             if response.state == rpb.REPORT_STATE_WAITING:
+                if response.absent_ranks:
+                    ranks = ", ".join(map(str, response.absent_ranks))
+                    save.stalled(
+                        SupersededError(f"{save.key} is replicated, but rank {ranks} has not saved this step")
+                    )
+                else:
+                    save.moved()
                 if time.monotonic() > give_up_at:
                     raise SupersededError(
                         f"{save.key} is replicated, but other ranks did not save this step within "

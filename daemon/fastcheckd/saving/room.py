@@ -75,6 +75,9 @@ class SavingRoom:
         self._reserved: dict[str, Save] = {}
         self._saves: dict[tuple[str, int], list[Save]] = {}
         self._spares: dict[tuple[str, int], asyncio.Task[None]] = {}
+        #: Ranks whose last steps could not be committed for want of a registry or of other ranks: until
+        #: one is, their trainers do not wait for what only waits itself.
+        self._starved: set[tuple[str, int]] = set()
         #: Set once the steps that an earlier life of this process staged are under way again.
         self._resumed = asyncio.Event()
 
@@ -157,7 +160,9 @@ class SavingRoom:
         waited = False
         while len(under_way := self._under_way(request.job, request.rank)) >= bound:
             oldest = under_way[0]
-            if oldest.stalled_because is not None and oldest.idle_s() > self._config.stall_after_s:
+            patience_s = 0.0 if (request.job, request.rank) in self._starved else self._config.stall_after_s
+            if oldest.stalled_because is not None and oldest.idle_s() > patience_s:
+                self._starved.add((request.job, request.rank))
                 self._give_up(oldest, request.step)
                 continue
             waited = True
@@ -229,6 +234,7 @@ class SavingRoom:
         for old in finished[: max(0, len(finished) - FINISHED_KEPT)]:
             saves.remove(old)
         saves.append(save)
+        save.oldest_step = lambda: min(s.key.step for s in saves if not s.done or s is save)
         save.moved()
         save.advance(tpb.SAVE_STATE_STAGED)
         save.task = asyncio.create_task(self._run(save), name=f"save-{save.key}")
@@ -255,6 +261,7 @@ class SavingRoom:
             return
         if error is None:
             self._counters.add("saves_committed")
+            self._starved.discard((save.key.job, save.key.rank))
             self._committed[save.key.job] = max(save.key.step, self._committed.get(save.key.job, -1))
             save.advance(tpb.SAVE_STATE_COMMITTED)
         else:

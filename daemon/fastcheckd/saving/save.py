@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -67,6 +67,8 @@ class Save:
     #: Why nothing moves at present (no quorum, no holders); None while things go on.
     stalled_because: FastCheckdError | None = None
     moved_at: float = field(default_factory=time.monotonic)
+    #: Oldest step of this rank that is under way here, this one at the latest.
+    oldest_step: Callable[[], int] = lambda: 0
     #: Free segments that the trainer may warm up for its next saves.
     spares: tuple[Segment, ...] = ()
     task: asyncio.Task[None] | None = None

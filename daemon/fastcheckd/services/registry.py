@@ -181,6 +181,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
             state_bytes=request.state_bytes,
             chunk_bytes=request.chunk_bytes,
             avoid=request.avoid,
+            oldest_step=min(request.oldest_step, request.step),
         )
         response = registry_pb2.PlaceResponse(epoch=placement.epoch)
         for shard in placement.shards:

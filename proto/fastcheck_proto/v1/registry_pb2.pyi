@@ -431,6 +431,7 @@ class PlaceRequest(google.protobuf.message.Message):
     STATE_BYTES_FIELD_NUMBER: builtins.int
     CHUNK_BYTES_FIELD_NUMBER: builtins.int
     AVOID_FIELD_NUMBER: builtins.int
+    OLDEST_STEP_FIELD_NUMBER: builtins.int
     job: builtins.str
     step: builtins.int
     rank: builtins.int
@@ -439,6 +440,8 @@ class PlaceRequest(google.protobuf.message.Message):
     state_bytes: builtins.int
     chunk_bytes: builtins.int
     """Shard boundaries are multiples of it."""
+    oldest_step: builtins.int
+    """Oldest step of this rank that is under way at its owner: older ones that it has not reported will not come."""
     @property
     def owner(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
     @property
@@ -457,9 +460,10 @@ class PlaceRequest(google.protobuf.message.Message):
         state_bytes: builtins.int = ...,
         chunk_bytes: builtins.int = ...,
         avoid: collections.abc.Iterable[builtins.str] | None = ...,
+        oldest_step: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["owner", b"owner"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["avoid", b"avoid", "chunk_bytes", b"chunk_bytes", "job", b"job", "owner", b"owner", "rank", b"rank", "session", b"session", "state_bytes", b"state_bytes", "step", b"step", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["avoid", b"avoid", "chunk_bytes", b"chunk_bytes", "job", b"job", "oldest_step", b"oldest_step", "owner", b"owner", "rank", b"rank", "session", b"session", "state_bytes", b"state_bytes", "step", b"step", "world_size", b"world_size"]) -> None: ...
 
 Global___PlaceRequest: typing_extensions.TypeAlias = PlaceRequest
 
@@ -608,6 +612,7 @@ class ReportResponse(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     LOST_HOLDERS_FIELD_NUMBER: builtins.int
+    ABSENT_RANKS_FIELD_NUMBER: builtins.int
     state: Global___ReportState.ValueType
     @property
     def error(self) -> fastcheck_proto.v1.common_pb2.ErrorDetail: ...
@@ -615,15 +620,20 @@ class ReportResponse(google.protobuf.message.Message):
     def lost_holders(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.NodeRef]:
         """With HOLDER_LOST: holders to replace."""
 
+    @property
+    def absent_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """With WAITING: ranks that have not even begun the step, at most 16 of them. It may never be complete."""
+
     def __init__(
         self,
         *,
         state: Global___ReportState.ValueType = ...,
         error: fastcheck_proto.v1.common_pb2.ErrorDetail | None = ...,
         lost_holders: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.NodeRef] | None = ...,
+        absent_ranks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "lost_holders", b"lost_holders", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["absent_ranks", b"absent_ranks", "error", b"error", "lost_holders", b"lost_holders", "state", b"state"]) -> None: ...
 
 Global___ReportResponse: typing_extensions.TypeAlias = ReportResponse
 
