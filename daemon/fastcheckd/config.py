@@ -26,7 +26,6 @@ from fastcheck_proto.conventions import check_name, default_runtime_dir
 
 from .errors import ConfigError
 
-GIB = 1 << 30
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
 _PREFIXES = list(enumerate("KMGT", 1))
 _UNITS = {"": 1} | {p: 1000**i for i, p in _PREFIXES} | {f"{p}I": 1024**i for i, p in _PREFIXES}

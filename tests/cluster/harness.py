@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,6 +146,18 @@ def paused(*processes: psutil.Process) -> Iterator[None]:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGCONT)
+
+
+def run_module(module: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python -m module` with the sources that the tests use; exit code, stdout and stderr as text."""
+    return subprocess.run(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
 
 
 def replicas_on_disk(cluster: LocalCluster, node: str) -> list[Path]:

@@ -1,25 +1,15 @@
 """What operators and their scripts get from the CLI, on a real cluster: shapes, states, exit codes."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from tests.cluster.harness import Job, node_states, until
+from tests.cluster.harness import Job, node_states, run_module, until
 
 from fastcheck.admin import AdminClient
 
 
 def cli(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "fastcheck", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_module("fastcheck", *arguments, **environment)
 
 
 def asked(cluster, *arguments, rc=0):
@@ -113,14 +103,7 @@ def test_half_of_the_nodes_dead_and_status_still_answers_in_time(make_cluster):
 
 @pytest.mark.timeout(300)
 def test_the_demo_resumes_bit_for_bit(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "fastcheck", "demo", "-o", "json", "--steps", "8", "--kill-at", "4"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = cli("demo", "-o", "json", "--steps", "8", "--kill-at", "4", TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     wanted = (

@@ -1,26 +1,16 @@
 """Ports that speak nonsense, bad configuration, stopping in good order: what an operator's bad day looks like."""
 
-import os
 import random
 import socket
-import subprocess
-import sys
 
 import psutil
 import pytest
 import yaml
-from tests.cluster.harness import Job, counters, node_states
+from tests.cluster.harness import Job, counters, node_states, run_module
 
 
 def daemon(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "fastcheckd", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_module("fastcheckd", *arguments, **environment)
 
 
 def config_of(cluster, node):

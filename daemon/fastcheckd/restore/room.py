@@ -261,12 +261,8 @@ class RestoreRoom:
         tried: list[str],
     ) -> pb.ShardManifest | None:
         """Pull a shard from one peer; None, counted and noted in `tried`, when its copy is bad or gone."""
-
-        def progress(_sent: int) -> None:
-            """A load shows its progress once it is worth watching."""
-
         try:
-            manifest = await self._peers.get_shard(source, key, shard.digest, into, progress)
+            manifest = await self._peers.get_shard(source, key, shard.digest, into, _unwatched)
         except CorruptError as error:
             tally.bad_copies += 1
             tried.append(str(error))
@@ -309,6 +305,10 @@ class RestoreRoom:
             manifest.part = 0
             held.append(self._store.publish(manifest, segment, manifest.offset, verified=True))
         return held
+
+
+def _unwatched(_received_bytes: int) -> None:
+    """Nobody follows a load byte by byte."""
 
 
 def _copy(source: memoryview, into: memoryview) -> None:

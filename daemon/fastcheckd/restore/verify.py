@@ -1,4 +1,4 @@
-"""Check a shard's bytes against its digests with many threads, a chunk each. Pure computation."""
+"""Checks a shard's bytes against its digests on many threads: one alone would take longer than the load's copy."""
 
 from __future__ import annotations
 
