@@ -120,9 +120,9 @@ def node_states(cluster: LocalCluster, ask: str) -> dict[str, str]:
 
 
 def leader(cluster: LocalCluster, ask: str) -> str:
-    """Node id of the registry's leader."""
+    """Node id of the registry's leader; empty while there is none."""
     with AdminClient(cluster.address(ask), timeout_s=5) as admin:
-        return str(admin.status()["leader"])
+        return str(admin.status()["leader"] or "")
 
 
 def process_of(cluster: LocalCluster, node: str, kind: str) -> psutil.Process:
