@@ -25,6 +25,11 @@ MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 HEADER_BYTES_MAX = 256 * 1024 * 1024
 #: Tensors start at multiples of this in a segment: a cache line, and any dtype's alignment.
 TENSOR_ALIGNMENT_BYTES = 64
+#: What the SDK lays out as one chunk has at most this size, header chunks included. Three fp32 tensors'
+#: slices of it still fit a core's share of the cache together with what decoding them needs.
+LAYOUT_CHUNK_BYTES = 4 << 20
+#: Version of StateLayout.
+LAYOUT_SCHEMA = 1
 RANK_MAX = 1_000_000
 STEP_MAX = 2**62
 

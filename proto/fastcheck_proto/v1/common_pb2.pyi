@@ -4,7 +4,9 @@ isort:skip_file
 What every FastCheck interface shares: names, shards, and the one list of error codes."""
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import sys
@@ -228,6 +230,9 @@ class ShardManifest(google.protobuf.message.Message):
     DIGEST_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     PART_FIELD_NUMBER: builtins.int
+    CHUNK_LENGTHS_FIELD_NUMBER: builtins.int
+    LOSSY_FIELD_NUMBER: builtins.int
+    CODECS_FIELD_NUMBER: builtins.int
     shard_count: builtins.int
     world_size: builtins.int
     owner: builtins.str
@@ -250,8 +255,18 @@ class ShardManifest(google.protobuf.message.Message):
     kind: Global___ReplicaKind.ValueType
     part: builtins.int
     """Which part of the shard this replica holds (0: all of it)."""
+    lossy: builtins.bool
+    """The trainer allowed a lossy coding, and these bytes are its outcome."""
     @property
     def key(self) -> Global___ShardKey: ...
+    @property
+    def chunk_lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Size of each chunk, in order. Empty: every one has chunk_bytes but the last."""
+
+    @property
+    def codecs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CodecUse]:
+        """How the bytes came here."""
+
     def __init__(
         self,
         *,
@@ -270,8 +285,35 @@ class ShardManifest(google.protobuf.message.Message):
         digest: builtins.bytes = ...,
         kind: Global___ReplicaKind.ValueType = ...,
         part: builtins.int = ...,
+        chunk_lengths: collections.abc.Iterable[builtins.int] | None = ...,
+        lossy: builtins.bool = ...,
+        codecs: collections.abc.Iterable[Global___CodecUse] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "chunk_bytes", b"chunk_bytes", "chunk_digests", b"chunk_digests", "digest", b"digest", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "key", b"key", "kind", b"kind", "offset", b"offset", "owner", b"owner", "part", b"part", "session", b"session", "shard_count", b"shard_count", "state_bytes", b"state_bytes", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "chunk_bytes", b"chunk_bytes", "chunk_digests", b"chunk_digests", "chunk_lengths", b"chunk_lengths", "codecs", b"codecs", "digest", b"digest", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "key", b"key", "kind", b"kind", "lossy", b"lossy", "offset", b"offset", "owner", b"owner", "part", b"part", "session", b"session", "shard_count", b"shard_count", "state_bytes", b"state_bytes", "world_size", b"world_size"]) -> None: ...
 
 Global___ShardManifest: typing_extensions.TypeAlias = ShardManifest
+
+@typing.final
+class CodecUse(google.protobuf.message.Message):
+    """What one codec did to a shard or a step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CODEC_FIELD_NUMBER: builtins.int
+    RAW_BYTES_FIELD_NUMBER: builtins.int
+    ENCODED_BYTES_FIELD_NUMBER: builtins.int
+    codec: builtins.str
+    """Name as in docs/codec.md."""
+    raw_bytes: builtins.int
+    encoded_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        codec: builtins.str = ...,
+        raw_bytes: builtins.int = ...,
+        encoded_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["codec", b"codec", "encoded_bytes", b"encoded_bytes", "raw_bytes", b"raw_bytes"]) -> None: ...
+
+Global___CodecUse: typing_extensions.TypeAlias = CodecUse

@@ -31,6 +31,7 @@ class BeginPutRequest(google.protobuf.message.Message):
     OWNER_FIELD_NUMBER: builtins.int
     MANIFEST_FIELD_NUMBER: builtins.int
     STREAMS_FIELD_NUMBER: builtins.int
+    BASES_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
     epoch: builtins.int
     """Epoch and incarnation that the sender placed by: a stale one is refused."""
@@ -43,6 +44,10 @@ class BeginPutRequest(google.protobuf.message.Message):
     def manifest(self) -> fastcheck_proto.v1.common_pb2.ShardManifest:
         """Without chunk_digests and digest, which are not known yet."""
 
+    @property
+    def bases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Base]:
+        """Earlier steps of the same shard that the sender can encode against, the best first."""
+
     def __init__(
         self,
         *,
@@ -52,11 +57,32 @@ class BeginPutRequest(google.protobuf.message.Message):
         owner: fastcheck_proto.v1.common_pb2.NodeRef | None = ...,
         manifest: fastcheck_proto.v1.common_pb2.ShardManifest | None = ...,
         streams: builtins.int = ...,
+        bases: collections.abc.Iterable[Global___Base] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest", "owner", b"owner"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "epoch", b"epoch", "holder_incarnation", b"holder_incarnation", "manifest", b"manifest", "owner", b"owner", "streams", b"streams"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bases", b"bases", "cluster_id", b"cluster_id", "epoch", b"epoch", "holder_incarnation", b"holder_incarnation", "manifest", b"manifest", "owner", b"owner", "streams", b"streams"]) -> None: ...
 
 Global___BeginPutRequest: typing_extensions.TypeAlias = BeginPutRequest
+
+@typing.final
+class Base(google.protobuf.message.Message):
+    """A step of a shard that both ends may have."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    digest: builtins.bytes
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        digest: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "step", b"step"]) -> None: ...
+
+Global___Base: typing_extensions.TypeAlias = Base
 
 @typing.final
 class BeginPutResponse(google.protobuf.message.Message):
@@ -64,7 +90,10 @@ class BeginPutResponse(google.protobuf.message.Message):
 
     TRANSFER_ID_FIELD_NUMBER: builtins.int
     TICKETS_FIELD_NUMBER: builtins.int
+    BASE_STEP_FIELD_NUMBER: builtins.int
     transfer_id: builtins.str
+    base_step: builtins.int
+    """The offered step that this node holds and will change in place. Unset: send without a base."""
     @property
     def tickets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
@@ -72,8 +101,11 @@ class BeginPutResponse(google.protobuf.message.Message):
         *,
         transfer_id: builtins.str = ...,
         tickets: collections.abc.Iterable[builtins.bytes] | None = ...,
+        base_step: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["tickets", b"tickets", "transfer_id", b"transfer_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_base_step", b"_base_step", "base_step", b"base_step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_base_step", b"_base_step", "base_step", b"base_step", "tickets", b"tickets", "transfer_id", b"transfer_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_base_step", b"_base_step"]) -> typing.Literal["base_step"] | None: ...
 
 Global___BeginPutResponse: typing_extensions.TypeAlias = BeginPutResponse
 
@@ -234,14 +266,24 @@ class Replica(google.protobuf.message.Message):
     BYTES_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     VERIFIED_AT_MS_FIELD_NUMBER: builtins.int
+    CODECS_FIELD_NUMBER: builtins.int
+    LOSSY_FIELD_NUMBER: builtins.int
+    STORED_BYTES_FIELD_NUMBER: builtins.int
     kind: fastcheck_proto.v1.common_pb2.ReplicaKind.ValueType
     owner: builtins.str
     bytes: builtins.int
     digest: builtins.bytes
     verified_at_ms: builtins.int
     """0: not checked since the process adopted it."""
+    lossy: builtins.bool
+    stored_bytes: builtins.int
+    """Memory that this replica takes: less than `bytes` when it is kept as the way back from a newer one."""
     @property
     def key(self) -> fastcheck_proto.v1.common_pb2.ShardKey: ...
+    @property
+    def codecs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.CodecUse]:
+        """How the bytes came here."""
+
     def __init__(
         self,
         *,
@@ -251,9 +293,12 @@ class Replica(google.protobuf.message.Message):
         bytes: builtins.int = ...,
         digest: builtins.bytes = ...,
         verified_at_ms: builtins.int = ...,
+        codecs: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.CodecUse] | None = ...,
+        lossy: builtins.bool = ...,
+        stored_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "digest", b"digest", "key", b"key", "kind", b"kind", "owner", b"owner", "verified_at_ms", b"verified_at_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "codecs", b"codecs", "digest", b"digest", "key", b"key", "kind", b"kind", "lossy", b"lossy", "owner", b"owner", "stored_bytes", b"stored_bytes", "verified_at_ms", b"verified_at_ms"]) -> None: ...
 
 Global___Replica: typing_extensions.TypeAlias = Replica
 

@@ -552,9 +552,12 @@ class RankRecord(google.protobuf.message.Message):
     OWNER_FIELD_NUMBER: builtins.int
     STATE_BYTES_FIELD_NUMBER: builtins.int
     SHARDS_FIELD_NUMBER: builtins.int
+    LOSSY_FIELD_NUMBER: builtins.int
     rank: builtins.int
     session: builtins.int
     state_bytes: builtins.int
+    lossy: builtins.bool
+    """The trainer allowed a lossy coding."""
     @property
     def owner(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
     @property
@@ -567,9 +570,10 @@ class RankRecord(google.protobuf.message.Message):
         owner: fastcheck_proto.v1.common_pb2.NodeRef | None = ...,
         state_bytes: builtins.int = ...,
         shards: collections.abc.Iterable[Global___ShardRecord] | None = ...,
+        lossy: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["owner", b"owner"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["owner", b"owner", "rank", b"rank", "session", b"session", "shards", b"shards", "state_bytes", b"state_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lossy", b"lossy", "owner", b"owner", "rank", b"rank", "session", b"session", "shards", b"shards", "state_bytes", b"state_bytes"]) -> None: ...
 
 Global___RankRecord: typing_extensions.TypeAlias = RankRecord
 

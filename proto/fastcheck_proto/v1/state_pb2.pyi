@@ -166,6 +166,8 @@ class TensorRecord(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     DTENSOR_FIELD_NUMBER: builtins.int
+    PIECE_OFFSETS_FIELD_NUMBER: builtins.int
+    PIECE_BYTES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Path in the caller's state, for people: "optimizer.state.0.exp_avg"."""
     dtype: builtins.str
@@ -175,11 +177,19 @@ class TensorRecord(google.protobuf.message.Message):
     the same storage share one range.
     """
     bytes: builtins.int
+    piece_bytes: builtins.int
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def dtensor(self) -> Global___DTensorLayout:
         """Present when the record is this rank's local part of a DTensor."""
+
+    @property
+    def piece_offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """A tensor that travels together with others (a parameter with its moments) and is large lies in
+        several pieces, the other tensors' pieces in between: where each starts, in order. The first is at
+        `offset`; each has piece_bytes but the last, which has the rest. Empty: one piece.
+        """
 
     def __init__(
         self,
@@ -190,9 +200,11 @@ class TensorRecord(google.protobuf.message.Message):
         offset: builtins.int = ...,
         bytes: builtins.int = ...,
         dtensor: Global___DTensorLayout | None = ...,
+        piece_offsets: collections.abc.Iterable[builtins.int] | None = ...,
+        piece_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["dtensor", b"dtensor"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "dtensor", b"dtensor", "dtype", b"dtype", "name", b"name", "offset", b"offset", "shape", b"shape"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "dtensor", b"dtensor", "dtype", b"dtype", "name", b"name", "offset", b"offset", "piece_bytes", b"piece_bytes", "piece_offsets", b"piece_offsets", "shape", b"shape"]) -> None: ...
 
 Global___TensorRecord: typing_extensions.TypeAlias = TensorRecord
 

@@ -28,6 +28,7 @@ class StoredShard(google.protobuf.message.Message):
     SEGMENT_FIELD_NUMBER: builtins.int
     SEGMENT_OFFSET_FIELD_NUMBER: builtins.int
     VERIFIED_AT_MS_FIELD_NUMBER: builtins.int
+    WAY_BACK_FIELD_NUMBER: builtins.int
     schema: builtins.int
     """Version of the on-disk format."""
     segment: builtins.str
@@ -37,6 +38,10 @@ class StoredShard(google.protobuf.message.Message):
     """Last time that the bytes were checked against the digest, Unix milliseconds."""
     @property
     def manifest(self) -> fastcheck_proto.v1.common_pb2.ShardManifest: ...
+    @property
+    def way_back(self) -> Global___WayBack:
+        """Set when a newer step lies, or is being put, in the segment: how to get this one back from it."""
+
     def __init__(
         self,
         *,
@@ -45,8 +50,31 @@ class StoredShard(google.protobuf.message.Message):
         segment: builtins.str = ...,
         segment_offset: builtins.int = ...,
         verified_at_ms: builtins.int = ...,
+        way_back: Global___WayBack | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["manifest", b"manifest", "schema", b"schema", "segment", b"segment", "segment_offset", b"segment_offset", "verified_at_ms", b"verified_at_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["manifest", b"manifest", "way_back", b"way_back"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["manifest", b"manifest", "schema", b"schema", "segment", b"segment", "segment_offset", b"segment_offset", "verified_at_ms", b"verified_at_ms", "way_back", b"way_back"]) -> None: ...
 
 Global___StoredShard: typing_extensions.TypeAlias = StoredShard
+
+@typing.final
+class WayBack(google.protobuf.message.Message):
+    """Undoes one step of one shard, chunk by chunk."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: builtins.int
+    FROM_STEP_FIELD_NUMBER: builtins.int
+    file: builtins.str
+    """File name inside the ways folder, never a path."""
+    from_step: builtins.int
+    """The step whose bytes it starts from."""
+    def __init__(
+        self,
+        *,
+        file: builtins.str = ...,
+        from_step: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["file", b"file", "from_step", b"from_step"]) -> None: ...
+
+Global___WayBack: typing_extensions.TypeAlias = WayBack

@@ -13,61 +13,62 @@ _sym_db = _symbol_database.Default()
 
 
 from fastcheck_proto.v1 import common_pb2 as fastcheck__proto_dot_v1_dot_common__pb2
+from fastcheck_proto.v1 import layout_pb2 as fastcheck__proto_dot_v1_dot_layout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n fastcheck_proto/v1/trainer.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\"V\n\x12OpenSessionRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x11\n\tclient_id\x18\x04 \x01(\t\"&\n\x13OpenSessionResponse\x12\x0f\n\x07session\x18\x01 \x01(\x04\")\n\nSegmentRef\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"\x8c\x01\n\x10\x42\x65ginSaveRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0f\n\x07session\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x06 \x01(\x04\x12\x15\n\rmax_in_flight\x18\x07 \x01(\r\"a\n\x11\x42\x65ginSaveResponse\x12\x0f\n\x07save_id\x18\x01 \x01(\t\x12)\n\x07segment\x18\x02 \x01(\x0b\x32\x18.fastcheck.v1.SegmentRef\x12\x10\n\x08waited_s\x18\x03 \x01(\x01\"O\n\x0fSealSaveRequest\x12\x0f\n\x07save_id\x18\x01 \x01(\t\x12\x15\n\rheader_offset\x18\x02 \x01(\x04\x12\x14\n\x0cheader_bytes\x18\x03 \x01(\x04\"\x12\n\x10SealSaveResponse\"%\n\x12\x41\x62\x61ndonSaveRequest\x12\x0f\n\x07save_id\x18\x01 \x01(\t\"\x15\n\x13\x41\x62\x61ndonSaveResponse\"L\n\x10WatchSaveRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07session\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\"\xf4\x01\n\x11WatchSaveResponse\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.fastcheck.v1.SaveState\x12(\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.fastcheck.v1.ErrorDetail\x12\x15\n\rencoded_bytes\x18\x03 \x01(\x04\x12\x13\n\x0breplicate_s\x18\x04 \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\x05 \x01(\x01\x12\x0e\n\x06\x63opies\x18\x06 \x01(\r\x12\x15\n\rresent_shards\x18\x07 \x01(\r\x12(\n\x06spares\x18\x08 \x03(\x0b\x32\x18.fastcheck.v1.SegmentRef\"\x1f\n\x10ListStepsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\"\n\x11ListStepsResponse\x12\r\n\x05steps\x18\x01 \x03(\x04\"X\n\x0bLoadRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x11\n\x04step\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"o\n\x0cLoadResponse\x12,\n\x07nothing\x18\x01 \x01(\x0b\x32\x19.fastcheck.v1.LoadNothingH\x00\x12(\n\x05ready\x18\x02 \x01(\x0b\x32\x17.fastcheck.v1.LoadReadyH\x00\x42\x07\n\x05\x65vent\"\r\n\x0bLoadNothing\"\xea\x01\n\tLoadReady\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12)\n\x07segment\x18\x02 \x01(\x0b\x32\x18.fastcheck.v1.SegmentRef\x12\x13\n\x0bstate_bytes\x18\x03 \x01(\x04\x12\x15\n\rheader_offset\x18\x04 \x01(\x04\x12\x14\n\x0cheader_bytes\x18\x05 \x01(\x04\x12\x13\n\x0blocal_bytes\x18\x06 \x01(\x04\x12\x15\n\rfetched_bytes\x18\x07 \x01(\x04\x12\x0f\n\x07holders\x18\x08 \x01(\r\x12\x12\n\nbad_copies\x18\t \x01(\r\x12\x11\n\trestore_s\x18\n \x01(\x01\"~\n\x0bPushRequest\x12/\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x1e.fastcheck.v1.BeginSaveRequestH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12&\n\x04seal\x18\x03 \x01(\x0b\x32\x16.fastcheck.v1.PushSealH\x00\x42\x06\n\x04part\"7\n\x08PushSeal\x12\x15\n\rheader_offset\x18\x01 \x01(\x04\x12\x14\n\x0cheader_bytes\x18\x02 \x01(\x04\" \n\x0cPushResponse\x12\x10\n\x08waited_s\x18\x01 \x01(\x01\"6\n\x0bPullRequest\x12\'\n\x04load\x18\x01 \x01(\x0b\x32\x19.fastcheck.v1.LoadRequest\"~\n\x0cPullResponse\x12,\n\x07nothing\x18\x01 \x01(\x0b\x32\x19.fastcheck.v1.LoadNothingH\x00\x12(\n\x05ready\x18\x02 \x01(\x0b\x32\x17.fastcheck.v1.LoadReadyH\x00\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04part*\x8a\x01\n\tSaveState\x12\x1a\n\x16SAVE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11SAVE_STATE_STAGED\x10\x01\x12\x19\n\x15SAVE_STATE_REPLICATED\x10\x02\x12\x18\n\x14SAVE_STATE_COMMITTED\x10\x03\x12\x15\n\x11SAVE_STATE_FAILED\x10\x04\x32\xb2\x05\n\x0eTrainerService\x12R\n\x0bOpenSession\x12 .fastcheck.v1.OpenSessionRequest\x1a!.fastcheck.v1.OpenSessionResponse\x12L\n\tBeginSave\x12\x1e.fastcheck.v1.BeginSaveRequest\x1a\x1f.fastcheck.v1.BeginSaveResponse\x12I\n\x08SealSave\x12\x1d.fastcheck.v1.SealSaveRequest\x1a\x1e.fastcheck.v1.SealSaveResponse\x12R\n\x0b\x41\x62\x61ndonSave\x12 .fastcheck.v1.AbandonSaveRequest\x1a!.fastcheck.v1.AbandonSaveResponse\x12N\n\tWatchSave\x12\x1e.fastcheck.v1.WatchSaveRequest\x1a\x1f.fastcheck.v1.WatchSaveResponse0\x01\x12L\n\tListSteps\x12\x1e.fastcheck.v1.ListStepsRequest\x1a\x1f.fastcheck.v1.ListStepsResponse\x12?\n\x04Load\x12\x19.fastcheck.v1.LoadRequest\x1a\x1a.fastcheck.v1.LoadResponse0\x01\x12?\n\x04Push\x12\x19.fastcheck.v1.PushRequest\x1a\x1a.fastcheck.v1.PushResponse(\x01\x12?\n\x04Pull\x12\x19.fastcheck.v1.PullRequest\x1a\x1a.fastcheck.v1.PullResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n fastcheck_proto/v1/trainer.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\x1a\x1f\x66\x61stcheck_proto/v1/layout.proto\"V\n\x12OpenSessionRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x11\n\tclient_id\x18\x04 \x01(\t\"&\n\x13OpenSessionResponse\x12\x0f\n\x07session\x18\x01 \x01(\x04\")\n\nSegmentRef\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"\x8c\x01\n\x10\x42\x65ginSaveRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0f\n\x07session\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x06 \x01(\x04\x12\x15\n\rmax_in_flight\x18\x07 \x01(\r\"a\n\x11\x42\x65ginSaveResponse\x12\x0f\n\x07save_id\x18\x01 \x01(\t\x12)\n\x07segment\x18\x02 \x01(\x0b\x32\x18.fastcheck.v1.SegmentRef\x12\x10\n\x08waited_s\x18\x03 \x01(\x01\"z\n\x0fSealSaveRequest\x12\x0f\n\x07save_id\x18\x01 \x01(\t\x12\x15\n\rheader_offset\x18\x02 \x01(\x04\x12\x14\n\x0cheader_bytes\x18\x03 \x01(\x04\x12)\n\x06layout\x18\x04 \x01(\x0b\x32\x19.fastcheck.v1.StateLayout\"\x12\n\x10SealSaveResponse\"%\n\x12\x41\x62\x61ndonSaveRequest\x12\x0f\n\x07save_id\x18\x01 \x01(\t\"\x15\n\x13\x41\x62\x61ndonSaveResponse\"L\n\x10WatchSaveRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07session\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\"\xbd\x02\n\x11WatchSaveResponse\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.fastcheck.v1.SaveState\x12(\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.fastcheck.v1.ErrorDetail\x12\x15\n\rencoded_bytes\x18\x03 \x01(\x04\x12\x13\n\x0breplicate_s\x18\x04 \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\x05 \x01(\x01\x12\x0e\n\x06\x63opies\x18\x06 \x01(\r\x12\x15\n\rresent_shards\x18\x07 \x01(\r\x12(\n\x06spares\x18\x08 \x03(\x0b\x32\x18.fastcheck.v1.SegmentRef\x12&\n\x06\x63odecs\x18\t \x03(\x0b\x32\x16.fastcheck.v1.CodecUse\x12\x10\n\x08\x65ncode_s\x18\n \x01(\x01\x12\r\n\x05lossy\x18\x0b \x01(\x08\"\x1f\n\x10ListStepsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\"\n\x11ListStepsResponse\x12\r\n\x05steps\x18\x01 \x03(\x04\"X\n\x0bLoadRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x11\n\x04step\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"o\n\x0cLoadResponse\x12,\n\x07nothing\x18\x01 \x01(\x0b\x32\x19.fastcheck.v1.LoadNothingH\x00\x12(\n\x05ready\x18\x02 \x01(\x0b\x32\x17.fastcheck.v1.LoadReadyH\x00\x42\x07\n\x05\x65vent\"\r\n\x0bLoadNothing\"\xf9\x01\n\tLoadReady\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12)\n\x07segment\x18\x02 \x01(\x0b\x32\x18.fastcheck.v1.SegmentRef\x12\x13\n\x0bstate_bytes\x18\x03 \x01(\x04\x12\x15\n\rheader_offset\x18\x04 \x01(\x04\x12\x14\n\x0cheader_bytes\x18\x05 \x01(\x04\x12\x13\n\x0blocal_bytes\x18\x06 \x01(\x04\x12\x15\n\rfetched_bytes\x18\x07 \x01(\x04\x12\x0f\n\x07holders\x18\x08 \x01(\r\x12\x12\n\nbad_copies\x18\t \x01(\r\x12\x11\n\trestore_s\x18\n \x01(\x01\x12\r\n\x05lossy\x18\x0b \x01(\x08\"~\n\x0bPushRequest\x12/\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x1e.fastcheck.v1.BeginSaveRequestH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12&\n\x04seal\x18\x03 \x01(\x0b\x32\x16.fastcheck.v1.PushSealH\x00\x42\x06\n\x04part\"b\n\x08PushSeal\x12\x15\n\rheader_offset\x18\x01 \x01(\x04\x12\x14\n\x0cheader_bytes\x18\x02 \x01(\x04\x12)\n\x06layout\x18\x03 \x01(\x0b\x32\x19.fastcheck.v1.StateLayout\" \n\x0cPushResponse\x12\x10\n\x08waited_s\x18\x01 \x01(\x01\"6\n\x0bPullRequest\x12\'\n\x04load\x18\x01 \x01(\x0b\x32\x19.fastcheck.v1.LoadRequest\"~\n\x0cPullResponse\x12,\n\x07nothing\x18\x01 \x01(\x0b\x32\x19.fastcheck.v1.LoadNothingH\x00\x12(\n\x05ready\x18\x02 \x01(\x0b\x32\x17.fastcheck.v1.LoadReadyH\x00\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04part*\x8a\x01\n\tSaveState\x12\x1a\n\x16SAVE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11SAVE_STATE_STAGED\x10\x01\x12\x19\n\x15SAVE_STATE_REPLICATED\x10\x02\x12\x18\n\x14SAVE_STATE_COMMITTED\x10\x03\x12\x15\n\x11SAVE_STATE_FAILED\x10\x04\x32\xb2\x05\n\x0eTrainerService\x12R\n\x0bOpenSession\x12 .fastcheck.v1.OpenSessionRequest\x1a!.fastcheck.v1.OpenSessionResponse\x12L\n\tBeginSave\x12\x1e.fastcheck.v1.BeginSaveRequest\x1a\x1f.fastcheck.v1.BeginSaveResponse\x12I\n\x08SealSave\x12\x1d.fastcheck.v1.SealSaveRequest\x1a\x1e.fastcheck.v1.SealSaveResponse\x12R\n\x0b\x41\x62\x61ndonSave\x12 .fastcheck.v1.AbandonSaveRequest\x1a!.fastcheck.v1.AbandonSaveResponse\x12N\n\tWatchSave\x12\x1e.fastcheck.v1.WatchSaveRequest\x1a\x1f.fastcheck.v1.WatchSaveResponse0\x01\x12L\n\tListSteps\x12\x1e.fastcheck.v1.ListStepsRequest\x1a\x1f.fastcheck.v1.ListStepsResponse\x12?\n\x04Load\x12\x19.fastcheck.v1.LoadRequest\x1a\x1a.fastcheck.v1.LoadResponse0\x01\x12?\n\x04Push\x12\x19.fastcheck.v1.PushRequest\x1a\x1a.fastcheck.v1.PushResponse(\x01\x12?\n\x04Pull\x12\x19.fastcheck.v1.PullRequest\x1a\x1a.fastcheck.v1.PullResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fastcheck_proto.v1.trainer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SAVESTATE']._serialized_start=1912
-  _globals['_SAVESTATE']._serialized_end=2050
-  _globals['_OPENSESSIONREQUEST']._serialized_start=83
-  _globals['_OPENSESSIONREQUEST']._serialized_end=169
-  _globals['_OPENSESSIONRESPONSE']._serialized_start=171
-  _globals['_OPENSESSIONRESPONSE']._serialized_end=209
-  _globals['_SEGMENTREF']._serialized_start=211
-  _globals['_SEGMENTREF']._serialized_end=252
-  _globals['_BEGINSAVEREQUEST']._serialized_start=255
-  _globals['_BEGINSAVEREQUEST']._serialized_end=395
-  _globals['_BEGINSAVERESPONSE']._serialized_start=397
-  _globals['_BEGINSAVERESPONSE']._serialized_end=494
-  _globals['_SEALSAVEREQUEST']._serialized_start=496
-  _globals['_SEALSAVEREQUEST']._serialized_end=575
-  _globals['_SEALSAVERESPONSE']._serialized_start=577
-  _globals['_SEALSAVERESPONSE']._serialized_end=595
-  _globals['_ABANDONSAVEREQUEST']._serialized_start=597
-  _globals['_ABANDONSAVEREQUEST']._serialized_end=634
-  _globals['_ABANDONSAVERESPONSE']._serialized_start=636
-  _globals['_ABANDONSAVERESPONSE']._serialized_end=657
-  _globals['_WATCHSAVEREQUEST']._serialized_start=659
-  _globals['_WATCHSAVEREQUEST']._serialized_end=735
-  _globals['_WATCHSAVERESPONSE']._serialized_start=738
-  _globals['_WATCHSAVERESPONSE']._serialized_end=982
-  _globals['_LISTSTEPSREQUEST']._serialized_start=984
-  _globals['_LISTSTEPSREQUEST']._serialized_end=1015
-  _globals['_LISTSTEPSRESPONSE']._serialized_start=1017
-  _globals['_LISTSTEPSRESPONSE']._serialized_end=1051
-  _globals['_LOADREQUEST']._serialized_start=1053
-  _globals['_LOADREQUEST']._serialized_end=1141
-  _globals['_LOADRESPONSE']._serialized_start=1143
-  _globals['_LOADRESPONSE']._serialized_end=1254
-  _globals['_LOADNOTHING']._serialized_start=1256
-  _globals['_LOADNOTHING']._serialized_end=1269
-  _globals['_LOADREADY']._serialized_start=1272
-  _globals['_LOADREADY']._serialized_end=1506
-  _globals['_PUSHREQUEST']._serialized_start=1508
-  _globals['_PUSHREQUEST']._serialized_end=1634
-  _globals['_PUSHSEAL']._serialized_start=1636
-  _globals['_PUSHSEAL']._serialized_end=1691
-  _globals['_PUSHRESPONSE']._serialized_start=1693
-  _globals['_PUSHRESPONSE']._serialized_end=1725
-  _globals['_PULLREQUEST']._serialized_start=1727
-  _globals['_PULLREQUEST']._serialized_end=1781
-  _globals['_PULLRESPONSE']._serialized_start=1783
-  _globals['_PULLRESPONSE']._serialized_end=1909
-  _globals['_TRAINERSERVICE']._serialized_start=2053
-  _globals['_TRAINERSERVICE']._serialized_end=2743
+  _globals['_SAVESTATE']._serialized_start=2119
+  _globals['_SAVESTATE']._serialized_end=2257
+  _globals['_OPENSESSIONREQUEST']._serialized_start=116
+  _globals['_OPENSESSIONREQUEST']._serialized_end=202
+  _globals['_OPENSESSIONRESPONSE']._serialized_start=204
+  _globals['_OPENSESSIONRESPONSE']._serialized_end=242
+  _globals['_SEGMENTREF']._serialized_start=244
+  _globals['_SEGMENTREF']._serialized_end=285
+  _globals['_BEGINSAVEREQUEST']._serialized_start=288
+  _globals['_BEGINSAVEREQUEST']._serialized_end=428
+  _globals['_BEGINSAVERESPONSE']._serialized_start=430
+  _globals['_BEGINSAVERESPONSE']._serialized_end=527
+  _globals['_SEALSAVEREQUEST']._serialized_start=529
+  _globals['_SEALSAVEREQUEST']._serialized_end=651
+  _globals['_SEALSAVERESPONSE']._serialized_start=653
+  _globals['_SEALSAVERESPONSE']._serialized_end=671
+  _globals['_ABANDONSAVEREQUEST']._serialized_start=673
+  _globals['_ABANDONSAVEREQUEST']._serialized_end=710
+  _globals['_ABANDONSAVERESPONSE']._serialized_start=712
+  _globals['_ABANDONSAVERESPONSE']._serialized_end=733
+  _globals['_WATCHSAVEREQUEST']._serialized_start=735
+  _globals['_WATCHSAVEREQUEST']._serialized_end=811
+  _globals['_WATCHSAVERESPONSE']._serialized_start=814
+  _globals['_WATCHSAVERESPONSE']._serialized_end=1131
+  _globals['_LISTSTEPSREQUEST']._serialized_start=1133
+  _globals['_LISTSTEPSREQUEST']._serialized_end=1164
+  _globals['_LISTSTEPSRESPONSE']._serialized_start=1166
+  _globals['_LISTSTEPSRESPONSE']._serialized_end=1200
+  _globals['_LOADREQUEST']._serialized_start=1202
+  _globals['_LOADREQUEST']._serialized_end=1290
+  _globals['_LOADRESPONSE']._serialized_start=1292
+  _globals['_LOADRESPONSE']._serialized_end=1403
+  _globals['_LOADNOTHING']._serialized_start=1405
+  _globals['_LOADNOTHING']._serialized_end=1418
+  _globals['_LOADREADY']._serialized_start=1421
+  _globals['_LOADREADY']._serialized_end=1670
+  _globals['_PUSHREQUEST']._serialized_start=1672
+  _globals['_PUSHREQUEST']._serialized_end=1798
+  _globals['_PUSHSEAL']._serialized_start=1800
+  _globals['_PUSHSEAL']._serialized_end=1898
+  _globals['_PUSHRESPONSE']._serialized_start=1900
+  _globals['_PUSHRESPONSE']._serialized_end=1932
+  _globals['_PULLREQUEST']._serialized_start=1934
+  _globals['_PULLREQUEST']._serialized_end=1988
+  _globals['_PULLRESPONSE']._serialized_start=1990
+  _globals['_PULLRESPONSE']._serialized_end=2116
+  _globals['_TRAINERSERVICE']._serialized_start=2260
+  _globals['_TRAINERSERVICE']._serialized_end=2950
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ machine the bytes come in the Push and Pull streams.
 import builtins
 import collections.abc
 import fastcheck_proto.v1.common_pb2
+import fastcheck_proto.v1.layout_pb2
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
@@ -169,17 +170,24 @@ class SealSaveRequest(google.protobuf.message.Message):
     SAVE_ID_FIELD_NUMBER: builtins.int
     HEADER_OFFSET_FIELD_NUMBER: builtins.int
     HEADER_BYTES_FIELD_NUMBER: builtins.int
+    LAYOUT_FIELD_NUMBER: builtins.int
     save_id: builtins.str
     header_offset: builtins.int
     header_bytes: builtins.int
+    @property
+    def layout(self) -> fastcheck_proto.v1.layout_pb2.StateLayout:
+        """Unset: the state is bytes without meaning."""
+
     def __init__(
         self,
         *,
         save_id: builtins.str = ...,
         header_offset: builtins.int = ...,
         header_bytes: builtins.int = ...,
+        layout: fastcheck_proto.v1.layout_pb2.StateLayout | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["header_bytes", b"header_bytes", "header_offset", b"header_offset", "save_id", b"save_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header_bytes", b"header_bytes", "header_offset", b"header_offset", "layout", b"layout", "save_id", b"save_id"]) -> None: ...
 
 Global___SealSaveRequest: typing_extensions.TypeAlias = SealSaveRequest
 
@@ -254,6 +262,9 @@ class WatchSaveResponse(google.protobuf.message.Message):
     COPIES_FIELD_NUMBER: builtins.int
     RESENT_SHARDS_FIELD_NUMBER: builtins.int
     SPARES_FIELD_NUMBER: builtins.int
+    CODECS_FIELD_NUMBER: builtins.int
+    ENCODE_S_FIELD_NUMBER: builtins.int
+    LOSSY_FIELD_NUMBER: builtins.int
     state: Global___SaveState.ValueType
     encoded_bytes: builtins.int
     """Bytes sent to all holders, divided by the number of copies."""
@@ -262,11 +273,18 @@ class WatchSaveResponse(google.protobuf.message.Message):
     copies: builtins.int
     resent_shards: builtins.int
     """Shards that had to go to another holder than planned."""
+    encode_s: builtins.float
+    """CPU seconds that encoding took."""
+    lossy: builtins.bool
     @property
     def error(self) -> fastcheck_proto.v1.common_pb2.ErrorDetail: ...
     @property
     def spares(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SegmentRef]:
         """Segments that later saves will probably get: worth mapping and touching ahead. At most 8."""
+
+    @property
+    def codecs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.CodecUse]:
+        """What the codec made of the step: per copy, like encoded_bytes."""
 
     def __init__(
         self,
@@ -279,9 +297,12 @@ class WatchSaveResponse(google.protobuf.message.Message):
         copies: builtins.int = ...,
         resent_shards: builtins.int = ...,
         spares: collections.abc.Iterable[Global___SegmentRef] | None = ...,
+        codecs: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.CodecUse] | None = ...,
+        encode_s: builtins.float = ...,
+        lossy: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["commit_s", b"commit_s", "copies", b"copies", "encoded_bytes", b"encoded_bytes", "error", b"error", "replicate_s", b"replicate_s", "resent_shards", b"resent_shards", "spares", b"spares", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["codecs", b"codecs", "commit_s", b"commit_s", "copies", b"copies", "encode_s", b"encode_s", "encoded_bytes", b"encoded_bytes", "error", b"error", "lossy", b"lossy", "replicate_s", b"replicate_s", "resent_shards", b"resent_shards", "spares", b"spares", "state", b"state"]) -> None: ...
 
 Global___WatchSaveResponse: typing_extensions.TypeAlias = WatchSaveResponse
 
@@ -391,6 +412,7 @@ class LoadReady(google.protobuf.message.Message):
     HOLDERS_FIELD_NUMBER: builtins.int
     BAD_COPIES_FIELD_NUMBER: builtins.int
     RESTORE_S_FIELD_NUMBER: builtins.int
+    LOSSY_FIELD_NUMBER: builtins.int
     step: builtins.int
     state_bytes: builtins.int
     header_offset: builtins.int
@@ -402,6 +424,8 @@ class LoadReady(google.protobuf.message.Message):
     bad_copies: builtins.int
     """Copies that were found bad or gone on the way."""
     restore_s: builtins.float
+    lossy: builtins.bool
+    """The trainer that saved it allowed a lossy coding."""
     @property
     def segment(self) -> Global___SegmentRef: ...
     def __init__(
@@ -417,9 +441,10 @@ class LoadReady(google.protobuf.message.Message):
         holders: builtins.int = ...,
         bad_copies: builtins.int = ...,
         restore_s: builtins.float = ...,
+        lossy: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["segment", b"segment"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bad_copies", b"bad_copies", "fetched_bytes", b"fetched_bytes", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "holders", b"holders", "local_bytes", b"local_bytes", "restore_s", b"restore_s", "segment", b"segment", "state_bytes", b"state_bytes", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bad_copies", b"bad_copies", "fetched_bytes", b"fetched_bytes", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "holders", b"holders", "local_bytes", b"local_bytes", "lossy", b"lossy", "restore_s", b"restore_s", "segment", b"segment", "state_bytes", b"state_bytes", "step", b"step"]) -> None: ...
 
 Global___LoadReady: typing_extensions.TypeAlias = LoadReady
 
@@ -455,15 +480,20 @@ class PushSeal(google.protobuf.message.Message):
 
     HEADER_OFFSET_FIELD_NUMBER: builtins.int
     HEADER_BYTES_FIELD_NUMBER: builtins.int
+    LAYOUT_FIELD_NUMBER: builtins.int
     header_offset: builtins.int
     header_bytes: builtins.int
+    @property
+    def layout(self) -> fastcheck_proto.v1.layout_pb2.StateLayout: ...
     def __init__(
         self,
         *,
         header_offset: builtins.int = ...,
         header_bytes: builtins.int = ...,
+        layout: fastcheck_proto.v1.layout_pb2.StateLayout | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["header_bytes", b"header_bytes", "header_offset", b"header_offset"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header_bytes", b"header_bytes", "header_offset", b"header_offset", "layout", b"layout"]) -> None: ...
 
 Global___PushSeal: typing_extensions.TypeAlias = PushSeal
 
