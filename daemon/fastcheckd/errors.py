@@ -9,6 +9,8 @@
     │   ├── StoreFullError     the tmpfs underneath
     │   ├── NotHeldError       no such replica here
     │   └── CorruptError       bytes and digest disagree
+    ├── CodecError             an encoded chunk is malformed, or for another base
+    │   └── MispredictedError  well-formed, but the outcome is not what was encoded
     ├── TransferError
     │   ├── FrameError         the other end of a lane broke the protocol
     │   └── PeerError          a peer cannot be reached, or refused
@@ -67,6 +69,14 @@ class NotHeldError(StoreError):
 
 class CorruptError(StoreError):
     code = pb.ERROR_CODE_CORRUPT
+
+
+class CodecError(FastCheckdError):
+    code = pb.ERROR_CODE_CORRUPT
+
+
+class MispredictedError(CodecError):
+    pass
 
 
 class TransferError(FastCheckdError):
