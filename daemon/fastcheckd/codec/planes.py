@@ -56,12 +56,13 @@ class PlaneSplitter:
         if needed > self._used:
             self._planes[self._used : needed, :start] = 0
             self._used = needed
-        if needed == 1:
-            np.copyto(self._planes[0, start:stop], unsigned, casting="unsafe")
-        elif needed:
-            single = unsigned.view(np.uint8).reshape(len(block), self._width)
-            for index in range(needed):
-                self._planes[index, start:stop] = single[:, index]
+        # Shifting and narrowing is twice as fast as picking every fourth byte.
+        for index in range(needed):
+            source = unsigned
+            if index:
+                source = SCRATCH.array("shifted", len(block), unsigned.dtype)
+                np.right_shift(unsigned, 8 * index, out=source)
+            np.copyto(self._planes[index, start:stop], source, casting="unsafe")
         self._planes[needed : self._used, start:stop] = 0
 
     def planes(self) -> tuple[Plane, ...]:
@@ -81,18 +82,17 @@ class PlaneMerger:
             )
         self._width = width
         self._planes = [unpack_plane(plane, elements) for plane in planes]
+        #: High planes that are zero need no work; the lowest always counts.
+        self._used = max((i + 1 for i, p in enumerate(self._planes) if not isinstance(p, int) or p), default=1)
 
     def block(self, start: int, stop: int, out: Ints) -> None:
         """Numbers [start, stop) into `out`."""
-        present = [i for i, plane in enumerate(self._planes) if not isinstance(plane, int) or plane]
         unsigned = out.view(UNSIGNED[self._width])
-        if present in ([], [0]):
-            plane = self._planes[0]
-            unsigned[...] = plane if isinstance(plane, int) else plane[start:stop]
-            return
-        single = out.view(np.uint8).reshape(len(out), self._width)
-        for index, plane in enumerate(self._planes):
-            single[:, index] = plane if isinstance(plane, int) else plane[start:stop]
+        top, *below = reversed(self._planes[: self._used])
+        unsigned[...] = top if isinstance(top, int) else top[start:stop]
+        for plane in below:
+            np.left_shift(unsigned, 8, out=unsigned)
+            np.bitwise_or(unsigned, plane if isinstance(plane, int) else plane[start:stop], out=unsigned)
 
 
 def pack_plane(plane: U8) -> Plane:
