@@ -79,7 +79,7 @@ def read_chunk(path: Sequence[HeldShard], index: int, out: memoryview, scratch: 
                 if into is out:
                     out[:] = current
             else:
-                decode(record, current, into)
+                decode(record, current, into, base_digest=newer.chunk_digest(index))
                 if chunk_digest(into) != older.chunk_digest(index):
                     raise CorruptError(f"the way back of chunk {index} leads to other bytes")
                 current, checked = into, True
@@ -278,9 +278,7 @@ class Chains:
             for _ in range(min(WORKERS_MAX, max(1, len(chunks))))
         ]
         try:
-            spread(
-                range(len(chunks)), tools, lambda index, tool: read_chunk(path, index, into(index), tool)
-            )
+            spread(range(len(chunks)), tools, lambda index, tool: read_chunk(path, index, into(index), tool))
         except _BadLinkError as error:
             self._books.condemn(error.link, f"chunk {error.index}")
             raise CorruptError(

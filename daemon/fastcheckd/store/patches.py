@@ -108,8 +108,8 @@ class Patch:
             OverBudgetError, StoreFullError, StoreError: no room for the way back; the chunk is as it was.
         """
         start, stop = self.chunks.range(index)
-        assert self._way is not None
         with self._writing(index):
+            assert self._way is not None
             self._way.append(self._books.pools, index, way_back, stop - start)
             self._bytes[start:stop] = slot[: stop - start]
             self._states[index] = _REPLACED
@@ -195,6 +195,7 @@ class Patch:
         with self._ending:
             if not self._over:
                 self._wait_for_writers()
+                self._way = None  # stays: the base's manifest names it
                 self._finish()
 
     def _check_open(self) -> None:
@@ -241,7 +242,9 @@ class Patch:
             if state not in {_KEPT, _REPLACED}:
                 raise InvalidRequestError(f"chunk {index} of shard {tuple(newer.id)} is missing")
             if state == _KEPT and newer.chunk_digest(index) != self.base.chunk_digest(index):
-                raise InvalidRequestError(f"chunk {index} of shard {tuple(newer.id)} was kept, and is another")
+                raise InvalidRequestError(
+                    f"chunk {index} of shard {tuple(newer.id)} was kept, and is another"
+                )
         return newer
 
     def _undo(self, way: WayBackFile) -> None:
