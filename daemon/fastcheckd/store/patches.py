@@ -22,6 +22,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from ..chunks import ChunkTable
 from ..errors import FastCheckdError, InvalidRequestError, NotHeldError, StoreError
 from .books import Books
+from .copying import copy_bytes
 from .held import HeldShard, WayBack
 from .manifests import ReplicaId, check_manifest
 from .segments import SLOT_POOL, Segment
@@ -111,7 +112,7 @@ class Patch:
         with self._writing(index):
             assert self._way is not None
             self._way.append(self._books.pools, index, way_back, stop - start)
-            self._bytes[start:stop] = slot[: stop - start]
+            copy_bytes(self._bytes[start:stop], slot[: stop - start])
             self._states[index] = _REPLACED
 
     def keep(self, index: int) -> None:

@@ -110,7 +110,9 @@ class StoreMachine(RuleBasedStateMachine):
         if any(view.obj is segment.view.obj for view, _ in self.pinned):
             return multiple()
         size = min(size, segment.size_bytes)
-        offset = segment.size_bytes - size
+        return self.publish_in(segment, step, size, segment.size_bytes - size, verified)
+
+    def publish_in(self, segment, step, size, offset, verified):
         self.seed += 1
         data = payload(self.seed, size)
         segment.view[offset : offset + size] = data
@@ -184,7 +186,9 @@ class StoreMachine(RuleBasedStateMachine):
             return
         held = self.store.find(held.key, held.kind)
         needed = any(
-            not other.is_full and other.segment is held.segment for other in self.store.held() if other is not held
+            not other.is_full and other.segment is held.segment
+            for other in self.store.held()
+            if other is not held
         )
         damage = damage and held.is_full and not needed
         if damage:
@@ -204,10 +208,22 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             assert self.store.find(held.key, held.kind).verified_at_ms > 0
 
-    @rule(target=patches, shard=shards, ahead=st.integers(1, 2), alike=st.booleans())
-    def begin_patch(self, shard, ahead, alike):
-        life, held = shard
-        if life != self.life or not self.is_current(held):
+    @rule(target=shards, step=st.integers(1, 5), size=st.sampled_from([PAGE - 1, 3 * PAGE + 5]))
+    def put_whole(self, step, size):
+        try:
+            segment = self.store.allocate(size, COPY_POOL)
+        except OverBudgetError:
+            return multiple()
+        self.allocated.add(segment)
+        published = self.publish_in(segment, step, size, 0, True)
+        self.allocated.remove(segment)
+        self.store.release(segment)
+        return published
+
+    @rule(target=patches, which=st.integers(0, 20), ahead=st.integers(1, 2), alike=st.booleans())
+    def begin_patch(self, which, ahead, alike):
+        held = self.pick(which, lambda s: s.is_full)
+        if held is None:
             return multiple()
         self.seed += 1
         old = self.expected[held.id]
@@ -245,27 +261,38 @@ class StoreMachine(RuleBasedStateMachine):
         self.values[held.id] = held
         return self.life, held
 
+    @rule(target=shards, which=st.integers(0, 20), alike=st.booleans())
+    def patch(self, which, alike):
+        entry = self.begin_patch(which, 1, alike)
+        return self.publish_patch(entry) if isinstance(entry, OpenPatch) else multiple()
+
     @rule(entry=consumes(patches))
     def abort(self, entry):
         if entry.life == self.life:
             entry.give_way()
 
-    @rule(target=shards, shard=shards)
-    def make_full(self, shard):
-        life, held = shard
-        if life != self.life:
+    @rule(which=st.integers(0, 20))
+    def drop_a_copy(self, which):
+        if (held := self.pick(which)) is not None:
+            self.drop((self.life, held))
+
+    @rule(target=shards, which=st.integers(0, 20))
+    def make_full(self, which):
+        held = self.pick(which)
+        if held is None:
             return multiple()
         try:
             full = self.store.full(held)
-        except NotHeldError:
-            assert not self.is_current(held)
-            return multiple()
         except OverBudgetError:
             return multiple()
-        assert self.is_current(held)
         with self.store.pinned(full):
             assert full.view == self.expected[held.id]
         return self.life, full
+
+    def pick(self, which, suits=lambda shard: True):
+        """One of the copies of rank 0, as the store has it now."""
+        copies = [s for s in self.store.held() if s.kind == COPY and suits(s)]
+        return copies[which % len(copies)] if copies else None
 
     @rule()
     def restart(self):
@@ -391,7 +418,11 @@ class StoreMachine(RuleBasedStateMachine):
         held = self.store.held()
         needed |= {v.segment.name: v.segment.size_bytes for v in held}
         needed |= {v.way_back.file.name: v.way_back.file.size_bytes for v in held if not v.is_full}
-        if not self.pinned and not self.live_patches() and len(manifest_files(self.store.directory)) == len(held):
+        if (
+            not self.pinned
+            and not self.live_patches()
+            and len(manifest_files(self.store.directory)) == len(held)
+        ):
             assert usage.used_bytes - usage.free_bytes == sum(needed.values())
 
 
