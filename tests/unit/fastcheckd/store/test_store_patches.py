@@ -324,6 +324,15 @@ def test_a_reader_that_waited_for_a_patch_that_was_published_still_gets_its_step
     assert_all(store, [1, 4])
 
 
+def test_a_reader_of_a_step_that_moved_along_ends_the_patch_of_its_new_place(store):
+    shards = chain(store, 3)
+    moved = store.full(shards[2])
+    patch = store.begin_patch(moved, 5, on_wanted=lambda: patch.abort())  # noqa: PLW0108  bound only later
+    replace_chunks(patch, S4, range(5), 5)
+    assert_bytes(store, shards[1], S1)
+    assert_all(store, [1, 2, 3])
+
+
 def test_a_patch_that_does_not_end_refuses_its_readers(store, monkeypatch):
     monkeypatch.setattr(books, "CHANGE_WAIT_S", 0.05)
     base = put(store, S1, step=1)
