@@ -31,7 +31,7 @@ from fastcheckd.errors import (
     OverBudgetError,
     StoreError,
 )
-from fastcheckd.store import books
+from fastcheckd.store import books, patches
 from fastcheckd.store.manifests import decode
 from fastcheckd.store.segments import COPY_POOL
 
@@ -267,6 +267,31 @@ def test_a_reader_ends_a_patch(store):
         assert base.view == S1
     assert wanted == [1]
     assert store.full(base) is base
+
+
+def test_a_reader_that_comes_while_a_patch_is_prepared_is_not_kept_waiting(store, monkeypatch):
+    base = put(store, S1, step=1)
+    prepare, readers, seen = patches.Patch.prepare, [], []
+
+    def read():
+        with store.pinned(base):
+            seen.append(bytes(base.view))
+
+    def prepare_with_a_reader(patch):
+        prepare(patch)
+        readers.append(threading.Thread(target=read))
+        readers[0].start()
+        give_up_s = time.monotonic() + 10
+        while not patch.wanted and time.monotonic() < give_up_s:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(patches.Patch, "prepare", prepare_with_a_reader)
+    called = []
+    with pytest.raises(NotHeldError, match="being read"):
+        store.begin_patch(base, 2, on_wanted=lambda: called.append(1))
+    readers[0].join(10)
+    assert seen == [S1]
+    assert not called
 
 
 @pytest.mark.parametrize("read", ["pinned", "full", "verify", "drop", "older"])
