@@ -20,6 +20,10 @@ from .paths import Path
 from .tensors import view_key
 
 STEP_MAX = 2**62
+#: Dtypes that a step count or a learning rate may have; not all of torch's can be read as numbers.
+_READABLE = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int16, torch.int32, torch.int64}
+)
 
 
 @dataclass
@@ -106,10 +110,16 @@ def _flattened(found: Collected, path: Path, value: dict[Any, Any]) -> Source:
     # Every name has settings of its own; equal ones are one group.
     groups: dict[Hashable, ParameterGroup] = {}
     for name, of_name in settings.items():
-        key = tuple((what, repr(v)) for what, v in of_name.items() if not isinstance(v, torch.Tensor))
+        key = tuple((what, _comparable(v)) for what, v in of_name.items())
         group = groups.setdefault(key, ParameterGroup(of_name))
         group.parameters.append(_parameter(found, name, states.get(name)))
     return Source(path, None, list(groups.values()), named=True)
+
+
+def _comparable(value: Any) -> Hashable:
+    if isinstance(value, tuple | list):
+        return tuple(_comparable(item) for item in value)
+    return value if isinstance(value, bool | int | float | str) else None
 
 
 def _parameter(found: Collected, key: Hashable, state: Any) -> Parameter:
@@ -157,12 +167,12 @@ def read_numbers(values: list[Any]) -> list[float | None]:
         number: float | None = None
         if isinstance(value, torch.Tensor):
             local = local_of(value)
-            if local.numel() == 1 and not local.is_complex() and local.device.type != "meta":
+            if local.numel() == 1 and local.dtype in _READABLE:
                 if local.device.type == "cpu":
                     number = local.item()
                 else:
                     away.setdefault(local.device, []).append((index, local))
-        elif isinstance(value, int | float):
+        elif isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000):
             number = value
         read.append(number)
     for tensors in away.values():
