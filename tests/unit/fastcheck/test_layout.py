@@ -386,6 +386,20 @@ def test_a_header_that_grows_and_shrinks_keeps_the_cached_layout_whole():
         check_flat(flatten({"t": torch.ones(9), "b": bytes(size)}, layouts))
 
 
+def test_a_state_whose_optimizer_cannot_be_understood_is_saved_all_the_same(caplog):
+    class Strange(dict):
+        def get(self, key, default=None):
+            raise RuntimeError(key)
+
+    state = {"o": Strange(make_adam((3, 4))["optimizer"]), "n": 1}
+    layouts = Layouts()
+    for _ in range(2):
+        flat = flatten(state, layouts)
+        check_flat(flat)
+        assert [p.bytes for p in flat.pieces] == [4, 48, 48]
+    assert len(caplog.records) == 1
+
+
 CUT = {"name": "t", "dtype": "float32", "shape": [40], "offset": 64, "bytes": 160}
 GOOD = {"piece_offsets": [64, 256, 128], "piece_bytes": 64}
 
