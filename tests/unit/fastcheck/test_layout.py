@@ -269,6 +269,44 @@ def test_cut_tensors_come_back_bit_for_bit_into_targets_of_any_stride(shape, dty
             assert bits(target["optimizer"]["state"][0][name]) == bits(value)
 
 
+@st.composite
+def training_states(draw: st.DrawFn) -> dict:
+    """Parameters and moments of random shapes, dtypes and strides, some shared, some alone, as plain dicts."""
+    torch.manual_seed(draw(st.integers(0, 1000)))
+
+    def tensor(shape, dtype):
+        made = torch.randn(shape[::-1]).to(dtype).permute(tuple(reversed(range(len(shape)))))
+        return made if draw(st.integers(0, 3)) == 0 else made.contiguous()
+
+    floats = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
+    model: dict = {}
+    moments: dict = {}
+    for key in range(draw(st.integers(1, 4))):
+        shape = draw(shapes())
+        model[f"w{key}"] = tensor(shape, draw(floats))
+        if draw(st.booleans()):
+            model[f"tied{key}"] = model[f"w{key}"]
+        names = draw(st.sets(st.sampled_from(["exp_avg", "exp_avg_sq", "other"])))
+        moments[f"w{key}"] = {name: tensor(shape, draw(floats)) for name in sorted(names)}
+        moments[f"w{key}"]["step"] = torch.tensor(1.0)
+    groups = [{"params": list(moments), "lr": 0.1}]
+    return {"model": model, "optimizer": {"state": moments, "param_groups": groups}, "n": 5}
+
+
+@settings(max_examples=60, deadline=None)
+@given(training_states())
+def test_any_training_state_comes_back_bit_for_bit(state):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "LAYOUT_CHUNK_BYTES", CHUNK)
+        flat = flatten(state)
+        check_flat(flat, CHUNK)
+        kept = snapshot(state)
+    target = zeroed(state)
+    kept.fill(target)
+    kept.scribble()
+    assert same(target, state)
+
+
 def test_a_large_state_is_cut_and_comes_back_into_strange_targets():
     state = make_adam((1500, 1000))
     flat = flatten(state)
