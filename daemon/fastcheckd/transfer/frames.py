@@ -14,6 +14,7 @@ from enum import IntEnum
 import xxhash
 
 from ..chunks import CHUNK_LENGTH_MAX, ChunkTable
+from ..codec.format import OVERHEAD_BYTES_MAX
 from ..digests import DIGEST_BYTES
 from ..errors import FrameError
 
@@ -23,7 +24,7 @@ TICKET_BYTES = 32
 CHUNK_BYTES_MIN = 64 << 10
 CHUNK_BYTES_MAX = CHUNK_LENGTH_MAX
 #: What a codec may add to a chunk that does not compress.
-CODEC_OVERHEAD_BYTES_MAX = 1024
+CODEC_OVERHEAD_BYTES_MAX = OVERHEAD_BYTES_MAX
 ERROR_BYTES_MAX = 1024
 #: Most indexes that a RESULT lists; the header still counts all bad chunks.
 RESULT_INDEXES_MAX = 1024

@@ -52,12 +52,13 @@ class Intake:
 
     def accept(self, header: FrameHeader, place: memoryview) -> None:
         """A payload is whole. Waits for the one before, and raises what stopped that."""
-        if self._receiving is None or place.obj is not self._receiving:
+        buffer = self._receiving
+        if buffer is None or place.obj is not buffer:
             self._settle(header, place)
             return
         self.drain()
-        self._receiving, self._settling = self._settling, self._receiving
-        payload = memoryview(self._settling)[: header.encoded_bytes]
+        self._receiving, self._settling = self._settling, buffer
+        payload = memoryview(buffer)[: header.encoded_bytes]
         self._job = self._pool.submit(self._settle, header, payload)
 
     def drain(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
@@ -78,7 +78,7 @@ def _made_ahead(
     plain: bool,
     tally: PutTally,
     still_wanted: Callable[[], None],
-) -> Iterator[tuple[int, Payload]]:
+) -> Generator[tuple[int, Payload], None, None]:
     """The payloads of `chunks` in order, the next ones under way; close it to call those off."""
     orders: deque[tuple[int, Order]] = deque()
     rest = iter(chunks)

@@ -20,9 +20,9 @@ import grpc.aio
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
 
+from ..chunks import ChunkTable
 from ..config import Config
 from ..counters import Counters
-from ..chunks import ChunkTable
 from ..digests import DIGEST_BYTES, chunk_count, shard_digest
 from ..errors import CorruptError, FastCheckdError, InvalidRequestError, PeerError
 from ..rpc import CHANNEL_OPTIONS, from_rpc_error

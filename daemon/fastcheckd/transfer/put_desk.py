@@ -242,7 +242,8 @@ class PutDesk:
 
             def give_way() -> None:
                 wanted.set()
-                self.abort(transfer_id)
+                # The reader waits for the outcome, not in here; undoing may take a while.
+                threading.Thread(target=self.abort, args=(transfer_id,), name="put-undo", daemon=True).start()
 
             try:
                 patch = self._store.begin_patch(base, step, on_wanted=give_way)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from ..chunks import ChunkTable
 from ..codec.chunk_plan import ChunkPlan
 from ..codec.encoder import Use, encode, unchanged
+from ..codec.format import NO_DIGEST
 from ..digests import DIGEST_BYTES, chunk_digest
 from ..errors import InvalidRequestError
 from .codec_pool import CodecPool, call_off, outcome
@@ -211,7 +212,7 @@ class ShardSource:
         if self._prepare is not None and not self._needs_work(index, against_base):
             return self._unchanged(index, against_base)
         base: memoryview | None = None
-        base_step, base_digest = 0, b""
+        base_step, base_digest = 0, NO_DIGEST
         if against_base:
             assert self.base is not None
             start, stop = self.table.range(index)

@@ -18,7 +18,7 @@ from ..codec.format import Header
 from ..counters import Counters
 from ..digests import chunk_digest
 from ..errors import CodecError
-from ..store.patching import Patch
+from ..store.patches import Patch
 from ..store.ram_store import HeldShard, RamStore, Segment
 from .codec_uses import raw_use
 from .frames import Codec, FrameHeader
@@ -59,9 +59,11 @@ class WholeTarget:
         self._step = step
 
     def place(self, header: FrameHeader) -> memoryview | None:
+        """Raw chunks go straight to their place."""
         return self._chunk(header.chunk) if header.codec == Codec.RAW else None
 
     def settle(self, header: FrameHeader, payload: memoryview) -> tuple[Use, ...]:
+        """Hash a raw chunk where it lies, decode an encoded one there."""
         if header.codec == Codec.RAW:
             _check_raw(header, payload)
             return raw_use(len(payload))
@@ -72,10 +74,11 @@ class WholeTarget:
         return decode(payload, None, self._chunk(header.chunk))
 
     def publish(self, manifest: pb.ShardManifest) -> HeldShard:
+        """Name the segment in a manifest."""
         return self._store.publish(manifest, self._segment, 0, verified=True)
 
     def abandon(self) -> None:
-        # Also after success: what is published keeps the segment.
+        """Let the segment go; what is published in it keeps it."""
         self._view.release()
         self._store.release(self._segment)
 
@@ -99,9 +102,11 @@ class PatchTarget:
         self.wanted = wanted
 
     def place(self, header: FrameHeader) -> memoryview | None:
-        return None  # a torn chunk must have its whole content elsewhere
+        """Nowhere: the new bytes must be complete elsewhere before a chunk is touched."""
+        return None
 
     def settle(self, header: FrameHeader, payload: memoryview) -> tuple[Use, ...]:
+        """New bytes into a slot, checked; the way back; then both to the store."""
         index = header.chunk
         old = self._patch.old(index)
         if header.codec == Codec.RAW:
@@ -134,12 +139,14 @@ class PatchTarget:
         return uses
 
     def publish(self, manifest: pb.ShardManifest) -> HeldShard:
+        """The newer step is the one whose bytes are here."""
         held = self._patch.publish(manifest)
         self._over = True
         self._counters.add("patches_applied")
         return held
 
     def abandon(self) -> None:
+        """Back to the older step, unless the newer is published."""
         if not self._over:
             self._over = True
             self._counters.add("patches_undone")
