@@ -14,6 +14,7 @@ from fastcheck_proto.v1 import peer_pb2
 from fastcheckd.counters import Counters
 from fastcheckd.digests import chunk_digest, shard_digest
 from fastcheckd.errors import (
+    CodecError,
     CorruptError,
     FastCheckdError,
     FencedError,
@@ -24,7 +25,9 @@ from fastcheckd.errors import (
     PeerError,
 )
 from fastcheckd.store.ram_store import RamStore, Segment
+from fastcheckd.transfer.frames import FrameHeader, Kind
 from fastcheckd.transfer.incoming import IncomingShard
+from fastcheckd.transfer.put_checks import CHUNKS_MAX
 from fastcheckd.transfer.put_desk import PutDesk
 from fastcheckd.transfer.tickets import PutGrant, TicketOffice
 
@@ -87,16 +90,26 @@ def request(size: int = 3 * CHUNK + 5, *, shard: int = 0, streams: int = 1) -> p
     )
 
 
+def receive(incoming: IncomingShard, index: int, piece: bytearray, digest: bytes) -> None:
+    """One raw chunk, straight to its place if it may go there."""
+    size = len(piece)
+    header = FrameHeader(kind=Kind.DATA, chunk=index, raw_bytes=size, encoded_bytes=size, digest=digest)
+    incoming.expect(index)
+    place = incoming.target.place(header)
+    if place is not None:
+        place[:] = piece
+    uses = incoming.target.settle(header, place if place is not None else memoryview(piece))
+    incoming.arrived(index, digest, uses)
+
+
 def fill(incoming: IncomingShard, data: bytearray) -> bytes:
     """Do what a lane does; the chunk digests."""
     incoming.attach(0, incoming.streams, lambda: None)
     digests = []
-    for index in range(incoming.chunks):
-        piece = data[index * CHUNK : (index + 1) * CHUNK]
-        place = incoming.chunk_view(index)
-        place[:] = piece
-        digests.append(chunk_digest(bytes(piece)))
-        assert incoming.accept(index, place, digests[-1])
+    for index in range(len(incoming.table)):
+        start, stop = incoming.table.range(index)
+        digests.append(chunk_digest(bytes(data[start:stop])))
+        receive(incoming, index, data[start:stop], digests[-1])
     incoming.detach(0)
     return b"".join(digests)
 
@@ -142,6 +155,12 @@ BAD_REQUESTS: list[tuple[type[FastCheckdError], Change]] = [
     (InvalidRequestError, lambda r: setattr(r.manifest, "chunk_bytes", 0)),
     (InvalidRequestError, lambda r: setattr(r.manifest, "chunk_bytes", CHUNK - 1)),
     (InvalidRequestError, lambda r: setattr(r.manifest, "chunk_bytes", (16 << 20) + 1)),
+    (InvalidRequestError, lambda r: r.manifest.chunk_lengths.extend([CHUNK] * 3)),
+    (InvalidRequestError, lambda r: r.manifest.chunk_lengths.extend([CHUNK] * 3 + [0, 5])),
+    (InvalidRequestError, lambda r: r.manifest.chunk_lengths.extend([CHUNK] * 3 + [2**32 - 1])),
+    (InvalidRequestError, lambda r: r.manifest.chunk_lengths.extend([1] * (CHUNKS_MAX + 1))),
+    (InvalidRequestError, lambda r: r.bases.extend([peer_pb2.Base(step=1, digest=bytes(16))] * 5)),
+    (InvalidRequestError, lambda r: r.bases.extend([peer_pb2.Base(step=1, digest=bytes(15))])),
     (InvalidRequestError, lambda r: setattr(r.manifest, "offset", 1)),
     (InvalidRequestError, lambda r: setattr(r.manifest, "header_offset", 2**64 - 1)),
     (InvalidRequestError, lambda r: setattr(r.manifest, "kind", pb.REPLICA_KIND_OWNER)),
@@ -341,16 +360,20 @@ def test_nothing_is_sealed_while_a_connection_may_write(bench: Bench) -> None:
     incoming.detach(1)
 
 
-def test_a_chunk_written_again_and_found_bad_counts_as_missing(bench: Bench) -> None:
+def test_a_bad_chunk_is_missing_and_may_come_again_a_good_one_may_not(bench: Bench) -> None:
     data = some_bytes(CHUNK)
     incoming = bench.incoming(bench.desk.begin(request(CHUNK)))
     incoming.attach(0, 1, lambda: None)
-    place = incoming.chunk_view(0)
-    place[:] = data
-    assert incoming.accept(0, place, chunk_digest(bytes(data)))
-    assert incoming.missing(range(1)) == []
-    assert not incoming.accept(0, incoming.chunk_view(0), bytes(16))
+    with pytest.raises(CodecError):
+        receive(incoming, 0, data, bytes(16))
+    with pytest.raises(FrameError, match="came already"):
+        incoming.expect(0)
+    incoming.came_bad(0)
     assert incoming.missing(range(1)) == [0]
+    receive(incoming, 0, data, chunk_digest(bytes(data)))
+    assert incoming.missing(range(1)) == []
+    with pytest.raises(FrameError, match="came already"):
+        incoming.expect(0)
     incoming.detach(0)
 
 
