@@ -46,7 +46,13 @@ class Stand:
         self.tickets = TicketOffice()
         self.codec = CodecPool(1, 1)
         self.server = LaneServer(
-            "127.0.0.1", 0, self.tickets, self.counters, 2.0, pool=self.codec, **options  # type: ignore[arg-type]
+            "127.0.0.1",
+            0,
+            self.tickets,
+            self.counters,
+            2.0,
+            pool=self.codec,
+            **options,  # type: ignore[arg-type]
         )
         pieces = [DATA[i : i + CHUNK] for i in range(0, len(DATA), CHUNK)]
         self.manifest = pb.ShardManifest(
@@ -234,7 +240,9 @@ def test_stopping_ends_connections_that_wait() -> None:
 
 def test_a_port_in_use_names_its_key() -> None:
     with standing() as stand:
-        second = LaneServer("127.0.0.1", stand.server.port, stand.tickets, stand.counters, 2.0, pool=stand.codec)
+        second = LaneServer(
+            "127.0.0.1", stand.server.port, stand.tickets, stand.counters, 2.0, pool=stand.codec
+        )
         with pytest.raises(ConfigError, match="lane_port"):
             second.start()
         second.stop()
