@@ -24,7 +24,8 @@ from fastcheckd.errors import (
     OverBudgetError,
     PeerError,
 )
-from fastcheckd.store.ram_store import RamStore, Segment
+from fastcheckd.store.patches import Patch
+from fastcheckd.store.ram_store import HeldShard, RamStore, Segment
 from fastcheckd.transfer.frames import FrameHeader, Kind
 from fastcheckd.transfer.incoming import IncomingShard
 from fastcheckd.transfer.put_checks import CHUNKS_MAX
@@ -387,3 +388,103 @@ def test_memory_goes_back_only_when_the_last_writer_has_let_go(bench: Bench) -> 
     assert bench.reserved_bytes == CHUNK
     incoming.detach(1)
     assert bench.reserved_bytes == 0
+
+
+def put_step(bench: Bench, data: bytearray, step: int, offered: pb.ShardManifest | None = None) -> HeldShard:
+    """A whole put of raw chunks, as a lane makes it."""
+    begun = bench.desk.begin(stepped(len(data), step, offered))
+    digests = fill(bench.incoming(begun), data)
+    finish = peer_pb2.FinishPutRequest(
+        transfer_id=begun.transfer_id, chunk_digests=digests, digest=shard_digest(digests)
+    )
+    bench.desk.finish(finish)
+    return bench.store.held(step=step)[0]
+
+
+def stepped(size: int, step: int, offered: pb.ShardManifest | None = None) -> peer_pb2.BeginPutRequest:
+    begin = request(size)
+    begin.manifest.key.step = step
+    if offered is not None:
+        begin.bases.add(step=offered.key.step, digest=offered.digest)
+    return begin
+
+
+def test_raw_chunks_patch_too_and_the_older_step_can_be_had_back(bench: Bench) -> None:
+    old, new = some_bytes(3 * CHUNK + 5), some_bytes(3 * CHUNK + 5)
+    new[CHUNK] ^= 1
+    base = put_step(bench, old, 5)
+    begun = bench.desk.begin(stepped(len(new), 6, base.manifest))
+    assert begun.base_step == 5
+    bench.desk.abort(begun.transfer_id)
+    newer = put_step(bench, new, 6, base.manifest)
+    assert newer.segment is base.segment
+    assert newer.view == new
+    (older,) = bench.store.held(step=5)
+    assert not older.is_full
+    with bench.store.reading(older) as full:
+        assert full.view == old
+    assert bench.counters.get("patches_undone") == bench.counters.get("patches_applied") == 1
+    for held in bench.store.held():
+        bench.store.drop(held)
+
+
+def test_a_reader_that_comes_before_the_patch_is_in_the_books_is_not_forgotten(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = put_step(bench, some_bytes(CHUNK), 5)
+    begin_patch = bench.store.begin_patch
+
+    def wanted_at_once(held: HeldShard, step: int, *, on_wanted: Callable[[], None]) -> Patch:
+        patch = begin_patch(held, step, on_wanted=on_wanted)
+        patch.want()
+        return patch
+
+    monkeypatch.setattr(bench.store, "begin_patch", wanted_at_once)
+    with pytest.raises(PeerError, match="reader"):
+        bench.desk.begin(stepped(CHUNK, 6, base.manifest))
+    assert bench.desk.transfers == 0
+    with bench.store.pinned(base):
+        pass
+
+
+def test_closing_undoes_patches(bench: Bench) -> None:
+    data = some_bytes(2 * CHUNK)
+    base = put_step(bench, data, 5)
+    begun = bench.desk.begin(stepped(len(data), 6, base.manifest))
+    incoming = bench.incoming(begun)
+    incoming.attach(0, 1, lambda: None)
+    other = some_bytes(CHUNK, seed=9)
+    receive(incoming, 0, other, chunk_digest(bytes(other)))
+    bench.desk.close()
+    assert bench.counters.get("patches_undone") == 0  # a connection may still write
+    incoming.detach(0)
+    assert bench.counters.get("patches_undone") == 1
+    assert bench.store.held()[0].view == data
+
+
+def test_a_base_is_taken_only_if_it_is_the_newest_and_lies_at_the_same_place(bench: Bench) -> None:
+    data = some_bytes(2 * CHUNK)
+    first = put_step(bench, data, 5)
+    put_step(bench, data, 7)
+
+    def moved(begin: peer_pb2.BeginPutRequest) -> None:
+        begin.manifest.state_bytes += CHUNK
+        begin.manifest.offset = CHUNK
+
+    def another_shard(begin: peer_pb2.BeginPutRequest) -> None:
+        begin.manifest.key.shard = 1
+
+    second = bench.store.held(step=7)[0]
+    for offered, step, change in [
+        (first, 8, lambda _: None),
+        (second, 7, lambda _: None),
+        (second, 6, lambda _: None),
+        (second, 8, moved),
+        (second, 8, another_shard),
+    ]:
+        begin = stepped(len(data), step, offered.manifest)
+        change(begin)
+        begun = bench.desk.begin(begin)
+        assert not begun.HasField("base_step")
+        bench.desk.abort(begun.transfer_id)
+    assert bench.desk.begin(stepped(len(data), 8, second.manifest)).base_step == 7
