@@ -31,10 +31,12 @@ from transfer_harness import (
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
 from fastcheckd.chunks import ChunkTable
+from fastcheckd.codec.decoder import decode
 from fastcheckd.codec.encoder import encode
 from fastcheckd.digests import chunk_digest, shard_digest
 from fastcheckd.errors import FastCheckdError, FrameError, PeerError
 from fastcheckd.store.ram_store import HeldShard
+from fastcheckd.transfer import targets
 from fastcheckd.transfer.frames import (
     FRAME_BYTES,
     Codec,
@@ -385,6 +387,44 @@ def test_a_cancelled_patch_is_undone_and_lets_go_of_the_source(tmp_path: Path) -
         assert read_here(holder, first) == first.data
 
     play(tmp_path, story, streams=2, timeout_s=20.0)
+
+
+@pytest.mark.parametrize("with_base", [False, True])
+def test_memory_goes_back_only_when_the_decoder_has_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_base: bool
+) -> None:
+    async def story(holder: Holder, owner: Owner) -> None:
+        state = TrainedState()
+        first = save(owner, state)
+        await put(holder, owner, first)
+        used = holder.reserved_bytes
+        state.train()
+        second = save(owner, state, base=first if with_base else None)
+        began, go_on = threading.Event(), threading.Event()
+
+        def slow(*args: Any, **named: Any) -> Any:
+            began.set()
+            assert go_on.wait(10)
+            return decode(*args, **named)
+
+        with monkeypatch.context() as slower, BadWire(holder.lane.port) as wire:
+            slower.setattr(targets, "decode", slow)
+            wire.stall_at = 64 + 64 + 100_000
+            task = asyncio.create_task(put(holder, owner, second, wire.port))
+            await eventually(began.is_set)
+            task.cancel()
+            await asyncio.wait([task])
+            await eventually(lambda: holder.desk.transfers == 0)
+            assert holder.lane.connections == 1
+            assert holder.reserved_bytes > used
+            assert holder.counters.get("patches_undone") == 0
+            go_on.set()
+            await eventually(lambda: holder.reserved_bytes == used)
+        await eventually(lambda: holder.lane.connections == 0)
+        assert holder.counters.get("patches_undone") == with_base
+        assert copy_of(holder, first).view == first.data
+
+    play(tmp_path, story, streams=1, timeout_s=20.0)
 
 
 def test_a_reader_ends_a_patch_and_gets_the_older_step(tmp_path: Path) -> None:
