@@ -29,7 +29,14 @@ from fastcheck_proto.v1 import (
 from .agent import Agent
 from .config import Config
 from .counters import Counters
-from .errors import ConfigError, RegistryError, StoreError
+from .errors import (
+    ConfigError,
+    NotHeldError,
+    OverBudgetError,
+    RegistryError,
+    StoreError,
+    StoreFullError,
+)
 from .identity import Identity
 from .registry.client import RegistryClient
 from .registry_server import RegistryServer
@@ -226,10 +233,15 @@ PROCESSES: dict[str, Callable[[Config], Coroutine[None, None, None]]] = {
 
 
 def _prune(store: RamStore, kept_steps: dict[str, list[int]]) -> None:
-    """Drop replicas of steps that the registry no longer keeps."""
+    """Drop replicas of steps that the registry no longer keeps, the oldest first: they need the newer ones."""
     held = {shard.id: shard for shard in store.held()}
-    for kind, key in what_to_drop([(s.kind, s.key) for s in held.values()], kept_steps):
-        store.drop(held[replica_id(key, kind)])
+    drop = what_to_drop([(s.kind, s.key) for s in held.values()], kept_steps)
+    for kind, key in sorted(drop, key=lambda entry: entry[1].step):
+        try:
+            store.drop(held[replica_id(key, kind)])
+        except (NotHeldError, OverBudgetError, StoreFullError) as error:
+            # Older steps need its bytes, and they are being read: the next view brings it up again.
+            logger.info("cannot drop step %d of job %r yet: %s", key.step, key.job, error)
 
 
 def _stop_signal() -> asyncio.Future[None]:

@@ -243,7 +243,8 @@ class RamStore:
         """Begin to put a newer step with the same chunks into the base's own bytes.
 
         From here on whoever wants to read the base waits: `on_wanted` is then called, once, on the
-        reader's thread; it must return soon and see to it that the patch is aborted.
+        reader's thread, perhaps before the caller has looked at the patch (`Patch.wanted` tells); it must
+        return soon and see to it that the patch is aborted.
 
         Raises:
             NotHeldError: the base cannot be patched: it is gone, no copy, not the newest, being read or
@@ -279,6 +280,17 @@ class RamStore:
             CorruptError: it cannot be had, because it or a newer step was damaged; that was dropped, counted.
         """
         return self._chains.full(shard)
+
+    def copy_to(self, shard: HeldShard, into: memoryview) -> None:
+        """Copy a shard's bytes, each chunk checked, to where a caller wants them; takes no memory of the store.
+
+        A patch of the bytes that it is had from is ended first.
+
+        Raises:
+            NotHeldError: it is not held any more, or the patch did not end in time.
+            CorruptError: as `full`; the content of `into` is undefined.
+        """
+        self._chains.copy_to(shard, into)
 
     @contextlib.contextmanager
     def reading(self, shard: HeldShard) -> Iterator[HeldShard]:
