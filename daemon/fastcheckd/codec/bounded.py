@@ -137,7 +137,9 @@ def decode_bounded(section: Section, base: Any, out: Any) -> None:
 def standard_deviation(numbers: F32) -> float:
     """Of the finite ones, in double precision; 0 if there are none, and if all are equal exactly 0."""
     finite: Any = numbers
-    if not math.isfinite(float(np.add.reduce(numbers, dtype=np.float64))):
+    with np.errstate(invalid="ignore"):
+        total = float(np.add.reduce(numbers, dtype=np.float64))
+    if not math.isfinite(total):
         finite = numbers[np.isfinite(numbers)]
     if not len(finite):
         return 0.0

@@ -138,9 +138,7 @@ def _encode_unit(
     return sections + [encode_run(run, new, base) for run in rest if run.elements]
 
 
-def _encode_lossy(
-    runs: list[Run], new: Any, base: Any | None, precision: pb.Precision
-) -> dict[Run, Section]:
+def _encode_lossy(runs: list[Run], new: Any, base: Any | None, precision: pb.Precision) -> dict[Run, Section]:
     coded = {}
     for run in runs:
         section = encode_lossy(run, new, base, precision)
