@@ -230,6 +230,20 @@ def trained(rng: Any, size: int) -> tuple[Any, Any]:
     return base + (rng.standard_normal(size) * 4e-4).astype(np.float32), base
 
 
+def test_the_bound_holds_where_it_is_about_a_unit_in_the_last_place() -> None:
+    # There the sum's own rounding can carry a number over the bound that the step was within.
+    rng = np.random.default_rng(11)
+    unit = float(np.spacing(np.float32(1000)))
+    for bound_units in np.linspace(0.3, 3, 40):
+        deviation = bound_units * unit / 1e-2
+        w, base = ((1000 + rng.standard_normal(4000) * deviation).astype(np.float32) for _ in range(2))
+        data, plan = chunk_of([(w.view(np.int32), DType.FLOAT32, W)], bound=1e-2)
+        coded = quantised(data, base.tobytes(), plan)
+        errors = np.abs(np.frombuffer(coded, np.float32).astype(np.float64) - w)
+        assert (errors <= 1e-2 * w.astype(np.float64).std() * (1 + 1e-9)).all()
+        check_both_ways(coded, base.tobytes(), plan)
+
+
 def test_a_few_numbers_that_no_step_reaches_travel_beside() -> None:
     w, base = trained(np.random.default_rng(2), 70_001)
     w[[0, 33_000, 70_000]] = np.nan, np.inf, 1e30
