@@ -11,14 +11,15 @@ from typing import Any
 
 from fastcheck_proto.v1 import layout_pb2 as pb
 
+from .books import BOOKS
 from .bounded import encode_bounded, quantise_bounded
 from .chunk_plan import ChunkPlan, Run, Unit
 from .dtypes import DType
 from .format import CodecId, Section
-from .index import BOOKS, encode_index, quantise_index
+from .index import encode_index, quantise_index
 from .integers import signed
 from .rounding import encode_rounded, round_to
-from .runs import is_same
+from .runs import is_same, raw
 from .scratch import BLOCK
 
 #: Linear book (signed) or not.
@@ -53,11 +54,14 @@ def encode_lossy(run: Run, new: Any, base: Any | None, precision: pb.Precision) 
     """The run's section by a lossy codec; None if none was asked for it, or its numbers are not so coded."""
     if base is not None and is_same(run, new, base):
         return None
+    section = None
     if (codec := _moment_codec(run, precision)) is not None:
-        return encode_index(codec, run, _MOMENTS[run.role], new)
-    if _is_bounded(run, precision) and base is not None:
-        return encode_bounded(run, precision.weights_bound, new, base)
-    return None
+        section = encode_index(codec, run, _MOMENTS[run.role], new)
+    elif _is_bounded(run, precision) and base is not None:
+        section = encode_bounded(run, precision.weights_bound, new, base)
+    if section is None or section.encoded_bytes >= raw(run, new).encoded_bytes:
+        return None
+    return section
 
 
 def _moment_codec(run: Run, precision: pb.Precision) -> CodecId | None:
