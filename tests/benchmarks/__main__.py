@@ -22,9 +22,11 @@ from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
 from . import codec, lossy_resume
+from .codec_rows import print_rows
 from .limits import FramedTcp, Memcpy
 from .machine import describe
 from .report import Figure, print_table
+from .seed_noise import print_experiment
 from .workload import change, gpt2_state, state_bytes
 
 #: Saves before the measured ones: the first ones touch fresh memory.
@@ -184,11 +186,11 @@ def main() -> None:
     results: dict[str, Any] = {}
     if arguments.only == "codec":
         rows = list(codec.measure(arguments.rounds, arguments.quick, say))
-        codec.print_rows(rows)
+        print_rows(rows)
         results["codec"] = [row.to_json() for row in rows]
     elif arguments.only == "lossy":
         experiment = lossy_resume.run(arguments.seeds, arguments.quick, say)
-        lossy_resume.print_experiment(experiment)
+        print_experiment(experiment)
         results["lossy"] = experiment.to_json()
     else:
         figures = cluster_figures(arguments)

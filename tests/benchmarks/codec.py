@@ -6,25 +6,25 @@ plain copy, the peers) sees the same bytes once, so that all share the machine's
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from fastcheck_proto.v1 import layout_pb2 as pb
 from fastcheckd.codec.chunk_plan import ChunkPlan, parse_layout
 from fastcheckd.codec.decoder import decode, raw_way_back, turn_around
-from fastcheckd.codec.encoder import encode
+from fastcheckd.codec.encoder import Encoded, encode
+from fastcheckd.codec.fitting import Fits
 from fastcheckd.digests import chunk_digest
 
-from .goals import Goal, goal_of
+from .codec_rows import Rate, Row
+from .goals import goal_of
 from .peers import PEERS, Peer
 from .quantising import quantised
 from .sequences import Pair, pairs, sequences
@@ -46,69 +46,6 @@ class Chunk:
     plan: ChunkPlan
     digest: bytes
     base_digest: bytes
-
-
-@dataclass(frozen=True)
-class Rate:
-    """CPU seconds of each round for so many original bytes."""
-
-    raw_bytes: int
-    rounds_s: list[float] = field(default_factory=list)
-
-    @property
-    def gbps(self) -> float:
-        """Median."""
-        return self.raw_bytes / statistics.median(self.rounds_s) / 1e9
-
-    def __str__(self) -> str:
-        low, high = (self.raw_bytes / s / 1e9 for s in (max(self.rounds_s), min(self.rounds_s)))
-        return f"{self.gbps:.2f} ({low:.2f} to {high:.2f})"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One pair of snapshots, encoded."""
-
-    name: str
-    base_step: int
-    step: int
-    lossy: bool
-    #: Chunks that hold tensors, and all chunks (the state header, in chunks of its own, included).
-    tensor_chunks_bytes: int
-    tensor_chunks_encoded_bytes: int
-    raw_bytes: int
-    encoded_bytes: int
-    #: The caller's tensors alone; the rest of the tensors' chunks are gaps for alignment.
-    tensor_bytes: int
-    way_back_bytes: int
-    #: Original and encoded bytes by codec; "(as it is)": chunks that would not shrink.
-    shares: dict[str, tuple[int, int]]
-    encode: Rate
-    decode: Rate
-    turn_around: Rate
-    memcpy: Rate
-    peers: dict[str, tuple[float, Rate, Rate]]
-    goal: Goal | None
-    loss: float
-
-    @property
-    def ratio(self) -> float:
-        """Of the tensors' chunks; what the goal is about."""
-        return self.tensor_chunks_bytes / self.tensor_chunks_encoded_bytes
-
-    @property
-    def whole_ratio(self) -> float:
-        """Of everything that is sent."""
-        return self.raw_bytes / self.encoded_bytes
-
-    @property
-    def missed(self) -> list[str]:
-        """Goals that are not reached."""
-        return self.goal.missed(self.ratio, self.encode.gbps, self.decode.gbps) if self.goal else []
-
-    def to_json(self) -> dict[str, Any]:
-        """Every run, and what the table shows."""
-        return asdict(self) | {"ratio": self.ratio, "whole_ratio": self.whole_ratio, "missed": self.missed}
 
 
 def chunks_of(pair: Pair) -> list[Chunk]:
@@ -149,8 +86,8 @@ class Bench:
         self.shares: dict[str, tuple[int, int]] = {}
         self._encode_and_prove()
 
-    def encode(self, chunk: Chunk) -> Any:
-        """As an owner does."""
+    def encode(self, chunk: Chunk, fits: Fits) -> Encoded | None:
+        """As an owner does; `fits` lives as long as a save."""
         return encode(
             chunk.new,
             chunk.base,
@@ -159,11 +96,13 @@ class Bench:
             base_step=self.pair.base.step,
             digest=chunk.digest,
             base_digest=chunk.base_digest,
+            fits=fits,
         )
 
     def _encode_and_prove(self) -> None:
+        fits = Fits()
         for chunk in self.chunks:
-            encoded = self.encode(chunk)
+            encoded = self.encode(chunk, fits)
             self.payloads.append(None if encoded is None else bytes(encoded.payload))
             if encoded is None:
                 self._share("(as it is)", len(chunk.new), len(chunk.new))
@@ -194,12 +133,9 @@ class Bench:
         """As a holder writes it before it puts the newer bytes in place."""
         if payload is not None:
             return turn_around(payload, chunk.base, chunk.new)
+        base_step, step = self.pair.base.step, self.pair.new.step
         return raw_way_back(
-            chunk.base,
-            chunk.digest,
-            chunk.base_digest,
-            step=self.pair.new.step,
-            base_step=self.pair.base.step,
+            chunk.base, step=base_step, newer_step=step, digest=chunk.base_digest, newer_digest=chunk.digest
         )
 
     def measure(self, rounds: int) -> Row:
@@ -209,7 +145,8 @@ class Bench:
         peers = {peer.name: _PeerRun(peer, self.chunks, self.out) for peer in PEERS}
         for _ in range(rounds):
             copying.rounds_s.append(_cpu_s(self._copy, self.chunks))
-            encoding.rounds_s.append(_cpu_s(self.encode, self.chunks))
+            fits = Fits()
+            encoding.rounds_s.append(_cpu_s(partial(self.encode, fits=fits), self.chunks))
             decoding.rounds_s.append(_cpu_s(self._decode, sent))
             turning.rounds_s.append(_cpu_s(lambda both: self.way_back(*both), sent))
             for peer in peers.values():
@@ -285,6 +222,7 @@ def _cpu_s(work: Callable[[Any], object], items: Iterable[Any]) -> float:
 
 def measure(rounds: int, quick: bool, say: Callable[[str], None]) -> Iterator[Row]:
     """All kinds of training, all pairs, and the lossy ones."""
+    torch.set_num_threads(1)  # as fast at these sizes, and the same sums on every machine
     for sequence in sequences(quick):
         for pair in pairs(sequence):
             settings = (False, True) if sequence.name in LOSSY_KINDS else (False,)
@@ -292,59 +230,7 @@ def measure(rounds: int, quick: bool, say: Callable[[str], None]) -> Iterator[Ro
                 row = Bench(sequence.name, with_losses(pair) if lossy else pair, lossy).measure(rounds)
                 say(
                     f"{row.name}{', lossy' * lossy}, {row.base_step} -> {row.step}: {row.ratio:.2f}, "
-                    f"encode {row.encode}, decode {row.decode} GB/s; loss {row.loss:.3f} after {pair.trained_s:.0f} s of training"
+                    f"encode {row.encode}, decode {row.decode} GB/s; "
+                    f"loss {row.loss:.3f} after {pair.trained_s:.0f} s of training"
                 )
                 yield row
-
-
-def print_rows(rows: list[Row]) -> None:
-    """The codec against its goals, then the peers, then what was missed."""
-    console = Console(width=190)
-    table = Table(
-        title="The codec on real training states (one core; GB/s of original bytes: median, lowest to highest)"
-    )
-    for column in (
-        "state", "steps", "MB", "ratio: tensors (whole)", "encode GB/s", "decode GB/s", "of a copy",
-        "way back, of raw; GB/s", "by codec: share of bytes, ratio", "goal", "met",
-    ):  # fmt: skip
-        table.add_column(column)
-    for row in rows:
-        copies = f"1/{row.memcpy.gbps / row.encode.gbps:.0f}, 1/{row.memcpy.gbps / row.decode.gbps:.0f}"
-        goal = row.goal
-        table.add_row(
-            row.name + ", lossy" * row.lossy,
-            f"{row.base_step} -> {row.step}",
-            f"{row.raw_bytes / 1e6:.1f}",
-            f"{row.ratio:.2f} ({row.whole_ratio:.2f})",
-            str(row.encode),
-            str(row.decode),
-            copies,
-            f"1/{row.raw_bytes / row.way_back_bytes:.2f}; {row.turn_around}",
-            ", ".join(
-                f"{n} {r / row.raw_bytes:.0%} {r / max(e, 1):.3g}x" for n, (r, e) in row.shares.items()
-            ),
-            f"{goal.ratio:g}; {goal.encode_gbps:g}/{goal.decode_gbps:g}" if goal else "",
-            "" if goal is None else "no" if row.missed else "yes",
-        )
-    console.print(table)
-    peers = Table(
-        title="Others on the same bytes in the same run, chunk by chunk (ratio; compress / decompress GB/s, medians)"
-    )
-    for column in ("state", "steps", "FastCheck", *(peer.name for peer in PEERS), "copy"):
-        peers.add_column(column)
-    for row in rows:
-        peers.add_row(
-            row.name + ", lossy" * row.lossy,
-            f"{row.base_step} -> {row.step}",
-            f"{row.whole_ratio:.2f}; {row.encode.gbps:.2f} / {row.decode.gbps:.2f}",
-            *(f"{ratio:.2f}; {c.gbps:.2f} / {d.gbps:.2f}" for ratio, c, d in row.peers.values()),
-            f"{row.memcpy.gbps:.1f}",
-        )
-    console.print(peers)
-    for row in rows:
-        for what in row.missed:
-            console.print(
-                f"NOT MET  {row.name}{', lossy' * row.lossy}, {row.base_step} -> {row.step}: {what}"
-            )
-    met = sum(1 for row in rows if row.goal and not row.missed)
-    console.print(f"{met} of {sum(1 for row in rows if row.goal)} rows with a goal meet it")

@@ -20,7 +20,7 @@ class Goal:
             ("encode GB/s", encode_gbps, self.encode_gbps),
             ("decode GB/s", decode_gbps, self.decode_gbps),
         )
-        return [f"{what} {value:.3g} instead of {goal:.3g}" for what, value, goal in wanted if value < goal]
+        return [f"{what} {value:.4g} instead of {goal:.3g}" for what, value, goal in wanted if value < goal]
 
 
 #: By name of the sequence; for a gap of one step.

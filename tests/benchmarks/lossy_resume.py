@@ -9,31 +9,27 @@ hundredth of that noise, and the control, which loses its moments, must fail.
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the name that every torch program uses
-from rich.console import Console
-from rich.table import Table
 
 from fastcheck.demo import data
 from fastcheck.demo.model import GPT
 from fastcheck.state import header
 from fastcheck.state.fill import fill
+from fastcheck.state.layouts import Layouts
 from fastcheck_proto.v1 import layout_pb2 as pb
 
 from .quantising import quantised
+from .seed_noise import CONTROL, Experiment, Outcome
 from .sequences import Snapshot, State, cosine, decay_groups, snapshot
 
 CONTEXT, BATCH = 64, 8
 #: Bytes at the end of the text that no batch of the training holds.
 VALIDATION_BYTES = 1 << 16
-#: A setting may move the validation loss by so much of the noise between seeds.
-SHARE_OF_NOISE = 0.01
 #: Steps between two saves: a lossy step's base is the lossy step before it.
 SAVE_EVERY = 10
 SAVES = 5
@@ -53,7 +49,6 @@ SETTINGS = (
     Setting("weights bounded(1e-3)", pb.Precision(weights_bound=1e-3)),
     Setting("index4 and bounded(1e-3)", pb.Precision(momentum=pb.MOMENTUM_CODING_INDEX4, weights_bound=1e-3)),
 )
-CONTROL = "control: moments dropped"
 MOMENTS = (pb.ROLE_EXP_AVG, pb.ROLE_EXP_AVG_SQ, pb.ROLE_MAX_EXP_AVG_SQ, pb.ROLE_MOMENTUM)
 
 
@@ -66,6 +61,7 @@ class Trainer:
         self.model = GPT(width=128, heads=4, layers=3, context=CONTEXT, dropout=0.0)
         self._optimizer = torch.optim.AdamW(decay_groups(dict(self.model.named_parameters())), lr=1e-3)
         self._scheduler = cosine(self._optimizer, steps)
+        self._layouts = Layouts()
         self.state: State = {
             "model": self.model, "optimizer": self._optimizer, "scheduler": self._scheduler
         }  # fmt: skip
@@ -81,6 +77,10 @@ class Trainer:
             loss.backward()
             self._optimizer.step()
             self._scheduler.step()
+
+    def save(self, step: int) -> Snapshot:
+        """The state's bytes, as `Checkpointer.save` stages them."""
+        return snapshot(step, self.state, self._layouts)
 
     def resume(self, saved: Snapshot) -> None:
         """Fill this trainer from a saved state, as `Checkpointer.load` does."""
@@ -111,61 +111,13 @@ def without_moments(saved: Snapshot) -> Snapshot:
     return dropped
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one way to resume did to the validation loss, seed by seed, in nats against the exact resume."""
-
-    name: str
-    differences: list[float] = field(default_factory=list)
-
-    @property
-    def mean(self) -> float:
-        """What the setting does on average."""
-        return statistics.mean(self.differences)
-
-    @property
-    def error(self) -> float:
-        """Standard error of that."""
-        return statistics.stdev(self.differences) / len(self.differences) ** 0.5
-
-    @property
-    def typical(self) -> float:
-        """Median size of a seed's difference."""
-        return statistics.median(map(abs, self.differences))
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """All seeds."""
-
-    exact: list[float]
-    outcomes: list[Outcome]
-
-    @property
-    def noise(self) -> float:
-        """Standard deviation of the exact runs' validation loss between seeds, in nats."""
-        return statistics.stdev(self.exact)
-
-    def passes(self, outcome: Outcome) -> bool:
-        """Whether it moves the validation loss by at most its share of the noise, in most seeds and on average."""
-        bound = SHARE_OF_NOISE * self.noise
-        return outcome.typical <= bound and abs(outcome.mean) <= bound
-
-    def to_json(self) -> dict[str, Any]:
-        """Every run, and what the table shows."""
-        outcomes = [
-            asdict(o) | {"mean": o.mean, "error": o.error, "typical": o.typical, "passes": self.passes(o)}
-            for o in self.outcomes
-        ]
-        return {"exact": self.exact, "noise": self.noise, "outcomes": outcomes}
-
-
 def run(seeds: int, quick: bool, say: Callable[[str], None]) -> Experiment:
     """Train, save, resume in every way, for each seed.
 
     Raises:
         RuntimeError: a resume from the exact bytes does not end with the bits of the uninterrupted run.
     """
+    torch.set_num_threads(1)  # so that sums are formed in the same order on every machine, and no team waits
     save_at, last = (60, 100) if quick else (300, 500)
     text = data.corpus()
     text, held_out = text[:-VALIDATION_BYTES], text[-VALIDATION_BYTES:]
@@ -175,10 +127,10 @@ def run(seeds: int, quick: bool, say: Callable[[str], None]) -> Experiment:
         trainer = Trainer(seed, text, last)
         exact, lossy = _train_and_save(trainer, save_at)
         trainer.train(save_at + 1, last)
-        uninterrupted = snapshot(last, trainer.state)
+        uninterrupted = trainer.save(last)
 
         resumed = _resumed(exact, text, last, seed)
-        if not (snapshot(last, resumed.state).bytes == uninterrupted.bytes).all():
+        if not (resumed.save(last).bytes == uninterrupted.bytes).all():
             raise RuntimeError(f"seed {seed}: the exact resume and the uninterrupted run differ")
         experiment.exact.append(resumed.validation(held_out))
         for outcome, saved in zip(experiment.outcomes, [*lossy, without_moments(exact)], strict=True):
@@ -199,7 +151,7 @@ def _train_and_save(trainer: Trainer, save_at: int) -> tuple[Snapshot, list[Snap
     for save in range(save_at - (SAVES - 1) * SAVE_EVERY, save_at + 1, SAVE_EVERY):
         trainer.train(step + 1, save)
         step = save
-        exact = snapshot(save, trainer.state)
+        exact = trainer.save(save)
         lossy = [quantised(exact, base, s.precision) for base, s in zip(lossy, SETTINGS, strict=True)]
     return exact, [saved for saved in lossy if saved is not None]
 
@@ -213,33 +165,3 @@ def _resumed(saved: Snapshot, text: torch.Tensor, last: int, seed: int) -> Train
     trainer.resume(saved)
     trainer.train(saved.step + 1, last)
     return trainer
-
-
-def print_experiment(experiment: Experiment) -> None:
-    """One row per setting."""
-    noise = experiment.noise
-    table = Table(
-        title=f"Validation loss after a lossy resume against the exact one, {len(experiment.exact)} seeds; "
-        f"noise between seeds {noise:.2e} nats"
-    )
-    for column in (
-        "resumed from",
-        "median |difference|",
-        "mean difference",
-        "largest",
-        f"<= {SHARE_OF_NOISE:.0%} of noise",
-    ):
-        table.add_column(column)
-    for outcome in experiment.outcomes:
-        largest = max(map(abs, outcome.differences))
-        table.add_row(
-            outcome.name,
-            f"{outcome.typical:.1e} ({outcome.typical / noise:.2%} of noise)",
-            f"{outcome.mean:+.1e} +- {outcome.error:.0e} ({outcome.mean / noise:+.2%})",
-            f"{largest:.1e} ({largest / noise:.2%})",
-            "pass" if experiment.passes(outcome) else "FAIL",
-        )
-    Console(width=170).print(table)
-    control = next(outcome for outcome in experiment.outcomes if outcome.name == CONTROL)
-    if experiment.passes(control):
-        print("The control passes: this experiment cannot tell a good setting from a bad one.")

@@ -21,13 +21,14 @@ from fastcheck.copying import Copier
 from fastcheck.demo import data
 from fastcheck.demo.model import GPT
 from fastcheck.state.flatten import flatten
+from fastcheck.state.layouts import Layouts
 from fastcheck_proto.v1 import layout_pb2 as pb
 
 State = dict[str, object]
 
 #: Where pairs begin: the first steps, the middle, the end of training.
 STARTS = (10, 200, 600)
-STARTS_QUICK = (10, 40)
+STARTS_QUICK = (10, 25)
 GAPS = (1, 10)
 SEED = 20
 LR = 5e-4
@@ -100,6 +101,8 @@ def pairs(sequence: Sequence) -> Iterator[Pair]:
     wanted = {start + gap for start in sequence.starts for gap in (0, *sequence.gaps)}
     torch.manual_seed(SEED)
     training = sequence.start(max(wanted))
+    layouts = Layouts()
+    layouts.watch(training.state)
     bases: dict[int, Snapshot] = {}
     trained_s = 0.0
     for step in range(1, max(wanted) + 1):
@@ -108,24 +111,27 @@ def pairs(sequence: Sequence) -> Iterator[Pair]:
         trained_s += time.perf_counter() - started
         if step not in wanted:
             continue
-        new = snapshot(step, training.state, loss)
+        new = snapshot(step, training.state, layouts, loss)
         if step in sequence.starts:
             bases = {step: new}
         for base in bases.values():
             if step > base.step:
                 yield Pair(base, new, trained_s)
+    layouts.close()
 
 
-def snapshot(step: int, state: State, loss: float = 0.0) -> Snapshot:
-    """Flatten and copy, as `Checkpointer.save` does it."""
-    flat = flatten(state)
+def snapshot(step: int, state: State, layouts: Layouts, loss: float = 0.0) -> Snapshot:
+    """Flatten and copy, as `Checkpointer.save` does it; `layouts` knows the hyper-parameters of the last step."""
+    flat = flatten(state, layouts)
+    layout = pb.StateLayout()
+    layout.CopyFrom(flat.layout)  # the next state gets the same message
     staged = torch.zeros(flat.state_bytes, dtype=torch.uint8)
     copier = Copier(1)
     copier.copy(flat, staged)
     copier.close()
     tensor_bytes = sum(piece.bytes for piece in flat.pieces)
     header = flat.header_offset, flat.header_offset + len(flat.header)
-    return Snapshot(step, staged.numpy(), flat.layout, header, tensor_bytes, loss)
+    return Snapshot(step, staged.numpy(), layout, header, tensor_bytes, loss)
 
 
 def decay_groups(parameters: dict[str, nn.Parameter]) -> list[dict[str, object]]:
