@@ -179,17 +179,19 @@ def main() -> None:
     parser.add_argument("--only", choices=("transfer", "idle", "codec", "lossy"))
     parser.add_argument("--seeds", type=int, default=8, help="of the lossy experiment")
     parser.add_argument(
-        "--quick", action="store_true", help="codec and lossy: short trainings, to try it out"
+        "--quick",
+        action="store_true",
+        help="codec and lossy: short trainings, one round, two seeds, to see that it runs",
     )
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
     if arguments.only == "codec":
-        rows = list(codec.measure(arguments.rounds, arguments.quick, say))
+        rows = list(codec.measure(1 if arguments.quick else arguments.rounds, arguments.quick, say))
         print_rows(rows)
         results["codec"] = [row.to_json() for row in rows]
     elif arguments.only == "lossy":
-        experiment = lossy_resume.run(arguments.seeds, arguments.quick, say)
+        experiment = lossy_resume.run(2 if arguments.quick else arguments.seeds, arguments.quick, say)
         print_experiment(experiment)
         results["lossy"] = experiment.to_json()
     else:

@@ -59,7 +59,7 @@ def chunks_of(pair: Pair) -> list[Chunk]:
         )
     chunks, start = [], 0
     for plan in plans:
-        a, b = (memoryview(s.bytes)[start : start + plan.bytes] for s in (new, base))
+        a, b = (s.bytes.data[start : start + plan.bytes] for s in (new, base))
         chunks.append(Chunk(a, b, plan, chunk_digest(a), chunk_digest(b)))
         start += plan.bytes
     return chunks
@@ -110,7 +110,7 @@ class Bench:
                 for use in encoded.uses:
                     self._share(use.codec, use.raw_bytes, use.encoded_bytes)
         for chunk, payload in zip(self.chunks, self.payloads, strict=True):
-            out = memoryview(self.out)[: len(chunk.new)]
+            out = self.out.data[: len(chunk.new)]
             if payload is not None:
                 decode(payload, chunk.base, out)
                 self._prove(out == chunk.new, "decoded")
@@ -140,7 +140,7 @@ class Bench:
 
     def measure(self, rounds: int) -> Row:
         """Time it, next to a copy and to the peers."""
-        sent = [(c, p) for c, p in zip(self.chunks, self.payloads, strict=True)]
+        sent = list(zip(self.chunks, self.payloads, strict=True))
         encoding, decoding, turning, copying = (Rate(self.raw_bytes) for _ in range(4))
         peers = {peer.name: _PeerRun(peer, self.chunks, self.out) for peer in PEERS}
         for _ in range(rounds):
@@ -163,6 +163,7 @@ class Bench:
             raw_bytes=self.raw_bytes,
             encoded_bytes=sum(sizes),
             tensor_bytes=self.pair.new.tensor_bytes,
+            scalars=sum(run.elements == 1 for c in self.chunks for unit in c.plan.units for run in unit.runs),
             way_back_bytes=sum(map(len, self.ways_back)),
             shares=self.shares,
             encode=encoding,
@@ -175,14 +176,14 @@ class Bench:
         )
 
     def _copy(self, chunk: Chunk) -> None:
-        memoryview(self.out)[: len(chunk.new)] = chunk.new
+        self.out.data[: len(chunk.new)] = chunk.new
 
     def _decode(self, sent: tuple[Chunk, bytes | None]) -> None:
         chunk, payload = sent
         if payload is None:
             self._copy(chunk)
         else:
-            decode(payload, chunk.base, memoryview(self.out)[: len(chunk.new)])
+            decode(payload, chunk.base, self.out.data[: len(chunk.new)])
 
 
 class _PeerRun:

@@ -44,6 +44,8 @@ class Row:
     encoded_bytes: int
     #: The caller's tensors alone; the rest of the tensors' chunks are gaps for alignment.
     tensor_bytes: int
+    #: How many runs are a single number: step counters and the like; they count among the tensors.
+    scalars: int
     way_back_bytes: int
     #: Original and encoded bytes by codec; "(as it is)": chunks that would not shrink.
     shares: dict[str, tuple[int, int]]
@@ -82,17 +84,20 @@ def print_rows(rows: list[Row]) -> None:
         title="The codec on real training states (one core; GB/s of original bytes: median, lowest to highest)"
     )
     for column in (
-        "state", "steps", "MB", "ratio: tensors (whole)", "encode GB/s", "decode GB/s", "of a copy",
+        "state", "steps", "MB (header: kB, encoded)", "ratio: tensors (whole)",
+        "encode GB/s", "decode GB/s", "of a copy",
         "way back, of raw; GB/s", "by codec: share of bytes, ratio", "goal", "met",
     ):  # fmt: skip
         table.add_column(column)
     for row in rows:
         copies = f"1/{row.memcpy.gbps / row.encode.gbps:.0f}, 1/{row.memcpy.gbps / row.decode.gbps:.0f}"
+        header = row.raw_bytes - row.tensor_chunks_bytes
+        encoded = row.encoded_bytes - row.tensor_chunks_encoded_bytes
         goal = row.goal
         table.add_row(
             row.name + ", lossy" * row.lossy,
             f"{row.base_step} -> {row.step}",
-            f"{row.raw_bytes / 1e6:.1f}",
+            f"{row.raw_bytes / 1e6:.1f} ({header / 1e3:.0f}, {encoded / 1e3:.1f})",
             f"{row.ratio:.2f} ({row.whole_ratio:.2f})",
             str(row.encode),
             str(row.decode),

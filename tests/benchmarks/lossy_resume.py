@@ -1,9 +1,9 @@
 """`--only lossy`: does a trainer that resumes from a lossy checkpoint end where it would have ended?
 
 For each seed a small GPT trains, is saved, and goes on three ways: without interruption, resumed from the exact bytes
-(which must end with the very same bits), and resumed from each lossy form of them. "Within the noise between seeds"
-would be a useless bar, since even a resume without moments passes it; so a setting may move the validation loss by one
-hundredth of that noise, and the control, which loses its moments, must fail.
+(which must end with the very same bits), and resumed from each lossy form of them. A setting may move the
+validation loss by one hundredth of the noise between seeds; the control, which loses its moments, must fail. The noise
+itself would be too wide a bar: losing both moments stays near it.
 """
 
 from __future__ import annotations

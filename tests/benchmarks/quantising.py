@@ -19,6 +19,6 @@ def quantised(snapshot: Snapshot, base: Snapshot | None, precision: pb.Precision
     data, start = snapshot.bytes.copy(), 0
     for plan in parse_layout(layout, len(data)):
         place = slice(start, start + plan.bytes)
-        quantise(memoryview(data)[place], None if base is None else memoryview(base.bytes)[place], plan)
+        quantise(data.data[place], None if base is None else base.bytes.data[place], plan)
         start += plan.bytes
     return replace(snapshot, bytes=data, layout=layout)

@@ -38,7 +38,7 @@ class Outcome:
     @property
     def typical(self) -> float:
         """Median size of a seed's difference."""
-        return statistics.median(map(abs, self.differences))
+        return statistics.median([abs(difference) for difference in self.differences])
 
 
 @dataclass(frozen=True)
