@@ -112,9 +112,11 @@ class Bench:
         for chunk, payload in zip(self.chunks, self.payloads, strict=True):
             out = self.out.data[: len(chunk.new)]
             if payload is not None:
+                self.out.fill(0xA5)  # whatever is not written shows
                 decode(payload, chunk.base, out)
                 self._prove(out == chunk.new, "decoded")
             self.ways_back.append(self.way_back(chunk, payload))
+            self.out.fill(0xA5)
             decode(self.ways_back[-1], chunk.new, out)
             self._prove(out == chunk.base, "turned back")
 
