@@ -1,0 +1,191 @@
+"""Encoded chunk → the chunk, and → the way back. Pure; several threads may each decode a chunk.
+
+Trusts nothing: malformed input is a CodecError, never a crash, a hang or more memory than the chunk takes.
+What comes out is the chunk with the digest in the header, or an error.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from fastcheck_proto.v1 import layout_pb2 as pb
+
+from ..digests import chunk_digest
+from ..errors import CodecError, MispredictedError
+from . import adam, sgd
+from .chunk_plan import Run
+from .dtypes import DType
+from .encoder import Use, encode_gaps, uses
+from .format import (
+    NO_DIGEST,
+    OVERHEAD_BYTES_MAX,
+    SECTIONS_MAX,
+    CodecId,
+    Header,
+    Plane,
+    PlaneKind,
+    Section,
+    pack,
+    parse,
+    parse_header,
+)
+from .rounding import decode_rounded, encode_rounded, master_of
+from .runs import decode_run, encode_run, need_base, reverse_run
+from .scratch import SCRATCH
+
+
+def read_header(payload: Any) -> Header:
+    """What an encoded chunk says of itself; its checksum holds.
+
+    Raises:
+        CodecError: damaged, of another version, or impossible.
+    """
+    return parse_header(payload)[0]
+
+
+def decode(payload: Any, base: Any | None, out: Any, *, base_digest: bytes | None = None) -> tuple[Use, ...]:
+    """Write the chunk into `out`, a writable buffer of its size that does not overlap `base`.
+
+    `base_digest`, where known, is that of the bytes in `base`.
+
+    Raises:
+        CodecError: malformed, or made for another base; the content of `out` is undefined.
+        MispredictedError: well-formed, but the outcome is not the chunk: this side computes otherwise, or
+            `base` is not what it was.
+    """
+    header, sections = parse(payload)
+    _check_use(header, base, out, base_digest)
+    runs = [runs_of(section, header.raw_bytes) for section in sections]
+    _clear_gaps([run for of_section in runs for run in of_section], out)
+    _decode_sections(sections, base, out)
+    if chunk_digest(out) != header.digest:
+        raise MispredictedError(
+            f"a chunk of step {header.step} decoded against step {header.base_step} is not what was encoded"
+        )
+    return uses(sections)
+
+
+def decode_range(payload: Any, base: Any | None, out: Any, start: int, stop: int) -> None:
+    """Write at least bytes [start, stop) of the chunk to their places in `out`, which has the chunk's size.
+
+    Only sections that are needed are decoded, so the chunk's digest cannot be checked: the payload's checksum is.
+
+    Raises:
+        CodecError: malformed, or it needs a base and there is none.
+    """
+    header, sections = parse(payload)
+    _check_use(header, base, out, None)
+    covered = [runs_of(section, header.raw_bytes) for section in sections]
+    _clear_gaps([run for of_section in covered for run in of_section], out)
+    wanted = [any(r.offset < stop and start < r.stop for r in runs) for runs in covered]
+    for index, section in enumerate(sections):
+        if wanted[index] and section.codec == CodecId.ROUNDED:
+            offset = master_of(section)
+            for other, runs in enumerate(covered):
+                wanted[other] |= any(r.offset <= offset < r.stop for r in runs)
+    _decode_sections([s for s, yes in zip(sections, wanted, strict=True) if yes], base, out)
+
+
+def turn_around(payload: Any, base: Any, new: Any) -> bytes:
+    """The way back: an encoded chunk that `decode` turns, with `new` as its base, into `base`.
+
+    `new` is what `payload` and `base` decode to. Most bodies serve both ways and are taken over as they are.
+
+    Raises:
+        CodecError: `payload` is malformed.
+    """
+    header, sections = parse(payload)
+    if len(base) != header.raw_bytes or len(new) != header.raw_bytes:
+        raise CodecError("an encoded chunk is malformed: it is for a chunk of another size")
+    SCRATCH.empty_arena(header.raw_bytes + 4096)
+    back: list[Section] = []
+    covered: list[Run] = []
+    with np.errstate(all="ignore"):
+        for section in sections:
+            covered += runs_of(section, header.raw_bytes)
+            back.append(_reverse(section, base, new))
+        back += encode_gaps(covered, base, new)
+    back.sort(key=lambda s: (s.codec == CodecId.ROUNDED, s.offset))
+    old_digest = header.base_digest if header.needs_base else chunk_digest(base)
+    result = pack(
+        Header(header.raw_bytes, True, header.base_step, header.step, old_digest, header.digest), back
+    )
+    if len(result) <= header.raw_bytes + OVERHEAD_BYTES_MAX and len(back) <= SECTIONS_MAX:
+        return result
+    return raw_way_back(
+        base, step=header.base_step, newer_step=header.step, digest=old_digest, newer_digest=header.digest
+    )
+
+
+def raw_way_back(base: Any, *, step: int, newer_step: int, digest: bytes, newer_digest: bytes) -> bytes:
+    """The way back to `base`, uncoded: for chunks that came raw. Digests are those of the chunks' bytes."""
+    whole = Section(
+        CodecId.RAW, DType.BYTES, 0, len(base), planes=(Plane(PlaneKind.RAW, 0, memoryview(base)),)
+    )
+    return pack(Header(len(base), True, step, newer_step, digest, newer_digest), [whole])
+
+
+def runs_of(section: Section, chunk_bytes: int) -> list[Run]:
+    """The runs that a section stands for; CodecError when they do not fit the chunk."""
+    if section.codec == CodecId.ADAM:
+        return adam.parse_extra(section, chunk_bytes)[0]
+    if section.codec == CodecId.SGD:
+        return list(sgd.parse_extra(section, chunk_bytes)[0])
+    return [Run(section.offset, section.elements, section.dtype, pb.ROLE_UNSPECIFIED)]
+
+
+def _check_use(header: Header, base: Any | None, out: Any, base_digest: bytes | None) -> None:
+    if len(out) != header.raw_bytes:
+        raise CodecError(f"an encoded chunk holds {header.raw_bytes} bytes, {len(out)} were expected")
+    if not header.needs_base:
+        return
+    if base is None or len(base) != header.raw_bytes:
+        raise CodecError(
+            f"a chunk is encoded against step {header.base_step}, which is not here in that size"
+        )
+    if base_digest is not None and base_digest != header.base_digest:
+        raise CodecError(f"a chunk is encoded against other bytes of step {header.base_step} than are here")
+
+
+def _clear_gaps(runs: list[Run], out: Any) -> None:
+    """Zeros wherever no section writes; CodecError when two would write to one place."""
+    ordered = sorted(runs, key=lambda r: r.offset)
+    if any(a.stop > b.offset for a, b in pairwise(ordered)):
+        raise CodecError("an encoded chunk is malformed: its sections overlap")
+    whole = np.frombuffer(out, np.uint8)
+    at = 0
+    for run in ordered:
+        whole[at : run.offset] = 0
+        at = run.stop
+    whole[at:] = 0
+
+
+def _decode_sections(sections: list[Section], base: Any | None, out: Any) -> None:
+    with np.errstate(all="ignore"):
+        for section in sections:
+            if section.codec == CodecId.ADAM:
+                adam.decode_adam(section, need_base(base), out)
+            elif section.codec == CodecId.SGD:
+                sgd.decode_sgd(section, need_base(base), out)
+            elif section.codec == CodecId.ROUNDED:
+                decode_rounded(section, out)
+            else:
+                decode_run(section, base, out)
+
+
+def _reverse(section: Section, base: Any, new: Any) -> Section:
+    if section.codec == CodecId.ADAM:
+        return adam.reverse_adam(section, base, new)
+    if section.codec == CodecId.SGD:
+        return sgd.reverse_sgd(section, base, new)
+    run = Run(section.offset, section.elements, section.dtype, pb.ROLE_UNSPECIFIED)
+    if section.codec == CodecId.ROUNDED:
+        master = Run(master_of(section), section.elements, DType.FLOAT32, pb.ROLE_UNSPECIFIED)
+        return encode_rounded(run, master, base) or encode_run(run, base, new)
+    return reverse_run(section, run, base, new)
+
+
+__all__ = ["NO_DIGEST", "decode", "decode_range", "raw_way_back", "read_header", "runs_of", "turn_around"]
