@@ -197,7 +197,7 @@ class RestoreRoom:
             with self._store.pinned(held):
                 manifest = held.manifest
                 bad = await count_bad_chunks(
-                    held.view, manifest.chunk_digests, manifest.chunk_bytes, self._executor
+                    held.view, manifest.chunk_digests, held.chunks, self._executor
                 )
                 if bad:
                     await asyncio.to_thread(self._store.condemn, held, f"{bad} of its chunks")
