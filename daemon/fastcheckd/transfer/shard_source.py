@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -93,6 +94,9 @@ class ShardSource:
         self.view = view
         self.table = table
         self.base = base if base is not None and base.table == table else None
+        #: Thread seconds that encoding has taken, and chunks that it made smaller.
+        self.encode_s = 0.0
+        self.encoded_chunks = 0
         self._step = step
         self._plans = plans
         self._pool = pool
@@ -218,6 +222,7 @@ class ShardSource:
             start, stop = self.table.range(index)
             base, base_step = self.base.view[start:stop], self.base.step
             base_digest = self._base_digest(index)
+        started = time.thread_time()
         encoded = encode(
             self._slice(index),
             base,
@@ -227,6 +232,9 @@ class ShardSource:
             digest=digest,
             base_digest=base_digest,
         )
+        with self._lock:
+            self.encode_s += time.thread_time() - started
+            self.encoded_chunks += encoded is not None
         return None if encoded is None else Payload(Codec.ENCODED, encoded.payload, encoded.uses)
 
     def _taken(self, key: _Key, encoding: _Encoding, payload: Payload | None) -> None:
