@@ -19,6 +19,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..chunks import ChunkTable
+from ..codec.fitting import Fits
 from ..codec.planner import Planner, Route
 from ..config import Config
 from ..counters import Counters
@@ -229,6 +230,7 @@ class Replicator:
         content = save.content
         copies = min(len(s.holders) for s in placement.shards)
         stretches = content.cut(len(placement.shards))
+        fits = Fits()
         shards = []
         offset = 0
         for index, stretch in enumerate(stretches):
@@ -265,6 +267,7 @@ class Replicator:
                 base=base if plan.offer_base else None,
                 pool=self._codec,
                 choose=plan.choose,
+                fits=fits,
                 prepare=content.quantise and Preparation(content.quantise, view, plans, base),
             )
             shards.append(Shard(index, offset, table.shard_bytes, source, manifest, plan))
