@@ -98,6 +98,7 @@ def test_the_address_may_come_from_the_environment(address):
         ["status", "--timeout", "0"],
         ["local", "up", "--nodes", "0"],
         ["local", "up", "--set", "novalue"],
+        ["local", "up", "--codec", "sometimes"],
         ["demo", "--victim", "node-9"],
     ],
 )
