@@ -170,12 +170,9 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
     def _opened(self, request: peer_pb2.BeginGetRequest) -> Iterator[memoryview]:
         """The replica's bytes while they stay put; NotHeldError when it is gone.
 
-        A newer step may have been put since BeginGet, so that it has to be made full again. Blocking.
+        Slow when a newer step was put since BeginGet.
         """
-        held = self._wanted(request)
-        if not held.is_full:
-            held = self._store.full(held)
-        with self._store.pinned(held), held.view as view:
+        with self._store.reading(self._wanted(request)) as held, held.view as view:
             yield view
 
     def _abort_orphan(self, beginning: asyncio.Future[peer_pb2.BeginPutResponse]) -> None:

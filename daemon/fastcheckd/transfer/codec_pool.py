@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from ..errors import PeerError
@@ -68,8 +68,11 @@ def outcome(future: Future[R], still_wanted: Callable[[], None]) -> R:
     Raises:
         PeerError: the pool was closed before the job began.
     """
-    while not wait([future], _LOOK_S).done:
-        still_wanted()
+    while not future.done():
+        try:
+            future.exception(_LOOK_S)  # not `wait`: it never hears of a job that a closed pool dropped
+        except (TimeoutError, CancelledError):
+            still_wanted()
     if future.cancelled():
         raise PeerError("this node is shutting down: its codec threads are gone")
     return future.result()
@@ -78,7 +81,7 @@ def outcome(future: Future[R], still_wanted: Callable[[], None]) -> R:
 def call_off(future: Future[R]) -> None:
     """Drop a job, or wait until it has ended: afterwards it touches no memory any more."""
     if not future.cancel():
-        wait([future])
+        future.exception()
 
 
 def _step_back(nice: int) -> None:

@@ -94,7 +94,7 @@ def _made_ahead(
             tally.used(index, payload.uses)
             yield index, payload
     finally:
-        for _, order in orders:
+        for _, order in reversed(orders):  # first those that have not begun, or they would
             order.drop()
 
 

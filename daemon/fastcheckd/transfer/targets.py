@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
+import numpy as np
+
 from fastcheck_proto.v1 import common_pb2 as pb
 
 from ..chunks import ChunkTable
@@ -120,7 +122,8 @@ class PatchTarget:
                     newer_digest=header.digest,
                 )
                 with self._patch.slot() as slot, slot[: len(payload)] as new:
-                    new[:] = payload
+                    # Unlike assignment it lets other threads run.
+                    np.copyto(np.frombuffer(new, np.uint8), np.frombuffer(payload, np.uint8))
                     self._patch.replace(index, new, way_back)
             return raw_use(len(payload))
         encoded = read_header(payload)
