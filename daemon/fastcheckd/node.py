@@ -228,10 +228,15 @@ PROCESSES: dict[str, Callable[[Config], Coroutine[None, None, None]]] = {
 
 
 def _prune(store: RamStore, kept_steps: dict[str, list[int]]) -> None:
-    """Drop replicas of steps that the registry no longer keeps."""
+    """Drop replicas of steps that the registry no longer keeps, the oldest first: they need the newer ones."""
     held = {shard.id: shard for shard in store.held()}
-    for kind, key in what_to_drop([(s.kind, s.key) for s in held.values()], kept_steps):
-        store.drop(held[replica_id(key, kind)])
+    drop = what_to_drop([(s.kind, s.key) for s in held.values()], kept_steps)
+    for kind, key in sorted(drop, key=lambda entry: entry[1].step):
+        try:
+            store.drop(held[replica_id(key, kind)])
+        except StoreError as error:
+            # Older steps need its bytes, and they are being read: the next view brings it up again.
+            logger.info("cannot drop step %d of job %r yet: %s", key.step, key.job, error)
 
 
 def _stop_signal() -> asyncio.Future[None]:

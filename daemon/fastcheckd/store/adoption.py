@@ -128,9 +128,7 @@ class _Adoption:
         if newer is not None:
             # Where the newer one lies is what counts: it may have moved since this one was written.
             segment, offset = newer.segment, newer.offset
-            shard = HeldShard(
-                stored.manifest, segment, offset, 0, WayBack(way, stored.way_back.from_step)
-            )
+            shard = HeldShard(stored.manifest, segment, offset, 0, WayBack(way, stored.way_back.from_step))
             if shard.chunks != newer.chunks:
                 raise CorruptError("has other chunks than the step that it starts from")
         else:

@@ -15,6 +15,7 @@ from ..codec.decoder import decode
 from ..digests import chunk_digest
 from ..errors import CodecError, CorruptError, NotHeldError
 from .books import CHANGE_WAIT_S, Books, memory_of
+from .copying import copy_bytes
 from .held import HeldShard, WayBack
 from .manifests import ReplicaId
 from .segments import COPY_POOL, PooledFile
@@ -56,7 +57,7 @@ class _RollBack:
 
 
 def read_chunk(path: Sequence[HeldShard], index: int, out: memoryview, scratch: _Scratch) -> None:
-    """Decode one chunk of the oldest step of a pinned path (`Books.pinned`) into `out`, of its size.
+    """Write one chunk of the oldest step of a pinned path (`Books.pinned`) into `out`, of its size.
 
     Raises:
         _BadLinkError: a step on the way is damaged; the newest one that is.
@@ -67,6 +68,8 @@ def read_chunk(path: Sequence[HeldShard], index: int, out: memoryview, scratch: 
     size = stop - start
     current = head.view[start:stop]
     checked = False  # whether `current` is known to be what its digest says
+    if len(path) == 1:
+        copy_bytes(out, current)
     newer = head
     for level, older in enumerate(reversed(path[:-1])):
         assert older.way_back is not None
@@ -77,9 +80,9 @@ def read_chunk(path: Sequence[HeldShard], index: int, out: memoryview, scratch: 
                 if older.chunk_digest(index) != newer.chunk_digest(index):
                     raise CorruptError(f"chunk {index} changed without a way back")
                 if into is out:
-                    out[:] = current
+                    copy_bytes(out, current)
             else:
-                decode(record, current, into)
+                decode(record, current, into, base_digest=newer.chunk_digest(index))
                 if chunk_digest(into) != older.chunk_digest(index):
                     raise CorruptError(f"the way back of chunk {index} leads to other bytes")
                 current, checked = into, True
@@ -131,6 +134,12 @@ class Chains:
             finally:
                 books.pools.give_back(segment)
         return made
+
+    def copy_to(self, shard: HeldShard, into: memoryview) -> None:
+        """See `RamStore.copy_to`."""
+        assert len(into) == shard.manifest.bytes
+        with self._books.pinned(shard) as path:
+            self._decode_all(path, lambda index: _within(into, path[0], index))
 
     def is_good(self, path: Sequence[HeldShard]) -> bool:
         """Decode a pinned older step into scratch memory, chunk by chunk; what is bad is dropped."""
@@ -273,14 +282,14 @@ class Chains:
     def _decode_all(self, path: Sequence[HeldShard], into: Callable[[int], memoryview]) -> None:
         """Decode every chunk of a pinned path's oldest step; raises CorruptError when it had to drop one."""
         chunks = path[0].chunks
+        # Levels between the newest and the wanted one need room; else there is only where it goes.
+        scratch_bytes = chunks.longest if len(path) > 2 else 0
         tools: list[_Scratch] = [
-            (memoryview(bytearray(chunks.longest)), memoryview(bytearray(chunks.longest)))
+            (memoryview(bytearray(scratch_bytes)), memoryview(bytearray(scratch_bytes)))
             for _ in range(min(WORKERS_MAX, max(1, len(chunks))))
         ]
         try:
-            spread(
-                range(len(chunks)), tools, lambda index, tool: read_chunk(path, index, into(index), tool)
-            )
+            spread(range(len(chunks)), tools, lambda index, tool: read_chunk(path, index, into(index), tool))
         except _BadLinkError as error:
             self._books.condemn(error.link, f"chunk {error.index}")
             raise CorruptError(

@@ -22,6 +22,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from ..chunks import ChunkTable
 from ..errors import FastCheckdError, InvalidRequestError, NotHeldError, StoreError
 from .books import Books
+from .copying import copy_bytes
 from .held import HeldShard, WayBack
 from .manifests import ReplicaId, check_manifest
 from .segments import SLOT_POOL, Segment
@@ -108,10 +109,10 @@ class Patch:
             OverBudgetError, StoreFullError, StoreError: no room for the way back; the chunk is as it was.
         """
         start, stop = self.chunks.range(index)
-        assert self._way is not None
         with self._writing(index):
+            assert self._way is not None
             self._way.append(self._books.pools, index, way_back, stop - start)
-            self._bytes[start:stop] = slot[: stop - start]
+            copy_bytes(self._bytes[start:stop], slot[: stop - start])
             self._states[index] = _REPLACED
 
     def keep(self, index: int) -> None:
@@ -195,6 +196,7 @@ class Patch:
         with self._ending:
             if not self._over:
                 self._wait_for_writers()
+                self._way = None  # stays: the base's manifest names it
                 self._finish()
 
     def _check_open(self) -> None:
@@ -241,7 +243,9 @@ class Patch:
             if state not in {_KEPT, _REPLACED}:
                 raise InvalidRequestError(f"chunk {index} of shard {tuple(newer.id)} is missing")
             if state == _KEPT and newer.chunk_digest(index) != self.base.chunk_digest(index):
-                raise InvalidRequestError(f"chunk {index} of shard {tuple(newer.id)} was kept, and is another")
+                raise InvalidRequestError(
+                    f"chunk {index} of shard {tuple(newer.id)} was kept, and is another"
+                )
         return newer
 
     def _undo(self, way: WayBackFile) -> None:

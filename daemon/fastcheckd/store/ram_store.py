@@ -280,6 +280,17 @@ class RamStore:
         """
         return self._chains.full(shard)
 
+    def copy_to(self, shard: HeldShard, into: memoryview) -> None:
+        """Copy a shard's bytes, each chunk checked, to where a caller wants them; takes no memory of the store.
+
+        A patch of the bytes that it is had from is ended first.
+
+        Raises:
+            NotHeldError: it is not held any more, or the patch did not end in time.
+            CorruptError: as `full`; the content of `into` is undefined.
+        """
+        self._chains.copy_to(shard, into)
+
     @contextlib.contextmanager
     def reading(self, shard: HeldShard) -> Iterator[HeldShard]:
         """`full` and `pinned` as one: gives the shard whose `view` may be read while inside.

@@ -16,6 +16,7 @@ from pathlib import Path
 from ..codec.decoder import read_header
 from ..digests import chunk_digest
 from ..errors import CodecError, CorruptError, StoreError
+from .copying import copy_bytes
 from .directory import open_regular
 from .held import HeldShard
 from .segments import SLOT_POOL, Segment, rounded
@@ -59,7 +60,7 @@ class Recovery:
                 whole = {self.base.chunk_digest(index), header.base_digest}
                 mended.append((index, _find(unnamed, len(chunk), whole, index)))
         for index, content in mended:
-            self._undo.chunk(index)[:] = content
+            copy_bytes(self._undo.chunk(index), content)
 
     def finish(self, segments: Path) -> None:
         """Turn all chunks back.

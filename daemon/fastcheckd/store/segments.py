@@ -43,7 +43,7 @@ def rounded(size_bytes: int) -> int:
 
 
 class PooledFile:
-    """One file of the RAM directory that takes memory, whoever uses it. All fields belong to SegmentPools and its lock."""
+    """One file of the RAM directory that takes memory, whoever uses it. Its fields belong to SegmentPools' lock."""
 
     def __init__(self, path: Path, size_bytes: int, pool: str) -> None:
         self.path = path
@@ -71,7 +71,8 @@ class PooledFile:
         self.forget()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name}, {self.size_bytes} bytes, pool={self.pool!r}, refs={self.references})"
+        kind = type(self).__name__
+        return f"{kind}({self.name}, {self.size_bytes} bytes, pool={self.pool!r}, refs={self.references})"
 
 
 class Segment(PooledFile):

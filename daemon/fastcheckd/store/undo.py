@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from ..codec.decoder import decode
 from ..digests import chunk_digest
 from ..errors import CodecError, CorruptError
+from .copying import copy_bytes
 from .held import HeldShard
 from .spread import spread
 from .way_back import WayBackFile
@@ -54,7 +55,7 @@ class Undo:
             raise CorruptError(f"the way back of chunk {index}: {error}") from error
         if chunk_digest(out) != self.older.chunk_digest(index):
             raise CorruptError(f"the way back of chunk {index} leads to other bytes")
-        chunk[:] = out
+        copy_bytes(chunk, out)
 
     def put_all_back(self, indexes: Sequence[int], slots: Sequence[memoryview]) -> None:
         """`put_back` of many chunks, on as many threads as there are slots."""

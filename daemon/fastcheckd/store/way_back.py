@@ -17,6 +17,7 @@ from pathlib import Path
 
 import xxhash
 
+from ..codec.format import OVERHEAD_BYTES_MAX
 from ..errors import CorruptError, InvalidRequestError, StoreError
 from . import directory
 from .segment_pools import SegmentPools
@@ -25,8 +26,6 @@ from .segments import PAGE_BYTES, PooledFile, rounded
 WAY_POOL = "way"
 #: Memory is set aside for a growing file in steps of this size, so that appending rarely asks for it.
 GROW_BYTES = 256 << 10
-#: An encoded chunk that is larger than this is none: the codec sends such a chunk as it is.
-RECORD_SLACK_BYTES = 64 << 10
 
 #: Magic, number of chunks, reserved; then the xxh3-64 of these.
 _HEADER = struct.Struct("<8sII")
@@ -39,7 +38,7 @@ _ENTRY = struct.Struct("<QII")
 
 def record_bytes_max(chunk_bytes: int) -> int:
     """Largest record that a chunk of this size may have."""
-    return chunk_bytes + chunk_bytes // 8 + RECORD_SLACK_BYTES
+    return chunk_bytes + OVERHEAD_BYTES_MAX
 
 
 class WayBackFile(PooledFile):
@@ -71,7 +70,9 @@ class WayBackFile(PooledFile):
         empty = head.ljust(_first_record(chunks), b"\0")
         try:
             file._make_room(pools, file._end)
-            pools.with_room(f"write a table of {chunks} chunks", lambda: file._write_at(0, empty, create=True))
+            pools.with_room(
+                f"write a table of {chunks} chunks", lambda: file._write_at(0, empty, create=True)
+            )
         except BaseException:
             pools.condemn(file)
             pools.let_go(file)
@@ -141,7 +142,11 @@ class WayBackFile(PooledFile):
             start, length, _ = _ENTRY.unpack(entry)
             if (start, length) == (0, 0):
                 return None
-            if start < _first_record(self.chunks) or not 0 < length <= record_bytes_max(chunk_bytes):
+            if (
+                start < _first_record(self.chunks)
+                or not 0 < length <= record_bytes_max(chunk_bytes)
+                or start + length > os.fstat(fd).st_size
+            ):
                 raise CorruptError(f"way back {self.name}: chunk {index} has {length} bytes at {start}")
             record = os.pread(fd, length, start)
         except OSError as error:
