@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Hashable
 
@@ -15,6 +16,8 @@ from .layout import Arrangement, arrange
 from .roles import find_groups
 from .sources import Source, read_sources
 from .steps import StepRecorder, optimizer_steps, step_classes
+
+logger = logging.getLogger("fastcheck")
 
 #: A state before and after an optimizer's first step, and a few that take turns.
 KEPT_MAX = 4
@@ -33,13 +36,23 @@ class Layouts:
         self.precision = precision
         self._known: OrderedDict[Hashable, Arrangement] = OrderedDict()
         self._recorder = StepRecorder()
+        self._complained = False
 
     def arrange(self, found: Collected) -> Arrangement:
         """The state's arrangement, with its optimizers' latest steps and without the header's chunks.
 
         It belongs to this object and is good until the next call.
         """
-        sources = read_sources(found)
+        try:
+            return self._arrange(found, read_sources(found))
+        except Exception:
+            # Roles are a hint: not understanding a state must not keep it from being saved.
+            if not self._complained:
+                logger.exception("defect in FastCheck: saving goes on, but with larger transfers")
+                self._complained = True
+            return self._arrange(found, [])
+
+    def _arrange(self, found: Collected, sources: list[Source]) -> Arrangement:
         key = _structure(found, sources)
         known = self._known.get(key)
         if known is None:

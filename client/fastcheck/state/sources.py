@@ -162,7 +162,7 @@ def read_numbers(values: list[Any]) -> list[float | None]:
     Tensors on a GPU are read all at once, with one wait for the device instead of one each.
     """
     read: list[float | None] = []
-    away: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    away: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
     for index, value in enumerate(values):
         number: float | None = None
         if isinstance(value, torch.Tensor):
@@ -171,12 +171,12 @@ def read_numbers(values: list[Any]) -> list[float | None]:
                 if local.device.type == "cpu":
                     number = local.item()
                 else:
-                    away.setdefault(local.device, []).append((index, local))
+                    away.setdefault((local.device, local.dtype), []).append((index, local))
         elif isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000):
             number = value
         read.append(number)
     for tensors in away.values():
-        gathered = torch.stack([t.detach().reshape(()).double() for _, t in tensors]).tolist()
+        gathered = torch.stack([t.detach().reshape(()) for _, t in tensors]).tolist()
         for (index, _), number in zip(tensors, gathered, strict=True):
             read[index] = number
     return read

@@ -269,6 +269,44 @@ def test_cut_tensors_come_back_bit_for_bit_into_targets_of_any_stride(shape, dty
             assert bits(target["optimizer"]["state"][0][name]) == bits(value)
 
 
+@st.composite
+def training_states(draw: st.DrawFn) -> dict:
+    """Parameters and moments of random shapes, dtypes and strides, some shared, some alone, as plain dicts."""
+    torch.manual_seed(draw(st.integers(0, 1000)))
+
+    def tensor(shape, dtype):
+        made = torch.randn(shape[::-1]).to(dtype).permute(tuple(reversed(range(len(shape)))))
+        return made if draw(st.integers(0, 3)) == 0 else made.contiguous()
+
+    floats = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
+    model: dict = {}
+    moments: dict = {}
+    for key in range(draw(st.integers(1, 4))):
+        shape = draw(shapes())
+        model[f"w{key}"] = tensor(shape, draw(floats))
+        if draw(st.booleans()):
+            model[f"tied{key}"] = model[f"w{key}"]
+        names = draw(st.sets(st.sampled_from(["exp_avg", "exp_avg_sq", "other"])))
+        moments[f"w{key}"] = {name: tensor(shape, draw(floats)) for name in sorted(names)}
+        moments[f"w{key}"]["step"] = torch.tensor(1.0)
+    groups = [{"params": list(moments), "lr": 0.1}]
+    return {"model": model, "optimizer": {"state": moments, "param_groups": groups}, "n": 5}
+
+
+@settings(max_examples=60, deadline=None)
+@given(training_states())
+def test_any_training_state_comes_back_bit_for_bit(state):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "LAYOUT_CHUNK_BYTES", CHUNK)
+        flat = flatten(state)
+        check_flat(flat, CHUNK)
+        kept = snapshot(state)
+    target = zeroed(state)
+    kept.fill(target)
+    kept.scribble()
+    assert same(target, state)
+
+
 def test_a_large_state_is_cut_and_comes_back_into_strange_targets():
     state = make_adam((1500, 1000))
     flat = flatten(state)
@@ -384,6 +422,20 @@ def test_a_header_that_grows_and_shrinks_keeps_the_cached_layout_whole():
     layouts = Layouts()
     for size in (0, LAYOUT_CHUNK_BYTES, 10, 5000):
         check_flat(flatten({"t": torch.ones(9), "b": bytes(size)}, layouts))
+
+
+def test_a_state_whose_optimizer_cannot_be_understood_is_saved_all_the_same(caplog):
+    class Strange(dict):
+        def get(self, key, default=None):
+            raise RuntimeError(key)
+
+    state = {"o": Strange(make_adam((3, 4))["optimizer"]), "n": 1}
+    layouts = Layouts()
+    for _ in range(2):
+        flat = flatten(state, layouts)
+        check_flat(flat)
+        assert [p.bytes for p in flat.pieces] == [4, 48, 48]
+    assert len(caplog.records) == 1
 
 
 CUT = {"name": "t", "dtype": "float32", "shape": [40], "offset": 64, "bytes": 160}
