@@ -18,16 +18,16 @@ trying, and the clock decides. The rule, `auto`:
    stay raw, without a base, which costs nobody anything.
 3. Otherwise try it twice, each time with the formula's share, and go on with what took less time for the whole
    put. Of the last two times the better one counts: a hiccup decides nothing.
-4. The other way is tried again after `REMEASURE_STEPS`, or when the way in use has become `SHIFT` times faster or
-   slower: links change. What such trials cost is kept at `TRIAL_SHARE` of all sending time: while it is more, there
-   are none. The first trials, at most `TRIALS` steps of each kind, come before there is anything to compare.
+4. Links change. A way that has become slower than the other was is left at once. The other one is tried again soon
+   after such a switch, then ever more rarely, at last every `REMEASURE_STEPS`; and raw also when encoding has become
+   `SHIFT` times faster, which a faster link may have done. What these trials cost is kept at `TRIAL_SHARE` of all
+   sending time: while it is more, there are none. The first `TRIALS` steps of each way do not count.
 
 `always` encodes every chunk, `never` offers no base. Who measures is `saving/`; there is no clock in here.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,9 +37,11 @@ from enum import Enum
 SPEEDUP_MIN = 1.1
 #: Times in a row that a way is tried before it is judged: the first may meet cold memory.
 TRIALS = 2
-#: Changed chunks encoded to learn what they give.
-PROBE_CHUNKS = 2
+#: Chunks of a shard encoded to learn what they give.
+PROBE_CHUNKS = 1
+#: Steps between two looks at the way not in use, at most, and right after a switch.
 REMEASURE_STEPS = 50
+REMEASURE_STEPS_MIN = 5
 SHIFT = 1.5
 TRIAL_SHARE = 0.02
 #: Spending is forgotten over about as many steps as this.
@@ -115,8 +117,8 @@ class Plan:
         #: Share of the changed chunks to encode.
         self.fraction = fraction
         self._lengths = lengths
-        self._lock = threading.Lock()
-        self._asked: set[int] = set()
+        #: One flag per chunk: setting one needs no lock.
+        self._asked = bytearray(len(lengths))
 
     @property
     def offer_base(self) -> bool:
@@ -130,8 +132,7 @@ class Plan:
 
     def choose(self, index: int) -> bool:
         """Whether a chunk, different from the base's, is to be encoded. The same answer every time."""
-        with self._lock:
-            self._asked.add(index)
+        self._asked[index] = 1
         return self._chosen(index)
 
     def _chosen(self, index: int) -> bool:
@@ -139,8 +140,7 @@ class Plan:
 
     def heard(self) -> tuple[int, int]:
         """Bytes of the chunks that had changed, and of those among them that were to be encoded."""
-        with self._lock:
-            asked = list(self._asked)
+        asked = [i for i, flag in enumerate(self._asked) if flag]
         return sum(self._lengths[i] for i in asked), sum(self._lengths[i] for i in asked if self._chosen(i))
 
 
@@ -175,7 +175,9 @@ class _Course:
     #: Share of the bytes that differ from the base.
     changed: float = 1.0
     probe_age: int = 0
-    #: Pace of the way in use when the two were last compared.
+    #: Steps without a sample after which the other way is tried.
+    patience: int = REMEASURE_STEPS
+    #: Pace of the way in use when the other was last tried.
     compared_at: float | None = None
     trials_left: int = 0
     #: What trials took beyond the way in use, and all steps, both in steps of the way in use: seconds of a link
@@ -258,6 +260,10 @@ class Planner:
         course.probe_age += 1
         if plan.way is not Way.PROBE:
             course.arm(plan.way).add(seconds / plan.shard_bytes)
+        if course.in_use is not used:
+            course.patience = REMEASURE_STEPS_MIN
+            course.compared_at = None
+            course.trial_cost = 0.0
 
     def _way(self, course: _Course, sharing: int) -> Way:
         if not course.raw.samples:
@@ -286,10 +292,11 @@ class Planner:
             return Way.PROBE if course.probe_age >= REMEASURE_STEPS else None
         if course.compared_at is None:
             course.compared_at = pace
-        shifted = not 1 / SHIFT < pace / course.compared_at < SHIFT
-        if not shifted and course.arm(other).age < REMEASURE_STEPS:
+        faster = used is Way.CODED and pace * SHIFT < course.compared_at
+        if not faster and course.arm(other).age < course.patience:
             return None
         course.compared_at = pace
+        course.patience = min(2 * course.patience, REMEASURE_STEPS)
         course.trials_left = TRIALS - 1
         return other
 
