@@ -90,11 +90,8 @@ class ModuleFill(ObjectFill):
 def _own_tensors(module: torch.nn.Module) -> dict[Key, torch.Tensor]:
     """Tensors that may be filled before load_state_dict sees them, by their keys.
 
-    A module that loads in a way of its own might clear its tensors first. And torch may be told to swap
-    tensors instead of copying into them: one cannot be swapped with itself.
+    A module that loads in a way of its own might clear its tensors first.
     """
-    if torch.__future__.get_swap_module_params_on_conversion():
-        return {}
     found: dict[Key, torch.Tensor] = {}
     plain = torch.nn.Module._load_from_state_dict
     for name, part in module.named_modules(remove_duplicate=False):

@@ -155,6 +155,22 @@ def test_state_dicts_are_matched_in_order_by_shape_and_buffers_skipped():
     assert named_groups(copy.deepcopy(state)) == wanted
 
 
+def test_a_modules_buffers_are_known_whatever_their_names():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.register_buffer("scale", torch.ones(4))
+
+    net = nn.Sequential(Scaled(), Scaled())
+    optimizer = torch.optim.AdamW(net.parameters())
+    (net[0].weight.sum() + net[1].weight.sum()).backward()
+    optimizer.step()
+    assert set(named_groups({"m": net, "o": optimizer.state_dict()})) == {"m.0.weight", "m.1.weight"}
+    unclear = named_groups({"m": net.state_dict(), "o": optimizer.state_dict()})
+    assert [list(g.values()) for g in unclear.values()] == [[M, V]] * 2
+
+
 def test_state_dicts_with_weight_decay_groups_are_matched_group_by_group():
     net = model()
     decay = [p for p in net.parameters() if p.dim() > 1]
