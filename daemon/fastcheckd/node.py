@@ -30,7 +30,14 @@ from .agent import Agent
 from .codec.planner import Planner
 from .config import Config
 from .counters import Counters
-from .errors import ConfigError, RegistryError, StoreError
+from .errors import (
+    ConfigError,
+    NotHeldError,
+    OverBudgetError,
+    RegistryError,
+    StoreError,
+    StoreFullError,
+)
 from .identity import Identity
 from .registry.client import RegistryClient
 from .registry_server import RegistryServer
@@ -234,7 +241,7 @@ def _prune(store: RamStore, kept_steps: dict[str, list[int]]) -> None:
     for kind, key in sorted(drop, key=lambda entry: entry[1].step):
         try:
             store.drop(held[replica_id(key, kind)])
-        except StoreError as error:
+        except (NotHeldError, OverBudgetError, StoreFullError) as error:
             # Older steps need its bytes, and they are being read: the next view brings it up again.
             logger.info("cannot drop step %d of job %r yet: %s", key.step, key.job, error)
 

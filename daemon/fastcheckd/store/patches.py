@@ -50,11 +50,12 @@ class Patch:
         self._books = books
         self._step = step
         self._on_wanted = on_wanted
-        self._wanted = threading.Event()
+        self._wanted = False
+        self._ready = False
         #: Whoever has this ends the patch.
         self._ending = threading.Lock()
         self._over = False
-        #: Guards the states and `_writers`.
+        #: Guards the states, `_writers`, and who was told what.
         self._changed = threading.Condition(threading.Lock())
         self._states = bytearray(len(self.chunks))
         self._writers = 0
@@ -64,7 +65,7 @@ class Patch:
         self._spare: Segment | None = None
         #: The base's manifest as it was, ready in `tmp/`: an abort must not need memory.
         self._plain: Path | None = None
-        self._bytes = base.segment.view[base.offset : base.offset + base.manifest.bytes]
+        self._bytes = memoryview(b"")
 
     def prepare(self) -> None:
         """For `begin_patch`: get everything that an abort needs, then let the base's manifest say so.
@@ -72,18 +73,25 @@ class Patch:
         Raises:
             OverBudgetError, StoreFullError, StoreError: no room; `abort` tidies up.
         """
-        books = self._books
+        books, base = self._books, self.base
+        self._bytes = base.segment.view[base.offset : base.offset + base.manifest.bytes]
         self._way = WayBackFile.make(books.folder / "ways", books.pools, len(self.chunks))
         self._spare = books.pools.allocate(self.chunks.longest, SLOT_POOL)
-        self._plain = self._resources.enter_context(books.staged(self.base))
-        under_way = _with_way(self.base, self._way, self._step)
+        self._plain = self._resources.enter_context(books.staged(base))
+        under_way = _with_way(base, self._way, self._step)
         with books.staged(under_way) as staged, books.changed:
             books.check_open()
             books.place(staged, under_way)
             # Until it is published, the base is what is held: readers of it end the patch.
-            books.shards[self.base.id] = self.base
+            books.shards[base.id] = base
 
     # --- for whoever makes the patch ---------------------------------------------------------------
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits to read: better abort."""
+        with self._changed:
+            return self._wanted
 
     def old(self, index: int) -> memoryview:
         """The chunk's bytes as the base has them, read-only; valid until the chunk is replaced."""
@@ -186,10 +194,18 @@ class Patch:
     def want(self) -> None:
         """Somebody wants to read: tell the patch's owner, once, that it should abort soon."""
         with self._changed:
-            first = not self._wanted.is_set()
-            self._wanted.set()
-        if first:
+            # Before `begin` the owner has no patch yet that it could abort.
+            tell = self._ready and not self._wanted
+            self._wanted = True
+        if tell:
             self._on_wanted()
+
+    def begin(self) -> None:
+        """For `begin_patch`: all is prepared. Raises NotHeldError when somebody wanted to read meanwhile."""
+        with self._changed:
+            if self._wanted:
+                raise NotHeldError(f"shard {tuple(self.base.id)} cannot be patched: it is being read")
+            self._ready = True
 
     def freeze(self) -> None:
         """The store is closing: touch nothing any more. The next process undoes what was begun."""
@@ -305,6 +321,7 @@ def begin_patch(books: Books, base: HeldShard, step: int, on_wanted: Callable[[]
         books.changes[found.segment] = patch
     try:
         patch.prepare()
+        patch.begin()
     except BaseException:
         patch.abort()
         raise

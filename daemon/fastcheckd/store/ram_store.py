@@ -243,7 +243,8 @@ class RamStore:
         """Begin to put a newer step with the same chunks into the base's own bytes.
 
         From here on whoever wants to read the base waits: `on_wanted` is then called, once, on the
-        reader's thread; it must return soon and see to it that the patch is aborted.
+        reader's thread, perhaps before the caller has looked at the patch (`Patch.wanted` tells); it must
+        return soon and see to it that the patch is aborted.
 
         Raises:
             NotHeldError: the base cannot be patched: it is gone, no copy, not the newest, being read or

@@ -31,7 +31,7 @@ from fastcheckd.errors import (
     OverBudgetError,
     StoreError,
 )
-from fastcheckd.store import books
+from fastcheckd.store import books, patches
 from fastcheckd.store.manifests import decode
 from fastcheckd.store.segments import COPY_POOL
 
@@ -269,6 +269,31 @@ def test_a_reader_ends_a_patch(store):
     assert store.full(base) is base
 
 
+def test_a_reader_that_comes_while_a_patch_is_prepared_is_not_kept_waiting(store, monkeypatch):
+    base = put(store, S1, step=1)
+    prepare, readers, seen = patches.Patch.prepare, [], []
+
+    def read():
+        with store.pinned(base):
+            seen.append(bytes(base.view))
+
+    def prepare_with_a_reader(patch):
+        prepare(patch)
+        readers.append(threading.Thread(target=read))
+        readers[0].start()
+        give_up_s = time.monotonic() + 10
+        while not patch.wanted and time.monotonic() < give_up_s:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(patches.Patch, "prepare", prepare_with_a_reader)
+    called = []
+    with pytest.raises(NotHeldError, match="being read"):
+        store.begin_patch(base, 2, on_wanted=lambda: called.append(1))
+    readers[0].join(10)
+    assert seen == [S1]
+    assert not called
+
+
 @pytest.mark.parametrize("read", ["pinned", "full", "verify", "drop", "older"])
 def test_readers_wait_until_the_patch_has_ended(store, read):
     oldest = put(store, S1, step=1)
@@ -322,6 +347,15 @@ def test_a_reader_that_waited_for_a_patch_that_was_published_still_gets_its_step
     thread.join(10)
     assert seen == [S1]
     assert_all(store, [1, 4])
+
+
+def test_a_reader_of_a_step_that_moved_along_ends_the_patch_of_its_new_place(store):
+    shards = chain(store, 3)
+    moved = store.full(shards[2])
+    patch = store.begin_patch(moved, 5, on_wanted=lambda: patch.abort())  # noqa: PLW0108  bound only later
+    replace_chunks(patch, S4, range(5), 5)
+    assert_bytes(store, shards[1], S1)
+    assert_all(store, [1, 2, 3])
 
 
 def test_a_patch_that_does_not_end_refuses_its_readers(store, monkeypatch):

@@ -185,8 +185,8 @@ def test_a_process_killed_while_it_recovers(store, monkeypatch):
 
 def three_steps(store) -> dict:
     patch = begin(store, 2)
-    replace_chunks(patch, S3, range(5), 3)
-    patch.publish(newer_manifest(patch.base, S3, 3))
+    replace_chunks(patch, STEPS[3], range(5), 3)
+    patch.publish(newer_manifest(patch.base, STEPS[3], 3))
     return {s.key.step: s for s in store.held()}
 
 
@@ -210,6 +210,15 @@ def test_a_newest_whose_manifest_is_damaged(store):
 
 
 def test_a_middle_step_that_is_gone_takes_the_older_along_and_not_the_newest(store):
+    three_steps(store)
+    left = killed(store)
+    manifest(left, 2).unlink()
+    assert_left(left, [3], dropped=1)
+
+
+def test_bytes_of_the_newest_are_not_turned_back_to_a_step_that_needs_another(store, monkeypatch):
+    """Steps 2 and 3 are the same: every chunk of step 3 looks like one that step 1's way back starts from."""
+    monkeypatch.setitem(STEPS, 3, S2)
     three_steps(store)
     left = killed(store)
     manifest(left, 2).unlink()
