@@ -71,8 +71,6 @@ class WholeTarget:
             return raw_use(len(payload))
         encoded = read_header(payload)
         _check_encoded(header, encoded, self._step)
-        if encoded.needs_base:
-            raise CodecError(f"chunk {header.chunk} was encoded against a base, none was agreed on")
         return decode(payload, None, self._chunk(header.chunk))
 
     def publish(self, manifest: pb.ShardManifest) -> HeldShard:
