@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 FINISHED_KEPT = 4
 #: How often a waiting BeginSave looks whether the step before it has stalled.
 STALL_CHECK_S = 0.25
+#: How long a newer step waits until a given-up one has let go of its memory.
+GIVE_UP_PATIENCE_S = 2.0
 OPEN_TIMEOUT_S = 5.0
 SPARES_OFFERED_MAX = 8
 #: How long a trainer's question about a save waits for a restarted process to know its own past.
@@ -187,7 +189,8 @@ class SavingRoom:
         )
         if save.task is not None:
             save.task.cancel()
-            await asyncio.wait({save.task})  # then its memory is free for the newer one
+            # Then its memory is free for the newer one.
+            await asyncio.wait({save.task}, timeout=GIVE_UP_PATIENCE_S)
 
     async def _make_spares(self, save: Save) -> None:
         """Have enough segments for all steps of this rank that are kept or under way, before they are asked for.
