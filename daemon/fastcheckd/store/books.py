@@ -93,8 +93,13 @@ class Books:
 
     def older_than(self, shard: HeldShard) -> HeldShard | None:
         """The step whose way back starts from this one, hidden or not."""
-        for other in self.shards.values():
-            if other.way_back is not None and self._newer_id(other) == shard.id:
+        newer = shard.id
+        for name, other in self.shards.items():
+            if (
+                other.way_back is not None
+                and other.way_back.from_step == newer.step
+                and name._replace(step=newer.step) == newer
+            ):
                 return other
         return None
 

@@ -27,6 +27,9 @@ WAY_POOL = "way"
 #: Memory is set aside for a growing file in steps of this size, so that appending rarely asks for it.
 GROW_BYTES = 256 << 10
 
+#: A recycled file may be longer than needed by this and a quarter: fresh pages are slow.
+SPARE_BYTES = 1 << 20
+
 #: Magic, number of chunks, reserved; then the xxh3-64 of these.
 _HEADER = struct.Struct("<8sII")
 _CHECKSUM = struct.Struct("<Q")
@@ -158,11 +161,14 @@ class WayBackFile(PooledFile):
         return record
 
     def settle(self, pools: SegmentPools) -> None:
-        """No more is appended: give back what was set aside and is not needed."""
+        """No more is appended: give back what was set aside, or what an earlier tenant left, and is not needed."""
         try:
             size = self.path.stat().st_size
+            if size > self._end + self._end // 4 + SPARE_BYTES:
+                os.truncate(self.path, self._end)
+                size = self._end
         except OSError as error:
-            raise StoreError(f"cannot look at {self.path}: {error.strerror}") from None
+            raise StoreError(f"cannot cut {self.path}: {error.strerror}") from None
         pools.settle(self, rounded(size))
 
     def _make_room(self, pools: SegmentPools, end: int) -> None:

@@ -83,6 +83,22 @@ def test_it_counts_as_it_grows_and_no_more_once_it_is_settled(folder):
     assert not file.path.exists()
 
 
+def test_a_recycled_file_is_cut_to_what_the_next_tenant_needs(folder):
+    pools = make_pools(folder)
+    file = WayBackFile.make(folder / "ways", pools, 8)
+    for index in range(8):
+        file.append(pools, index, bytes(1 << 20), 1 << 20)
+    file.settle(pools)
+    pools.let_go(file)
+    again = WayBackFile.make(folder / "ways", pools, 8)
+    assert again is file
+    assert pools.usage().used_bytes >= 8 << 20  # its pages are still there
+    again.append(pools, 3, b"little", 1 << 20)
+    again.settle(pools)
+    assert pools.usage().used_bytes == again.size_bytes == 4096
+    assert read_all(again) == [None, None, None, b"little", None, None, None, None]
+
+
 def test_over_budget_names_nothing(folder):
     pools = make_pools(folder, budget=GROW_BYTES)
     file = WayBackFile.make(folder / "ways", pools, 3)
