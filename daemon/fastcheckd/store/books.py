@@ -238,7 +238,13 @@ class Books:
             # The oldest first: a process that ends here leaves no older step without its newer.
             doomed = [*reversed(self.all_older_than(found)), found]
             for each in doomed:
-                self.strike(each)
+                try:
+                    self.strike(each)
+                except StoreError as error:
+                    # It must not be served in any case; without its memory the next process drops it.
+                    logger.error("%s", error)
+                    del self.shards[each.id]
+                    self.hidden.discard(each.id)
             freed = [memory_of(each) for each in doomed] + self.strike_unneeded(found)
         self.pools.condemn(memory_of(found))
         self.let_go(freed)

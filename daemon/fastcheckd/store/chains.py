@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from ..codec.decoder import decode
 from ..digests import chunk_digest
-from ..errors import CodecError, CorruptError, NotHeldError
+from ..errors import CodecError, CorruptError, FastCheckdError, NotHeldError
 from .books import CHANGE_WAIT_S, Books, memory_of
 from .copying import copy_bytes
 from .held import HeldShard, WayBack
@@ -269,13 +269,16 @@ class Chains:
                 books.strike(head)
             try:
                 Undo(plain, way).put_all_back(range(len(older.chunks)), tools)
-            except CorruptError as error:
+                with books.changed:
+                    books.place(plain_manifest, plain)
+            except BaseException as error:
+                # Whatever happened, half-changed bytes are nobody's.
                 books.condemn(turning, f"what it was turned back to ({error})")
                 books.pools.condemn(head.segment)
                 books.pools.let_go(head.segment)
+                if not isinstance(error, FastCheckdError):
+                    raise
                 return True
-            with books.changed:
-                books.place(plain_manifest, plain)
         books.let_go([way])
         return True
 

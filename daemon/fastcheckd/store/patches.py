@@ -277,9 +277,12 @@ class Patch:
             with books.changed:
                 if self._plain is not None and books.current(self.base) is self.base:
                     books.place(self._plain, self.base)
-        except FastCheckdError as error:
+        except BaseException as error:
+            # Whatever happened, half-changed bytes are nobody's.
             logger.exception("cannot take the patch of shard %s back", tuple(self.base.id))
             books.condemn(self.base, f"what a patch left ({error})")
+            if not isinstance(error, FastCheckdError):
+                raise
 
     def _finish(self) -> None:
         """Give back what is not part of the outcome."""

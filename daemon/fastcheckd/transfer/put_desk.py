@@ -221,7 +221,7 @@ class PutDesk:
             with self._lock:
                 self._beginning -= 1
         try:
-            if isinstance(target, PatchTarget) and target.wanted.is_set():  # before it was in the books
+            if isinstance(target, PatchTarget) and target.wanted:  # before it was in the books
                 raise PeerError(f"a reader needs step {transfer.base_step}: try again")
             tickets = [self._tickets.issue(transfer.grant) for _ in range(request.streams)]
         except FastCheckdError:
@@ -238,16 +238,14 @@ class PutDesk:
         step = request.manifest.key.step
         base = self._acceptable_base(request, table)
         if base is not None:
-            wanted = threading.Event()
 
             def give_way() -> None:
-                wanted.set()
                 # The reader waits for the outcome, not in here; undoing may take a while.
                 threading.Thread(target=self.abort, args=(transfer_id,), name="put-undo", daemon=True).start()
 
             try:
                 patch = self._store.begin_patch(base, step, on_wanted=give_way)
-                return base, PatchTarget(patch, base, self._counters, step=step, wanted=wanted)
+                return base, PatchTarget(patch, base, self._counters, step=step)
             except StoreError as error:
                 logger.info("shard %s comes whole: %s", tuple(base.id), error)
         segment = self._store.allocate(table.shard_bytes, COPY_POOL)

@@ -6,10 +6,7 @@ way back written first (docs/codec.md). Both check a chunk before it counts; nei
 
 from __future__ import annotations
 
-import threading
 from typing import Protocol
-
-import numpy as np
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
@@ -20,6 +17,7 @@ from ..codec.format import Header
 from ..counters import Counters
 from ..digests import chunk_digest
 from ..errors import CodecError
+from ..store.copying import copy_bytes
 from ..store.patches import Patch
 from ..store.ram_store import HeldShard, RamStore, Segment
 from .codec_uses import raw_use
@@ -88,18 +86,20 @@ class WholeTarget:
 
 
 class PatchTarget:
-    """The replica of an older step, which becomes the newer one in place. `wanted` is set when a reader needs it."""
+    """The replica of an older step, which becomes the newer one in place."""
 
-    def __init__(
-        self, patch: Patch, base: HeldShard, counters: Counters, *, step: int, wanted: threading.Event
-    ) -> None:
+    def __init__(self, patch: Patch, base: HeldShard, counters: Counters, *, step: int) -> None:
         self.table = patch.chunks
         self._patch = patch
         self._base = base
         self._counters = counters
         self._step = step
         self._over = False
-        self.wanted = wanted
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a reader needs the older step."""
+        return self._patch.wanted
 
     def place(self, header: FrameHeader) -> memoryview | None:
         """Nowhere: the new bytes must be complete elsewhere before a chunk is touched."""
@@ -120,8 +120,7 @@ class PatchTarget:
                     newer_digest=header.digest,
                 )
                 with self._patch.slot() as slot, slot[: len(payload)] as new:
-                    # Unlike assignment it lets other threads run.
-                    np.copyto(np.frombuffer(new, np.uint8), np.frombuffer(payload, np.uint8))
+                    copy_bytes(new, payload)
                     self._patch.replace(index, new, way_back)
             return raw_use(len(payload))
         encoded = read_header(payload)

@@ -1,5 +1,6 @@
 """A newer step in the place of an older one: put, taken back, read, dropped."""
 
+import contextlib
 import threading
 import time
 
@@ -34,6 +35,7 @@ from fastcheckd.errors import (
 from fastcheckd.store import books, patches
 from fastcheckd.store.manifests import decode
 from fastcheckd.store.segments import COPY_POOL
+from fastcheckd.store.undo import Undo
 
 SIZE = 5 * CHUNK_BYTES - 100
 S1 = payload(1, SIZE)
@@ -505,6 +507,38 @@ def test_a_patch_that_cannot_be_taken_back_drops_the_base(opened):
     assert store.held() == []
     assert counters.get("corrupt_found") == 2
     assert manifest_files(store.directory) == []
+
+
+class _DefectError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [_DefectError, StoreError])
+@pytest.mark.parametrize("undoing", ["patch", "drop"])
+def test_an_undo_that_fails_half_way_serves_nothing(opened, monkeypatch, undoing, error):
+    store, counters = opened
+    shards = chain(store, 3)
+    patch = store.begin_patch(shards[3], 4, on_wanted=refuse_nothing) if undoing == "patch" else None
+    if patch is not None:
+        replace_chunks(patch, S4, range(5), 4)
+
+    def fail(self, indexes, slots):
+        self.put_back(next(iter(indexes)), slots[0])
+        raise error("in the middle")
+
+    monkeypatch.setattr(Undo, "put_all_back", fail)
+    expected = pytest.raises(_DefectError) if error is _DefectError else contextlib.nullcontext()
+    with expected:
+        if patch is not None:
+            patch.abort()
+        else:
+            store.drop(shards[3])
+    assert store.held() == []
+    assert manifest_files(store.directory) == []
+    assert counters.get("corrupt_found") == (3 if patch is not None else 2)
+    usage = store.usage()
+    assert usage.used_bytes == usage.free_bytes
+    assert put(store, S1, step=1).view == S1
 
 
 def test_no_room_for_a_way_back_leaves_the_chunk_and_the_patch_can_be_taken_back(tmp_path):
