@@ -6,7 +6,6 @@ life of this process had staged brings its chunks and shards along in its manife
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -16,7 +15,7 @@ from fastcheck_proto.v1 import layout_pb2
 
 from ..chunks import ChunkTable
 from ..codec.chunk_plan import ChunkPlan, opaque, parse_layout
-from ..errors import InvalidRequestError
+from ..codec.lossy import quantise
 from .cut import cut
 
 #: (chunk, the base's chunk if there is one, plan): turns a chunk into what its coding can say, in place.
@@ -50,14 +49,14 @@ def of_layout(layout: layout_pb2.StateLayout | None, state_bytes: int, chunk_byt
     """As the trainer says; `chunk_bytes` is the size of chunks without meaning.
 
     Raises:
-        InvalidRequestError: the layout is malformed, or asks for a coding that this daemon does not have.
+        InvalidRequestError: the layout is malformed.
     """
     plans = parse_layout(layout, state_bytes) if layout is not None else ()
     if not plans:
         lengths = ChunkTable.uniform(state_bytes, chunk_bytes).lengths
         return Content(tuple(opaque(length) for length in lengths))
     lossy = any(plan.precision is not None for plan in plans)
-    return Content(plans, listed=True, lossy=lossy, quantise=_quantise() if lossy else None)
+    return Content(plans, listed=True, lossy=lossy, quantise=quantise if lossy else None)
 
 
 def of_manifests(manifests: Sequence[pb.ShardManifest]) -> Content:
@@ -70,12 +69,3 @@ def of_manifests(manifests: Sequence[pb.ShardManifest]) -> Content:
         shards.append(range(first, len(plans)))
     return Content(tuple(plans), listed=True, lossy=any(m.lossy for m in manifests), shards=tuple(shards))
 
-
-def _quantise() -> Quantise:
-    try:
-        found: Quantise = importlib.import_module("fastcheckd.codec.lossy").quantise
-    except ModuleNotFoundError:
-        raise InvalidRequestError(
-            "this daemon has no lossy coding: save without a precision, or update fastcheckd on this node"
-        ) from None
-    return found

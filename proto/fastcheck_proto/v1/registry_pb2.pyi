@@ -439,7 +439,9 @@ class PlaceRequest(google.protobuf.message.Message):
     session: builtins.int
     state_bytes: builtins.int
     chunk_bytes: builtins.int
-    """Shard boundaries are multiples of it."""
+    """The planned boundaries are multiples of it. Of a state whose layout is known the owner cuts as many shards at chunk
+    ends instead.
+    """
     oldest_step: builtins.int
     """Oldest step of this rank that is under way at its owner: older ones that it has not reported will not come."""
     @property

@@ -1,9 +1,7 @@
 """Saves from the seal to the commit, against real holders: what is sent against what, in which order."""
 
 import asyncio
-import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 from tests.unit.fastcheckd.saving.saving_harness import (
@@ -275,7 +273,7 @@ def cleared(data):
 def quantiser(monkeypatch):
     """Stands for the real one: this is about when it is called, on what, and how often."""
     found = Quantiser()
-    monkeypatch.setitem(sys.modules, "fastcheckd.codec.lossy", SimpleNamespace(quantise=found.quantise))
+    monkeypatch.setattr("fastcheckd.saving.content.quantise", found.quantise)
     return found
 
 
@@ -323,15 +321,5 @@ def test_a_resumed_lossy_step_is_lossy_and_not_made_so_twice(tmp_path, quantiser
             resumed = await again.room.find(tpb.WatchSaveRequest(job="gpt", rank=0, session=1, step=1))
             await again.done(resumed)
         assert resumed.lossy and registry.reports[-1].record.lossy and len(quantiser.calls) == 8
-
-    in_world(tmp_path, body)
-
-
-def test_a_daemon_without_a_lossy_coding_says_so_at_the_seal(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fastcheckd.codec.lossy", None)
-
-    async def body(node, registry, holders):
-        with pytest.raises(InvalidRequestError, match="no lossy coding"):
-            await node.stage(1, STATE, LAYOUT)
 
     in_world(tmp_path, body)
