@@ -20,7 +20,7 @@ from .dtypes import DType
 from .fitting import fit_adam_lr, fit_sgd_lr
 from .format import HEADER_BYTES, NO_DIGEST, SECTIONS_MAX, CodecId, Header, Section, pack
 from .rounding import encode_rounded
-from .runs import encode_run, is_same
+from .runs import encode_run, is_same, raw
 from .scratch import SCRATCH
 
 #: An encoding must save this much of the chunk, or it travels raw.
@@ -109,7 +109,7 @@ def covered_bytes(section: Section) -> int:
 
 
 def _encode_unit(unit: Unit, new: Any, base: Any | None, predict: bool) -> list[Section]:
-    rest = list(unit.runs)
+    rest = [run for run in unit.runs if run.elements]
     sections = []
     if predict:
         master = next((r for r in rest if r.role == pb.ROLE_PARAM), None)
@@ -122,9 +122,10 @@ def _encode_unit(unit: Unit, new: Any, base: Any | None, predict: bool) -> list[
             predicted = _predict_adam(unit, new, base) or _predict_sgd(unit, new, base)
             if predicted is not None:
                 section, runs = predicted
-                sections.append(section)
-                rest = [run for run in rest if run not in runs]
-    return sections + [encode_run(run, new, base) for run in rest if run.elements]
+                if section.encoded_bytes < sum(raw(run, new).encoded_bytes for run in runs):
+                    sections.append(section)
+                    rest = [run for run in rest if run not in runs]
+    return sections + [encode_run(run, new, base) for run in rest]
 
 
 def _predict_adam(unit: Unit, new: Any, base: Any) -> tuple[Section, tuple[Run, ...]] | None:
