@@ -262,7 +262,7 @@ def _decode_rows(section: Section, old: Ints, out: Ints) -> None:
     gaps = np.empty(changed, np.uint32)
     PlaneMerger(section.planes[:4], changed, 4).block(0, changed, gaps.view(np.int32))
     numbers = np.cumsum(gaps.astype(np.uint64) + 1) - 1
-    if int(numbers[-1]) >= rows or int(gaps.max()) >= rows:
+    if int(numbers[-1]) >= rows:  # the largest: 64 bits hold the sum of as many gaps as a chunk has rows
         raise CodecError("an encoded chunk is malformed: a row that is not there")
     index = numbers.astype(np.intp)
     out[...] = old
