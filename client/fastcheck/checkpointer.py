@@ -31,10 +31,12 @@ from .errors import (
 from .following import Follower
 from .handle import SaveHandle, as_save_error
 from .pausing import FailureLog, Pause
+from .precision import parse_precision
 from .staging import SharedMemory
 from .state.fill import fill
 from .state.flatten import FlatState, flatten
 from .state.header import parse
+from .state.layouts import Layouts
 from .streaming import Streams
 from .transport import Loaded, Patience, Transport
 
@@ -59,9 +61,14 @@ class Checkpointer:
         max_in_flight: Steps that may be under way before `save` waits; 0: the daemon's default.
         copy_threads: Threads that copy large states; by default up to four.
         timeout_s: Longest that `save` waits for room, and that `load` and `steps` wait for the registry.
+        momentum: "exact", or what the optimizer's moments may be kept as: "index8" or "index4", codes of 8 or 4
+            bits with one scale per block.
+        weights: "exact", or "bounded(x)" with 0 < x <= 1: the largest error of a parameter, in standard
+            deviations of what is coded at once.
 
     Making one needs no daemon: it is looked for at the first save or load. Use from one thread at a time;
-    handles may be used from any.
+    handles may be used from any. Optimizers in a state get a hook that notes what each step used; close()
+    takes it off.
 
     Raises:
         InvalidNameError: the job's name is missing or not valid.
@@ -78,6 +85,8 @@ class Checkpointer:
         max_in_flight: int = 0,
         copy_threads: int | None = None,
         timeout_s: float = 60.0,
+        momentum: str = "exact",
+        weights: str = "exact",
     ) -> None:
         self._identity = resolve(job, rank, world_size, address)
         where = parse_address(self._identity.address)
@@ -88,6 +97,7 @@ class Checkpointer:
         if not timeout_s > 0:
             raise InvalidArgumentError(f"timeout_s = {timeout_s!r} must be above 0")
         self._timeout_s = timeout_s
+        self._layouts = Layouts(parse_precision(momentum, weights))
         self._client_id = uuid.uuid4().hex
         self._daemon = Daemon(Connection(where))
         self._transport: Transport = (
@@ -129,7 +139,7 @@ class Checkpointer:
             handle = SaveHandle(number)
             handle._finish()
             return handle
-        flat = flatten(state)
+        flat = flatten(state, self._layouts)
         handle = SaveHandle(number, flat.state_bytes)
         with self._lock:
             error = self._pause.error or self._attempt(handle, flat)
@@ -176,13 +186,15 @@ class Checkpointer:
         if error is not None and not self._closing.is_set():
             self._failures.note(handle.step, error)
 
-    def load(self, state: object, step: int | None = None) -> int | None:
+    def load(self, state: object, step: int | None = None, *, allow_lossy: bool | None = None) -> int | None:
         """Fill `state` in place with a committed step and return its number; None when there is none.
 
         Without `step`, the newest one. All ranks get the same. Everything is checked before anything in
-        `state` is touched.
+        `state` is touched. A step that was saved with a lossy coding is only loaded with `allow_lossy`; by
+        default if this Checkpointer is lossy itself.
 
         Raises:
+            LossyCheckpointError: the step is not exact, and exactness is asked for.
             StateMismatchError: state and checkpoint do not fit; names every difference.
             UnsupportedStateError: `state` holds something that cannot be filled.
             StepNotFoundError: the asked-for step is not kept.
@@ -194,12 +206,14 @@ class Checkpointer:
         wanted = None if step is None else _check_step(step)
         if not self._identity.enabled:
             return None
+        lossy = self._layouts.precision is not None if allow_lossy is None else bool(allow_lossy)
+        self._layouts.watch(state)
         with self._lock:
             self._find_daemon()
             self._open_session(Patience(CONNECT_S, self._timeout_s))
             request = pb.LoadRequest(job=self.job, rank=self.rank, world_size=self.world_size, step=wanted)
             try:
-                with self._transport.load(request, Patience(CONNECT_S, _LOAD_S)) as loaded:
+                with self._transport.load(request, Patience(CONNECT_S, _LOAD_S), allow_lossy=lossy) as loaded:
                     return None if loaded is None else _fill(state, loaded)
             except SaveFailedError as error:
                 # Codes about peers are the same in both directions.
@@ -252,6 +266,7 @@ class Checkpointer:
                 follower.thread.join(timeout=2.0)
             self._followers.clear()
             self._transport.close()
+            self._layouts.close()
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -39,15 +39,18 @@ class Copier:
         self._pool: ThreadPoolExecutor | None = None
 
     def copy(self, flat: FlatState, segment: torch.Tensor) -> None:
-        """Write tensors and header to their places in `segment` (flat uint8, at least state_bytes long)."""
+        """Write tensors, header, and zeros between them to `segment` (flat uint8, at least state_bytes long)."""
         assert segment.numel() >= flat.state_bytes
         plain: list[Piece] = []
         others: list[Piece] = []
+        base, end = segment.data_ptr(), 0
         for piece in flat.pieces:
-            if piece.bytes:
-                by_address = piece.tensor.device.type == "cpu" and piece.tensor.is_contiguous()
-                (plain if by_address else others).append(piece)
-        todo = deque(_moves(plain, segment.data_ptr()))
+            by_address = piece.tensor.is_cpu and piece.tensor.is_contiguous()
+            (plain if by_address else others).append(piece)
+            if piece.offset > end:  # what an earlier state left there is no part of this one
+                ctypes.memset(base + end, 0, piece.offset - end)
+            end = piece.offset + piece.bytes
+        todo = deque(_moves(plain, base))
         helpers = []
         if sum(piece.bytes for piece in plain) >= _PARALLEL_BYTES_MIN:
             helpers = [self._helpers().submit(_drain, todo) for _ in range(self._threads - 1)]
@@ -62,7 +65,10 @@ class Copier:
             todo.clear()  # after an error the helpers must not go on with memory that is given back
             for helper in helpers:
                 helper.result()
-        ctypes.memmove(segment.data_ptr() + flat.header_offset, flat.header, len(flat.header))
+        ctypes.memset(base + end, 0, flat.header_offset - end)
+        ctypes.memmove(base + flat.header_offset, flat.header, len(flat.header))
+        end = flat.header_offset + len(flat.header)
+        ctypes.memset(base + end, 0, flat.state_bytes - end)
 
     def _helpers(self) -> ThreadPoolExecutor:
         if self._pool is None:

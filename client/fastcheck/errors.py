@@ -20,7 +20,8 @@
     └── LoadFailedError
         ├── StepNotFoundError (LookupError)    the asked-for step is not kept
         ├── CorruptError                       bytes that cannot be trusted
-        └── LostError                          every copy of a shard is bad or gone
+        ├── LostError                          every copy of a shard is bad or gone
+        └── LossyCheckpointError               the step is not exact, and exactness was asked for
 
 Mixed-in builtins are there so that code that knows nothing of FastCheck catches what it expects to.
 Nothing here may import torch or gRPC: the admin CLI shares this tree.
@@ -131,6 +132,10 @@ class CorruptError(LoadFailedError):
 
 class LostError(LoadFailedError):
     """Every copy of a shard is bad or gone."""
+
+
+class LossyCheckpointError(LoadFailedError):
+    """The step was saved with a lossy coding, and exactness was asked for. Nothing was changed."""
 
 
 _BY_CODE: dict[int, type[FastCheckError]] = {

@@ -44,7 +44,10 @@ class SharedMemory:
             stage_s = time.monotonic() - started
             self._daemon.seal_save(
                 pb.SealSaveRequest(
-                    save_id=begun.save_id, header_offset=flat.header_offset, header_bytes=len(flat.header)
+                    save_id=begun.save_id,
+                    header_offset=flat.header_offset,
+                    header_bytes=len(flat.header),
+                    layout=flat.layout,
                 )
             )
         except BaseException:
@@ -64,7 +67,9 @@ class SharedMemory:
             logger.debug("could not give a segment back: %s", error)
 
     @contextmanager
-    def load(self, request: pb.LoadRequest, patience: Patience) -> Iterator[Loaded | None]:
+    def load(
+        self, request: pb.LoadRequest, patience: Patience, *, allow_lossy: bool
+    ) -> Iterator[Loaded | None]:
         """The checkpoint's bytes, valid inside the block; None when there is no committed step."""
         with self._daemon.errors(patience.connect_s) as link:
             # The segment stays put for as long as this stream is open.
@@ -77,7 +82,7 @@ class SharedMemory:
             return
         segment: Segment | None = None
         try:
-            check_ready(ready, request)
+            check_ready(ready, request, allow_lossy=allow_lossy)
             segment = map_file(ready.segment, private=True)
             loaded = Loaded(ready, segment.tensor[: ready.state_bytes])
             try:

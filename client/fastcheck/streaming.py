@@ -42,13 +42,15 @@ class Streams:
         return Staged(waited_s=response.waited_s, stage_s=max(0.0, taken_s - response.waited_s))
 
     @contextmanager
-    def load(self, request: pb.LoadRequest, patience: Patience) -> Iterator[Loaded | None]:
+    def load(
+        self, request: pb.LoadRequest, patience: Patience, *, allow_lossy: bool
+    ) -> Iterator[Loaded | None]:
         """Receive everything into memory of our own."""
         with self._daemon.errors(patience.connect_s) as link:
             stream = link.trainer.Pull(pb.PullRequest(load=request), timeout=patience.timeout_s)
             try:
                 with self._daemon.guarded(link, stream):
-                    received = _receive(stream, request)
+                    received = _receive(stream, request, allow_lossy=allow_lossy)
             finally:
                 stream.cancel()
         if received is None:
@@ -74,11 +76,12 @@ def _messages(request: pb.BeginSaveRequest, flat: FlatState) -> Iterator[pb.Push
             del buffer[:STREAM_PIECE_BYTES]
     if buffer:
         yield pb.PushRequest(data=bytes(buffer))
-    yield pb.PushRequest(seal=pb.PushSeal(header_offset=flat.header_offset, header_bytes=len(flat.header)))
+    seal = pb.PushSeal(header_offset=flat.header_offset, header_bytes=len(flat.header), layout=flat.layout)
+    yield pb.PushRequest(seal=seal)
 
 
 def _ordered_bytes(flat: FlatState) -> Iterator[bytes]:
-    """The rank state from its first byte to its last, gaps between tensors as zeros."""
+    """The rank state from its first byte to its last, gaps between tensors and the padding as zeros."""
     position = 0
     for piece in flat.pieces:
         yield bytes(piece.offset - position)
@@ -86,10 +89,11 @@ def _ordered_bytes(flat: FlatState) -> Iterator[bytes]:
         position = piece.offset + piece.bytes
     yield bytes(flat.header_offset - position)
     yield flat.header
+    yield bytes(flat.state_bytes - flat.header_offset - len(flat.header))
 
 
 def _receive(
-    stream: Iterator[pb.PullResponse], request: pb.LoadRequest
+    stream: Iterator[pb.PullResponse], request: pb.LoadRequest, *, allow_lossy: bool
 ) -> tuple[pb.LoadReady, Segment] | None:
     first = next(stream, None)
     if first is None or first.HasField("data") or first.WhichOneof("part") is None:
@@ -97,7 +101,7 @@ def _receive(
     if first.HasField("nothing"):
         return None
     ready = first.ready
-    check_ready(ready, request)
+    check_ready(ready, request, allow_lossy=allow_lossy)
     try:
         buffer = anonymous(ready.state_bytes)
     except MemoryError as error:

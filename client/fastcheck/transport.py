@@ -11,7 +11,7 @@ import torch
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
-from .errors import CorruptError
+from .errors import CorruptError, LossyCheckpointError
 from .state.flatten import FlatState
 
 
@@ -46,7 +46,9 @@ class Transport(Protocol):
         """Returns when the daemon has the bytes."""
         ...
 
-    def load(self, request: pb.LoadRequest, patience: Patience) -> AbstractContextManager[Loaded | None]:
+    def load(
+        self, request: pb.LoadRequest, patience: Patience, *, allow_lossy: bool
+    ) -> AbstractContextManager[Loaded | None]:
         """The bytes of a committed step, valid inside the block; None when there is none."""
         ...
 
@@ -59,10 +61,15 @@ class Transport(Protocol):
         ...
 
 
-def check_ready(ready: pb.LoadReady, request: pb.LoadRequest) -> None:
-    """Raise CorruptError unless the daemon's answer makes sense and is what was asked for."""
+def check_ready(ready: pb.LoadReady, request: pb.LoadRequest, *, allow_lossy: bool) -> None:
+    """Raise CorruptError unless the daemon's answer makes sense, LossyCheckpointError unless it may be had."""
     if request.HasField("step") and ready.step != request.step:
         raise CorruptError(f"the daemon answered a load of step {request.step} with step {ready.step}")
+    if ready.lossy and not allow_lossy:
+        raise LossyCheckpointError(
+            f"step {ready.step} was saved with a lossy coding (momentum= or weights= of its Checkpointer): "
+            "pass allow_lossy=True to load it, or load another step (see steps()); nothing was changed"
+        )
     if ready.header_offset + ready.header_bytes > ready.state_bytes:
         raise CorruptError(f"step {ready.step} has a header outside of its state")
     if ready.HasField("segment") and ready.state_bytes > ready.segment.bytes:

@@ -26,6 +26,8 @@ from fastcheck_proto.conventions import check_name, default_runtime_dir
 
 from .errors import ConfigError
 
+CODEC_POLICIES = ("auto", "always", "never")
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
 _PREFIXES = list(enumerate("KMGT", 1))
 _UNITS = {"": 1} | {p: 1000**i for i, p in _PREFIXES} | {f"{p}I": 1024**i for i, p in _PREFIXES}
@@ -102,6 +104,13 @@ class Config:
     lane_congestion: str = ""
     #: Threads that hash and copy in the data process. Half the cores: the trainer comes first.
     worker_threads: int = field(default_factory=lambda: max(2, (os.cpu_count() or 2) // 2))
+    #: What travels: `auto` encodes what makes a step faster, `always` everything that shrinks, `never` nothing.
+    #: Auto: whether encoding pays depends on the link and the cores, and both are measured (codec/planner.py).
+    codec: str = "auto"
+    #: Threads that encode and decode. Half the cores: the trainer comes first.
+    codec_threads: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) // 2))
+    #: Niceness of those threads, on top of the daemon's own: what sends and receives goes before them, too.
+    codec_nice: int = 10
 
     #: A sign of life to every voter this often.
     heartbeat_interval_s: float = 0.2
@@ -149,6 +158,9 @@ class Config:
         need(self.chunk_bytes % 4096 == 0, "chunk_bytes", "must be a multiple of 4096")
         need(1 <= self.lane_streams <= 16, "lane_streams", "must be from 1 to 16")
         need(1 <= self.worker_threads <= 256, "worker_threads", "must be from 1 to 256")
+        need(self.codec in CODEC_POLICIES, "codec", f"must be one of {', '.join(CODEC_POLICIES)}")
+        need(1 <= self.codec_threads <= 256, "codec_threads", "must be from 1 to 256")
+        need(0 <= self.codec_nice <= 19, "codec_nice", "must be from 0 to 19")
         need(self.ram_budget_bytes >= 1 << 20, "ram_budget_bytes", "must be at least 1 MiB")
         need(self.log_format in {"human", "json"}, "log_format", "must be 'human' or 'json'")
         for f in dataclasses.fields(self):

@@ -29,7 +29,14 @@ from fastcheck_proto.v1 import (
 from .agent import Agent
 from .config import Config
 from .counters import Counters
-from .errors import ConfigError, RegistryError, StoreError
+from .errors import (
+    ConfigError,
+    NotHeldError,
+    OverBudgetError,
+    RegistryError,
+    StoreError,
+    StoreFullError,
+)
 from .identity import Identity
 from .registry.client import RegistryClient
 from .registry_server import RegistryServer
@@ -44,6 +51,7 @@ from .services.trainer import TrainerService
 from .store.manifests import replica_id
 from .store.ram_store import RamStore
 from .store.retention import what_to_drop
+from .transfer.codec_pool import CodecPool
 from .transfer.lane_server import LaneServer
 from .transfer.peer_client import PeerClient
 from .transfer.put_desk import PutDesk
@@ -98,13 +106,14 @@ class _DataRooms:
         self.hashing = ThreadPoolExecutor(config.worker_threads, thread_name_prefix="hash")
         # Lane threads mostly wait for the network: room for several ranks' steps at full spread.
         self.lanes = ThreadPoolExecutor(4 * config.spread * config.lane_streams, thread_name_prefix="lane")
+        self.codec = CodecPool(config.codec_threads, config.codec_nice)
         self.registry = registry = RegistryClient(config, counters)
         self.view = view = ViewFollower(registry, identity)
         self.peers = peers = PeerClient(config, counters, self.lanes)
         tickets = TicketOffice()
         self.lane = LaneServer(
             config.host, config.lane_port, tickets, counters, config.transfer_timeout_s,
-            congestion=config.lane_congestion,
+            pool=self.codec, congestion=config.lane_congestion,
         )  # fmt: skip
         self.desk = PutDesk(
             cluster_id=config.cluster_id, node_id=config.node_id, store=store, tickets=tickets,
@@ -113,7 +122,7 @@ class _DataRooms:
         )  # fmt: skip
         replicator = Replicator(
             config=config, identity=identity, store=store, registry=registry, peers=peers, view=view,
-            counters=counters, executor=self.hashing,
+            counters=counters, executor=self.hashing, codec=self.codec,
         )  # fmt: skip
         self.saving = SavingRoom(
             config=config, identity=identity, store=store, registry=registry, view=view,
@@ -145,12 +154,13 @@ class _DataRooms:
 
     async def close(self) -> None:
         """Let go of everything but the bytes."""
-        self.desk.close()
+        await asyncio.to_thread(self.desk.close)
         await asyncio.to_thread(self.lane.stop)
         await self.peers.close()
         await self.registry.close()
         self.hashing.shutdown(wait=False, cancel_futures=True)
         self.lanes.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self.codec.close)
         self.store.close()
 
 
@@ -223,10 +233,15 @@ PROCESSES: dict[str, Callable[[Config], Coroutine[None, None, None]]] = {
 
 
 def _prune(store: RamStore, kept_steps: dict[str, list[int]]) -> None:
-    """Drop replicas of steps that the registry no longer keeps."""
+    """Drop replicas of steps that the registry no longer keeps, the oldest first: they need the newer ones."""
     held = {shard.id: shard for shard in store.held()}
-    for kind, key in what_to_drop([(s.kind, s.key) for s in held.values()], kept_steps):
-        store.drop(held[replica_id(key, kind)])
+    drop = what_to_drop([(s.kind, s.key) for s in held.values()], kept_steps)
+    for kind, key in sorted(drop, key=lambda entry: entry[1].step):
+        try:
+            store.drop(held[replica_id(key, kind)])
+        except (NotHeldError, OverBudgetError, StoreFullError) as error:
+            # Older steps need its bytes, and they are being read: the next view brings it up again.
+            logger.info("cannot drop step %d of job %r yet: %s", key.step, key.job, error)
 
 
 def _stop_signal() -> asyncio.Future[None]:

@@ -16,12 +16,13 @@ import torch
 from fastcheck_proto.v1 import state_pb2 as pb
 
 from ..errors import StateMismatchError, UnsupportedStateError
+from .collect import is_object
 from .dtensors import layout_mismatch, local_of
-from .flatten import is_object
-from .header import entries, is_plain_tree, materialize, plain, tensor_view
+from .header import entries, is_plain_tree, materialize, plain
 from .objects import ObjectFill, prepare
 from .paths import Path, show
-from .tensors import copy_exact, equal_bits, is_repeated, view_key, why_unsupported
+from .places import copy_record, fresh, is_cut, same_place, whole
+from .tensors import equal_bits, is_expanded, is_repeated, view_key, why_unsupported
 
 _NUMBERS = ("bool_value", "int_value", "float_value")
 _WORDS = {
@@ -64,7 +65,7 @@ class Plan:
         self.header = header
         self.segment = segment
         self.mismatches: list[str] = []
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copies: list[tuple[torch.Tensor, int]] = []
         self._objects: list[ObjectFill] = []
         self._assignments: list[Callable[[], None]] = []
         self._claims: dict[Hashable, tuple[int, Path]] = {}
@@ -82,8 +83,8 @@ class Plan:
 
     def apply(self) -> None:
         """Fill what was checked."""
-        for target, source in self._copies:
-            copy_exact(target, source)
+        for target, index in self._copies:
+            self.copy(target, index)
         for item in self._objects:
             item.apply()
         for assign in self._assignments:
@@ -97,8 +98,20 @@ class Plan:
         self.segment = torch.empty(0, dtype=torch.uint8)
 
     def view(self, index: int) -> torch.Tensor:
-        """A record's tensor as a view of the segment."""
-        return tensor_view(self.header.tensors[index], self.segment)
+        """A record's tensor: a view of the segment unless it is cut, then memory of its own."""
+        return whole(self.header.tensors[index], self.segment)
+
+    def fresh(self, index: int) -> torch.Tensor:
+        """A record's tensor in CPU memory of its own."""
+        return fresh(self.header.tensors[index], self.segment)
+
+    def copy(self, target: torch.Tensor, index: int) -> None:
+        """Copy a record's bits into a plain tensor that fits."""
+        copy_record(target, self.header.tensors[index], self.segment)
+
+    def is_cut(self, index: int) -> bool:
+        """Whether a record's tensor lies in several pieces."""
+        return is_cut(self.header.tensors[index])
 
     def mismatch(self, path: Path, why: str) -> None:
         """Note that something does not fit."""
@@ -126,12 +139,11 @@ class Plan:
         """Whether memory that several elements or several names share would have to hold two values."""
         if not local.numel():
             return None
-        view = self.view(index)
-        if not is_repeated(local, view):
+        if is_expanded(local) and not is_repeated(local, self.view(index)):
             return "is expanded here, but its elements differ in the checkpoint"
         other, other_path = self._claims.setdefault(view_key(local), (index, path))
         here, there = self.header.tensors[index], self.header.tensors[other]
-        if here.offset != there.offset and not equal_bits(view, self.view(other)):
+        if not same_place(here, there) and not equal_bits(self.view(index), self.view(other)):
             return f"shares its memory with {show(other_path)} here, but the two differ in the checkpoint"
         return None
 
@@ -143,7 +155,7 @@ class Plan:
             self.mismatch(path, f"is {_WORDS[have]} here, {_WORDS[want]} in the checkpoint")
         elif want == "tensor":
             if self.claim(current, value.tensor, path):
-                self._copies.append((local_of(current), self.view(value.tensor)))
+                self._copies.append((local_of(current), value.tensor))
         elif want == "object":
             self._objects.append(prepare(current, value.object, path, self))
         elif want == "dict":

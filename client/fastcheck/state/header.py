@@ -22,7 +22,9 @@ from ..errors import CorruptError
 from . import dtypes
 from .paths import Key, Path
 
-SCHEMA = 1
+#: Written. 1 knows no tensors in several pieces; it is still read.
+SCHEMA = 2
+SCHEMAS = (1, 2)
 _DIMS_MAX = 64
 _ELEMENTS_MAX = 2**60
 _DECIMAL = re.compile(r"-?[0-9]+")
@@ -60,13 +62,14 @@ def parse(data: bytes, state_bytes: int) -> pb.StateHeader:
         header = pb.StateHeader.FromString(data)
     except DecodeError as error:
         raise _corrupt(f"it is not readable ({error})") from None
-    if header.schema != SCHEMA:
+    if header.schema not in SCHEMAS:
         raise CorruptError(
-            f"the checkpoint's header has format version {header.schema}, this SDK reads {SCHEMA}: "
+            f"the checkpoint's header has format version {header.schema}, this SDK reads {SCHEMAS[0]} to {SCHEMA}: "
             "load it with the FastCheck version that saved it"
         )
     for record in header.tensors:
         _check_record(record, state_bytes)
+        _check_pieces(record, state_bytes, header.schema)
     _check_values(header)
     return header
 
@@ -90,6 +93,22 @@ def _check_record(record: pb.TensorRecord, state_bytes: int) -> None:
         raise _corrupt(f"tensor {name} has a size that is not its shape's")
     if record.offset % TENSOR_ALIGNMENT_BYTES or record.offset + record.bytes > state_bytes:
         raise _corrupt(f"tensor {name} lies outside the state")
+
+
+def _check_pieces(record: pb.TensorRecord, state_bytes: int, schema: int) -> None:
+    offsets, size = record.piece_offsets, record.piece_bytes
+    if not offsets and not size:
+        return
+    name = repr(record.name[:200])
+    if schema < 2 or len(offsets) < 2 or not size or size % dtypes.BY_NAME[record.dtype].itemsize:
+        raise _corrupt(f"tensor {name} is cut as no tensor is")
+    rest = record.bytes - (len(offsets) - 1) * size
+    if not 0 < rest <= size:
+        raise _corrupt(f"tensor {name} has pieces that do not add up to its size")
+    if offsets[0] != record.offset or any(offset % TENSOR_ALIGNMENT_BYTES for offset in offsets):
+        raise _corrupt(f"tensor {name} has pieces in places where none begins")
+    if max(offsets[:-1]) + size > state_bytes or offsets[-1] + rest > state_bytes:
+        raise _corrupt(f"tensor {name} has a piece that lies outside the state")
 
 
 def _check_values(header: pb.StateHeader) -> None:
@@ -121,15 +140,6 @@ def _check_values(header: pb.StateHeader) -> None:
 def _check_int(text: str) -> None:
     if len(text) > INT_DIGITS_MAX + 1 or not _DECIMAL.fullmatch(text):
         raise _corrupt("it holds an integer that is not one")
-
-
-def tensor_view(record: pb.TensorRecord, segment: torch.Tensor) -> torch.Tensor:
-    """The record's tensor as a view of the segment, a flat uint8 tensor that starts aligned."""
-    dtype = dtypes.BY_NAME[record.dtype]
-    if not record.bytes:
-        return torch.empty(tuple(record.shape), dtype=dtype)
-    flat = segment[record.offset : record.offset + record.bytes]
-    return flat.view(dtype).view(tuple(record.shape))
 
 
 def entries(value: pb.StateDict) -> dict[Key, pb.StateValue]:

@@ -1,4 +1,8 @@
-"""Filling an nn.Module: its own load_state_dict copies straight out of the segment, so bytes move once."""
+"""Filling an nn.Module: its own load_state_dict copies straight out of the segment, so bytes move once.
+
+What lies in several pieces is no view of the segment: that is filled in place before, and load_state_dict is
+given the very same tensor, onto which it then copies nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from .dtensors import is_dtensor, local_of, wrap
 from .header import entries, materialize
 from .objects import ObjectFill
 from .paths import Key, Path
-from .tensors import copy_exact
+from .tensors import copy_exact, view_key
 
 
 class ModuleFill(ObjectFill):
@@ -58,9 +62,10 @@ class ModuleFill(ObjectFill):
     def apply(self) -> None:
         """Load through views of the segment, then make sure that none of them stayed."""
         state_dict: OrderedDict[Key, Any] = OrderedDict()
+        own = _own_tensors(self.target)
         for key, item in self._saved.items():
             if item.WhichOneof("kind") == "tensor" and not _is_extra(key):
-                state_dict[key] = self._source(self._template[key], item.tensor)
+                state_dict[key] = self._source(self._template[key], own.get(key), item.tensor)
             else:
                 state_dict[key] = materialize(item, self.fresh, (*self.path, key))
         state_dict._metadata = self._metadata  # type: ignore[attr-defined]
@@ -68,7 +73,10 @@ class ModuleFill(ObjectFill):
         for tensor in _tensors(self.target):
             _take_away(tensor, self.plan.segment)
 
-    def _source(self, current: torch.Tensor, index: int) -> torch.Tensor:
+    def _source(self, current: torch.Tensor, own: torch.Tensor | None, index: int) -> torch.Tensor:
+        if self.plan.is_cut(index) and own is not None and _same_memory(own, current):
+            self.plan.copy(local_of(own), index)
+            return own
         view = self.plan.view(index)
         if not is_dtensor(current):
             return view
@@ -77,6 +85,25 @@ class ModuleFill(ObjectFill):
         # from_local would first move the bytes into a second buffer on the device.
         copy_exact(local_of(current), view)
         return current
+
+
+def _own_tensors(module: torch.nn.Module) -> dict[Key, torch.Tensor]:
+    """Tensors that may be filled before load_state_dict sees them, by their keys.
+
+    A module that loads in a way of its own might clear its tensors first.
+    """
+    found: dict[Key, torch.Tensor] = {}
+    plain = torch.nn.Module._load_from_state_dict
+    for name, part in module.named_modules(remove_duplicate=False):
+        if type(part)._load_from_state_dict is plain and "_load_from_state_dict" not in vars(part):
+            for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None:
+                    found[f"{name}.{key}" if name else key] = tensor
+    return found
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return view_key(local_of(one)) == view_key(local_of(other))
 
 
 def _is_extra(key: Key) -> bool:

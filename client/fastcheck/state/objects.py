@@ -17,7 +17,6 @@ from ..errors import PartialLoadError
 from .dtensors import is_dtensor, local_of, wrap
 from .header import materialize
 from .paths import Path, show
-from .tensors import copy_exact
 
 if TYPE_CHECKING:
     from .fill import Plan
@@ -48,7 +47,7 @@ class ObjectFill(ABC):
 
     def fresh(self, index: int, path: Path) -> torch.Tensor:
         """A tensor of its own with a record's bytes, in CPU memory."""
-        return self.plan.view(index).clone()
+        return self.plan.fresh(index)
 
 
 class AnyObjectFill(ObjectFill):
@@ -70,7 +69,7 @@ class AnyObjectFill(ObjectFill):
         if like is None:
             return self.fresh(index, path)
         local = torch.empty_like(local_of(like))
-        copy_exact(local, self.plan.view(index))
+        self.plan.copy(local, index)
         return wrap(local, like)
 
     def expect(self, index: int, path: Path, current: object) -> None:

@@ -13,10 +13,10 @@ import torch
 from fastcheck_proto.v1 import state_pb2 as pb
 
 from .dtensors import is_dtensor, layout_mismatch, local_of, wrap
+from .dtypes import BY_NAME
 from .header import entries, materialize, plain
 from .objects import ObjectFill
 from .paths import Key, Path
-from .tensors import copy_exact
 
 #: State of torch's optimizers that has its parameter's shape, always.
 _PARAMETER_SHAPED = frozenset({
@@ -133,22 +133,22 @@ class OptimizerFill(ObjectFill):
                 self.target.state[parameter][name] = made.to(loaded.device)
 
     def _make(self, parameter: torch.Tensor, name: Key, index: int) -> torch.Tensor:
-        view = self.plan.view(index)
+        record = self.plan.header.tensors[index]
         current = self._existing(parameter, name)
         if current is not None:
-            copy_exact(local_of(current), view)
+            self.plan.copy(local_of(current), index)
             return current
         local = local_of(parameter)
         if name == "step":
-            made = view.clone()  # stays on the CPU unless the optimizer itself moves it
-        elif local.shape == view.shape:
-            made = torch.empty_like(local, dtype=view.dtype, requires_grad=False)
-            copy_exact(made, view)
+            made = self.plan.fresh(index)  # stays on the CPU unless the optimizer itself moves it
         else:
-            made = torch.empty(view.shape, dtype=view.dtype, device=local.device)
-            copy_exact(made, view)
-        distributed = self.plan.header.tensors[index].HasField("dtensor")
-        return wrap(made, parameter) if distributed and is_dtensor(parameter) else made
+            shape, dtype = tuple(record.shape), BY_NAME[record.dtype]
+            if tuple(local.shape) == shape:
+                made = torch.empty_like(local, dtype=dtype, requires_grad=False)
+            else:
+                made = torch.empty(shape, dtype=dtype, device=local.device)
+            self.plan.copy(made, index)
+        return wrap(made, parameter) if record.HasField("dtensor") and is_dtensor(parameter) else made
 
 
 def _plain_list(value: pb.StateValue | None) -> list[Any] | None:

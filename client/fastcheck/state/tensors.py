@@ -57,6 +57,11 @@ def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(torch.equal(a, b))
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether it keeps many elements in one place."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def is_repeated(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether `source` is constant where `target` (an expanded tensor) keeps many elements in one place."""
     single = _single(source, target)

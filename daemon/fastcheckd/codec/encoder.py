@@ -6,7 +6,8 @@ the trainer named or with a fitted one; everything else is coded run by run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from fastcheck_proto.v1 import layout_pb2 as pb
 from . import adam, sgd
 from .chunk_plan import ChunkPlan, Run, Unit
 from .dtypes import DType
-from .fitting import fit_adam_lr, fit_sgd_lr
+from .fitting import Fits, fit_adam_lr, fit_sgd_lr
 from .format import HEADER_BYTES, NO_DIGEST, SECTIONS_MAX, CodecId, Header, Section, pack
 from .rounding import encode_rounded
 from .runs import encode_run, is_same, raw
@@ -59,13 +60,14 @@ def encode(
     digest: bytes,
     base_digest: bytes = NO_DIGEST,
     predict: bool = True,
+    fits: Fits | None = None,
 ) -> Encoded | None:
     """Encode the chunk `new`, against `base` if there is one; None when it would not shrink.
 
     `new` and `base` are buffers of `plan.bytes` bytes, the digests those of their bytes. Without `predict`, no section
-    depends on arithmetic.
+    depends on arithmetic. `fits` is shared by the chunks of one save.
     """
-    sections = encode_sections(new, base, plan, predict=predict)
+    sections = encode_sections(new, base, plan, predict=predict, fits=fits or Fits())
     if len(sections) > SECTIONS_MAX:
         return None
     size = HEADER_BYTES + sum(section.encoded_bytes for section in sections)
@@ -85,13 +87,15 @@ def unchanged(size: int, *, step: int, base_step: int, digest: bytes) -> Encoded
     return Encoded(payload, (Use("same", size, len(payload)),))
 
 
-def encode_sections(new: Any, base: Any | None, plan: ChunkPlan, *, predict: bool) -> list[Section]:
+def encode_sections(
+    new: Any, base: Any | None, plan: ChunkPlan, *, predict: bool, fits: Fits
+) -> list[Section]:
     """Sections for all bytes of the chunk."""
     SCRATCH.empty_arena(plan.bytes + 4096)
     sections: list[Section] = []
     with np.errstate(all="ignore"):
         for unit in plan.units:
-            sections += _encode_unit(unit, new, base, predict)
+            sections += _encode_unit(unit, new, base, fits if predict else None)
     sections += encode_gaps([run for unit in plan.units for run in unit.runs], new, base)
     # A rounded copy comes after its master; all else stands alone.
     return sorted(sections, key=lambda s: (s.codec == CodecId.ROUNDED, s.offset))
@@ -108,10 +112,10 @@ def covered_bytes(section: Section) -> int:
     return runs * section.elements * section.dtype.bytes
 
 
-def _encode_unit(unit: Unit, new: Any, base: Any | None, predict: bool) -> list[Section]:
+def _encode_unit(unit: Unit, new: Any, base: Any | None, fits: Fits | None) -> list[Section]:
     rest = [run for run in unit.runs if run.elements]
     sections = []
-    if predict:
+    if fits is not None:
         master = next((r for r in rest if r.role == pb.ROLE_PARAM), None)
         for run in [r for r in rest if r.role == pb.ROLE_LOW_PRECISION_PARAM and master is not None]:
             assert master is not None
@@ -119,7 +123,7 @@ def _encode_unit(unit: Unit, new: Any, base: Any | None, predict: bool) -> list[
                 sections.append(section)
                 rest.remove(run)
         if base is not None and not all(is_same(run, new, base) for run in rest):
-            predicted = _predict_adam(unit, new, base) or _predict_sgd(unit, new, base)
+            predicted = _predict_adam(unit, new, base, fits) or _predict_sgd(unit, new, base, fits)
             if predicted is not None:
                 section, runs = predicted
                 if section.encoded_bytes < sum(raw(run, new).encoded_bytes for run in runs):
@@ -128,46 +132,57 @@ def _encode_unit(unit: Unit, new: Any, base: Any | None, predict: bool) -> list[
     return sections + [encode_run(run, new, base) for run in rest]
 
 
-def _predict_adam(unit: Unit, new: Any, base: Any) -> tuple[Section, tuple[Run, ...]] | None:
-    runs = adam.Runs.of(unit)
-    if runs is None or unit.step is None or not runs.w.elements:
+def _predict_adam(unit: Unit, new: Any, base: Any, fits: Fits) -> tuple[Section, tuple[Run, ...]] | None:
+    runs, step = adam.Runs.of(unit), unit.step
+    if runs is None or step is None or not runs.w.elements:
         return None
 
-    def bits(constants: adam.Constants | None) -> float:
+    def bits(rate: float) -> float:
+        constants = adam.Constants.of(step, rate)
         if constants is None:
-            return 64.0
+            return math.inf
         # v is explained whatever the rate: when it is not, this is no Adam step, or not just one.
-        v_bits, w_bits = adam.sample_cost(runs, constants, new, base, _SAMPLE)
-        return max(v_bits, w_bits)
+        return max(adam.sample_cost(runs, constants, new, base, _SAMPLE))
 
-    constants = adam.Constants.of(unit.step)
-    found = bits(constants)
-    if found > _RIGHT_BITS:
-        fitted = adam.Constants.of(unit.step, fit_adam_lr(runs, unit.step, new, base))
-        if (fitted_bits := bits(fitted)) < found:
-            constants, found = fitted, fitted_bits
-    if constants is None or found > _EXPLAINED_BITS:
-        return None
-    return adam.encode_adam(runs, constants, new, base), runs.all()
+    rate = _find_rate(step, fits, bits, lambda: fit_adam_lr(runs, step, new, base))
+    constants = None if rate is None else adam.Constants.of(step, rate)
+    return None if constants is None else (adam.encode_adam(runs, constants, new, base), runs.all())
 
 
-def _predict_sgd(unit: Unit, new: Any, base: Any) -> tuple[Section, tuple[Run, ...]] | None:
-    runs = sgd.Runs.of(unit)
-    if runs is None or unit.step is None or not runs.w.elements:
+def _predict_sgd(unit: Unit, new: Any, base: Any, fits: Fits) -> tuple[Section, tuple[Run, ...]] | None:
+    runs, step = sgd.Runs.of(unit), unit.step
+    if runs is None or step is None or not runs.w.elements:
         return None
 
-    def bits(constants: sgd.Constants | None) -> float:
-        return 64.0 if constants is None else sgd.sample_cost(runs, constants, new, base, _SAMPLE)
+    def bits(rate: float) -> float:
+        constants = sgd.Constants.of(step, rate)
+        return math.inf if constants is None else sgd.sample_cost(runs, constants, new, base, _SAMPLE)
 
-    constants = sgd.Constants.of(unit.step)
-    found = bits(constants)
-    if found > _RIGHT_BITS:
-        fitted = sgd.Constants.of(unit.step, fit_sgd_lr(runs, unit.step, new, base))
-        if (fitted_bits := bits(fitted)) < found:
-            constants, found = fitted, fitted_bits
-    if constants is None or found > _EXPLAINED_BITS:
+    rate = _find_rate(step, fits, bits, lambda: fit_sgd_lr(runs, step, new, base))
+    constants = None if rate is None else sgd.Constants.of(step, rate)
+    return None if constants is None else (sgd.encode_sgd(runs, constants, new, base), (runs.w, runs.b))
+
+
+def _find_rate(
+    step: pb.OptimizerStep, fits: Fits, bits: Callable[[float], float], fit: Callable[[], float | None]
+) -> float | None:
+    """The learning rate that predicts best: another chunk's, the trainer's, or a fitted one; None if none does."""
+    known = fits.known(step)
+    best, found = step.lr, math.inf
+    for rate in (step.lr,) if known is None else (known, step.lr):
+        if (cost := bits(rate)) < found:
+            best, found = rate, cost
+        if found <= _RIGHT_BITS:
+            return best
+    if fits.worth_trying(step):
+        fitted = fit()
+        if fitted is not None and (cost := bits(fitted)) < found:
+            best, found = fitted, cost
+    if found > _EXPLAINED_BITS:
+        fits.failed(step)
         return None
-    return sgd.encode_sgd(runs, constants, new, base), (runs.w, runs.b)
+    fits.found(step, best)
+    return best
 
 
 def encode_gaps(runs: Iterable[Run], new: Any, base: Any | None) -> list[Section]:

@@ -18,6 +18,8 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
+from ..chunks import ChunkTable
+from ..codec.chunk_plan import opaque
 from ..config import Config
 from ..counters import Counters
 from ..digests import shard_digest
@@ -34,8 +36,9 @@ from ..errors import (
 from ..identity import Identity
 from ..registry.client import RegistryClient
 from ..store.ram_store import RamStore
-from ..transfer.chunk_digests import ChunkDigests
+from ..transfer.codec_pool import CodecPool
 from ..transfer.peer_client import PeerClient
+from ..transfer.shard_source import ShardSource
 from ..view import ViewFollower
 from .save import Save
 
@@ -76,7 +79,7 @@ class _Shard:
     index: int
     offset: int
     bytes: int
-    digests: ChunkDigests
+    source: ShardSource
     manifest: pb.ShardManifest
     #: Copies acknowledged, by node id.
     acknowledged: dict[str, pb.NodeRef] = field(default_factory=dict)
@@ -115,6 +118,7 @@ class Replicator:
         view: ViewFollower,
         counters: Counters,
         executor: Executor,
+        codec: CodecPool,
     ) -> None:
         self._config = config
         self._identity = identity
@@ -124,6 +128,7 @@ class Replicator:
         self._view = view
         self._counters = counters
         self._executor = executor
+        self._codec = codec
         self._quarantine = Quarantine(config.quarantine_s)
 
     async def run(self, save: Save) -> None:
@@ -217,8 +222,17 @@ class Replicator:
                 chunk_bytes=self._config.chunk_bytes,
                 kind=pb.REPLICA_KIND_COPY,
             )
-            digests = ChunkDigests(view, self._config.chunk_bytes)
-            shards.append(_Shard(planned.shard, planned.offset, planned.bytes, digests, manifest))
+            table = ChunkTable.of(manifest)
+            source = ShardSource(
+                view,
+                table,
+                step=save.key.step,
+                plans=[opaque(length) for length in table.lengths],
+                base=None,
+                pool=self._codec,
+                choose=lambda _: False,
+            )
+            shards.append(_Shard(planned.shard, planned.offset, planned.bytes, source, manifest))
         return shards
 
     # --- sending ---------------------------------------------------------------------------------
@@ -256,8 +270,7 @@ class Replicator:
                 epoch=epoch,
                 owner=self._identity.ref(),
                 manifest=shard.manifest,
-                digests=shard.digests,
-                source=save.segment.view[shard.offset : shard.offset + shard.bytes],
+                source=shard.source,
                 progress=save.moved,
             )
         )
@@ -295,7 +308,7 @@ class Replicator:
         manifest = pb.ShardManifest()
         manifest.CopyFrom(shard.manifest)
         manifest.kind = pb.REPLICA_KIND_OWNER
-        manifest.chunk_digests = shard.digests.complete()
+        manifest.chunk_digests = shard.source.complete()
         manifest.digest = shard_digest(manifest.chunk_digests)
         self._store.publish(manifest, save.segment, shard.offset, verified=True)
 
@@ -315,7 +328,7 @@ class Replicator:
                         shard=s.index,
                         offset=s.offset,
                         bytes=s.bytes,
-                        digest=shard_digest(s.digests.complete()),
+                        digest=shard_digest(s.source.complete()),
                         # In one order, whoever acknowledged first: the same holders are the same record.
                         holders=[s.acknowledged[node_id] for node_id in sorted(s.acknowledged)],
                     )

@@ -89,13 +89,13 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         check_key(request.key)
         if request.streams > STREAMS_MAX:
             raise InvalidRequestError(f"streams {request.streams} is more than {STREAMS_MAX}")
-        held = next((h for h in self._found(request.key) if h.manifest.digest == request.digest), None)
-        if held is None:
-            raise NotHeldError(f"this node has no {_shown(request.key)} with that digest: ask another holder")
+        held = self._wanted(request)
+        if not held.is_full:
+            held = await asyncio.to_thread(self._store.full, held)
         if request.streams == 0 and held.manifest.bytes:
             raise InvalidRequestError("streams is 0 for a shard that has bytes")
         grant = GetGrant(
-            manifest=held.manifest, streams=request.streams, opened=lambda: _opened(self._store, held)
+            manifest=held.manifest, streams=request.streams, opened=lambda: self._opened(request)
         )
         try:
             tickets = [self._tickets.issue(grant) for _ in range(request.streams)]
@@ -119,6 +119,9 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
                     bytes=held.manifest.bytes,
                     digest=held.manifest.digest,
                     verified_at_ms=held.verified_at_ms,
+                    codecs=held.manifest.codecs,
+                    lossy=held.manifest.lossy,
+                    stored_bytes=held.stored_bytes,
                 )
                 for held in self._store.held(request.job, step)
             ]
@@ -156,17 +159,26 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         found = (self._store.find(key, kind) for kind in _KINDS)
         return [held for held in found if held is not None]
 
+    def _wanted(self, request: peer_pb2.BeginGetRequest) -> HeldShard:
+        """The replica to be read, of whichever kind; NotHeldError."""
+        for held in self._found(request.key):
+            if held.manifest.digest == request.digest:
+                return held
+        raise NotHeldError(f"this node has no {_shown(request.key)} with that digest: ask another holder")
+
+    @contextlib.contextmanager
+    def _opened(self, request: peer_pb2.BeginGetRequest) -> Iterator[memoryview]:
+        """The replica's bytes while they stay put; NotHeldError when it is gone.
+
+        Slow when a newer step was put since BeginGet.
+        """
+        with self._store.reading(self._wanted(request)) as held, held.view as view:
+            yield view
+
     def _abort_orphan(self, beginning: asyncio.Future[peer_pb2.BeginPutResponse]) -> None:
         if beginning.cancelled() or beginning.exception() is not None:
             return  # nothing was reserved, and the refusal is counted
         asyncio.get_running_loop().run_in_executor(None, self._desk.abort, beginning.result().transfer_id)
-
-
-@contextlib.contextmanager
-def _opened(store: RamStore, held: HeldShard) -> Iterator[memoryview]:
-    """The replica's bytes while they stay put; NotHeldError when it is gone."""
-    with store.pinned(held), held.view as view:
-        yield view
 
 
 def _shown(key: pb.ShardKey) -> str:

@@ -109,6 +109,11 @@ def create_allocated(path: Path, size_bytes: int) -> None:
         os.close(fd)
 
 
+def create_or_open(path: Path) -> int:
+    """Open a file of ours for writing, made if it is missing; raises OSError."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | _SAFE, 0o600)
+
+
 def open_regular(path: Path, *, write: bool = False) -> int:
     """Open a regular file, nothing else.
 

@@ -15,7 +15,8 @@ from fastcheck_proto.conventions import RANK_MAX, STEP_MAX, check_name
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import store_pb2
 
-from ..digests import DIGEST_BYTES, chunk_count, chunk_digest, shard_digest
+from ..chunks import ChunkTable
+from ..digests import DIGEST_BYTES, chunk_digest, shard_digest
 from ..errors import CorruptError, InvalidRequestError
 
 SCHEMA = 1
@@ -23,6 +24,7 @@ SCHEMA = 1
 MANIFEST_BYTES_MAX = 64 << 20
 
 _SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.seg")
+_WAY_NAME = re.compile(r"[0-9a-f]{32}\.way")
 _KINDS: dict[int, str] = {pb.REPLICA_KIND_OWNER: "owner", pb.REPLICA_KIND_COPY: "copy"}
 
 
@@ -76,8 +78,8 @@ def check_manifest(manifest: pb.ShardManifest) -> None:
         f"header {manifest.header_offset}+{manifest.header_bytes} lies beyond the state's "
         f"{manifest.state_bytes}",
     )
-    need(manifest.chunk_bytes > 0, "chunk_bytes is 0")
-    chunks = chunk_count(manifest.bytes, manifest.chunk_bytes)
+    need(manifest.chunk_bytes > 0 or len(manifest.chunk_lengths) > 0, "chunk_bytes is 0")
+    chunks = len(ChunkTable.of(manifest))
     need(
         len(manifest.chunk_digests) == chunks * DIGEST_BYTES,
         f"{len(manifest.chunk_digests)} bytes of chunk digests for {chunks} chunks",
@@ -118,4 +120,13 @@ def decode(data: bytes) -> store_pb2.StoredShard:
         raise CorruptError(f"is not valid: {error}") from None
     if not _SEGMENT_NAME.fullmatch(stored.segment):
         raise CorruptError(f"names a segment {stored.segment[:80]!r}, which is no segment's name")
+    if stored.HasField("way_back"):
+        way = stored.way_back
+        if not _WAY_NAME.fullmatch(way.file):
+            raise CorruptError(f"names a way back {way.file[:80]!r}, which is no such file's name")
+        # Steps only rise along a chain, so it cannot run in a circle.
+        if not stored.manifest.key.step < way.from_step <= STEP_MAX:
+            raise CorruptError(f"is step {stored.manifest.key.step} and starts from step {way.from_step}")
+        if stored.manifest.kind != pb.REPLICA_KIND_COPY:
+            raise CorruptError("has a way back and is no copy")
     return stored

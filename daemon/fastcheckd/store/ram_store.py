@@ -1,11 +1,10 @@
-"""The replicas that this node holds: publish, find, pin, verify, drop, and find all again after a restart.
+"""The replicas that this node holds: publish, find, pin, verify, drop, patch, and find all again after a restart.
 
-A shard exists when its manifest does. The index here and the folder of manifests say the same at
-any moment that the lock is free: a manifest is renamed into place, or unlinked, in the same
-critical section as its entry; a segment is let go only after no manifest names it any more.
+A shard exists when its manifest does; `books` keeps index and disk the same. A newer step may be put
+into the replica of an older one (`begin_patch`); the older one is then had back from it (`full`,
+see `chains`). Deciding which shards to keep is not done here (see `retention`).
 
-Lock order: this store's, then the pools'. Writing manifests and hashing happen outside both.
-Deciding which shards to keep is not done here (see `retention`).
+Lock order: the books', then the pools'. Writing manifests, hashing and decoding happen outside both.
 """
 
 from __future__ import annotations
@@ -14,27 +13,31 @@ import contextlib
 import dataclasses
 import logging
 import os
-import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fastcheck_proto.v1 import common_pb2 as pb
-from fastcheck_proto.v1 import store_pb2
 
 from ..counters import Counters
 from ..errors import InvalidRequestError, NotHeldError, StoreError
 from . import directory as files
 from .adoption import adopt
+from .books import Books, memory_of
+from .chains import Chains
 from .held import HeldShard
-from .manifests import SCHEMA, ReplicaId, check_manifest, encode, file_name, replica_id
+from .manifests import check_manifest, replica_id
+from .patches import Patch, begin_patch
 from .segment_pools import SegmentPools, Usage
 from .segments import Segment, pool_of
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["HeldShard", "RamStore", "Segment", "Usage"]
+__all__ = ["HeldShard", "Patch", "RamStore", "Segment", "Usage"]
+
+#: A patch can come in between so often.
+READ_ATTEMPTS = 3
+FOLDERS = ("segments", "ways", "manifests", "tmp")
 
 
 def _unix_ms() -> int:
@@ -54,15 +57,11 @@ class RamStore:
     ) -> None:
         """For `open`."""
         self.directory = directory
-        self._manifests = directory / "manifests"
-        self._tmp = directory / "tmp"
         self._lock_fd = lock_fd
         self._pools = pools
         self._counters = counters
-        self._now_ms = now_ms
-        self._lock = threading.Lock()
-        self._shards: dict[ReplicaId, HeldShard] = {}
-        self._closed = False
+        self._books = Books(directory, pools, counters, now_ms)
+        self._chains = Chains(self._books)
 
     @classmethod
     def open(
@@ -85,7 +84,7 @@ class RamStore:
             raise StoreError(f"cannot make {directory.parent}: {error.strerror}") from None
         files.own_folder(directory)
         lock_path = directory / "LOCK"
-        folders = [directory / name for name in ("segments", "manifests", "tmp")]
+        folders = [directory / name for name in FOLDERS]
         try:
             strange = not lock_path.exists() and any(f.is_dir() and any(f.iterdir()) for f in folders)
             if strange:
@@ -111,12 +110,14 @@ class RamStore:
         return store
 
     def _adopt(self) -> None:
-        shards, dropped = adopt(self._manifests, self.directory / "segments")
+        shards, dropped = adopt(self.directory)
         for segment in {shard.segment for shard in shards}:
             self._pools.adopt(segment)
         for shard in shards:
-            self._pools.hold(shard.segment)
-            self._shards[shard.id] = shard
+            if shard.way_back is not None:
+                self._pools.adopt(shard.way_back.file)
+            self._pools.hold(memory_of(shard))
+            self._books.shards[shard.id] = shard
         self._counters.add("manifests_adopted", len(shards))
         self._counters.add("manifests_dropped", dropped)
         usage = self._pools.usage()
@@ -127,12 +128,23 @@ class RamStore:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Leave the directory to the next process. Later calls fail, but giving things back is still fine."""
-        with self._lock:
-            if self._closed:
+        """Leave the directory to the next process. Later calls fail, but giving things back is still fine.
+
+        A patch under way ends without being undone: the next process does that.
+        """
+        books = self._books
+        with books.changed:
+            if books.closed:
                 return
-            self._closed = True
-            self._shards.clear()
+            books.closed = True
+            changes = list(books.changes.values())
+            books.changed.notify_all()
+        for change in changes:
+            change.freeze()
+        with books.changed:
+            books.shards.clear()
+            books.changes.clear()
+            books.changed.notify_all()
         self._pools.close()
         os.close(self._lock_fd)
 
@@ -180,12 +192,15 @@ class RamStore:
     ) -> HeldShard:
         """Make a shard visible whose bytes lie in the segment from `offset` on.
 
-        It takes the place of an older one under the same key and kind. `verified` says that the
-        bytes were hashed just now. The caller must still own the segment.
+        It takes the place of an older one under the same key and kind; older steps that are had from
+        that one's bytes get their own first. `verified` says that the bytes were hashed just now. The
+        caller must still own the segment.
 
         Raises:
             InvalidRequestError: the manifest does not hold up, or its bytes are not all in the segment.
             StoreFullError: no room for the manifest.
+            OverBudgetError: no room for an older step that is had from the replaced one.
+            NotHeldError: the replaced one is being read or patched, and that did not end in time.
             StoreError: the segment is not in use, or the file system refuses.
         """
         own = pb.ShardManifest()
@@ -201,144 +216,177 @@ class RamStore:
             raise InvalidRequestError(
                 f"a shard for pool {pool_of(own)!r} lies in a segment of {segment.pool!r}"
             )
-        shard = HeldShard(own, segment, offset, self._now_ms() if verified else 0)
-        with self._staged_manifest(shard) as staged, self._lock:
-            self._check_open()
-            self._pools.hold(segment)
-            try:
-                staged.rename(self._path(shard.id))
-            except OSError as error:
-                self._pools.let_go(segment)
-                raise StoreError(f"cannot publish {self._path(shard.id)}: {error.strerror}") from None
-            replaced = self._shards.get(shard.id)
-            self._shards[shard.id] = shard
-        if replaced is not None:
-            self._pools.let_go(replaced.segment)
+        books = self._books
+        shard = HeldShard(own, segment, offset, books.now_ms() if verified else 0)
+        with books.staged(shard) as staged:
+            while True:
+                with books.changed:
+                    books.check_open()
+                    clear_away = self._chains.obstacle(shard.id)
+                    if clear_away is None:
+                        replaced = books.shards.get(shard.id)
+                        self._pools.hold(segment)
+                        try:
+                            books.place(staged, shard)
+                        except BaseException:
+                            self._pools.let_go(segment)
+                            raise
+                        freed = []
+                        if replaced is not None:
+                            freed = [memory_of(replaced), *books.strike_unneeded(replaced)]
+                        break
+                clear_away()
+        books.let_go(freed)
         return shard
+
+    def begin_patch(self, base: HeldShard, step: int, *, on_wanted: Callable[[], None]) -> Patch:
+        """Begin to put a newer step with the same chunks into the base's own bytes.
+
+        From here on whoever wants to read the base waits: `on_wanted` is then called, once, on the
+        reader's thread, perhaps before the caller has looked at the patch (`Patch.wanted` tells); it must
+        return soon and see to it that the patch is aborted.
+
+        Raises:
+            NotHeldError: the base cannot be patched: it is gone, no copy, not the newest, being read or
+                patched, or `step` is held already. The sentence says which.
+            OverBudgetError, StoreFullError, StoreError: no room for what a patch needs.
+        """
+        return begin_patch(self._books, base, step, on_wanted)
 
     def find(self, key: pb.ShardKey, kind: pb.ReplicaKind.ValueType) -> HeldShard | None:
         """The replica of that kind, if it is held."""
-        with self._lock:
-            return self._shards.get(replica_id(key, kind))
+        name = replica_id(key, kind)
+        with self._books.changed:
+            return None if name in self._books.hidden else self._books.shards.get(name)
 
     def held(self, job: str = "", step: int | None = None) -> list[HeldShard]:
-        """What is held, of one job or of all, of one step or of all; in the order of their ids."""
-        with self._lock:
-            shards = list(self._shards.values())
+        """What is held, of one job or of all, of one step or of all; in the order of their ids.
+
+        Ways back are among them: what they lead to can be had by `full`.
+        """
+        with self._books.changed:
+            shards = [s for s in self._books.shards.values() if s.id not in self._books.hidden]
         chosen = (s for s in shards if job in {"", s.key.job} and step in {None, s.key.step})
         return sorted(chosen, key=lambda s: s.id)
 
-    def drop(self, shard: HeldShard) -> None:
-        """Forget a shard. One that is dropped or replaced already is left alone."""
-        self._drop(shard)
+    def full(self, shard: HeldShard) -> HeldShard:
+        """The shard with bytes of its own: itself, or, of one that has a way back, a replica made now.
 
-    def _drop(self, shard: HeldShard) -> bool:
-        with self._lock:
-            self._check_open()
-            if self._current(shard) is None:
-                return False
-            try:
-                self._path(shard.id).unlink(missing_ok=True)
-            except OSError as error:
-                raise StoreError(f"cannot drop {self._path(shard.id)}: {error.strerror}") from None
-            del self._shards[shard.id]
-        self._pools.let_go(shard.segment)
-        return True
+        A patch of the bytes that it is had from is ended first.
+
+        Raises:
+            NotHeldError: it is not held any more, or the patch did not end in time.
+            OverBudgetError, StoreFullError: no room for it.
+            CorruptError: it cannot be had, because it or a newer step was damaged; that was dropped, counted.
+        """
+        return self._chains.full(shard)
+
+    def copy_to(self, shard: HeldShard, into: memoryview) -> None:
+        """Copy a shard's bytes, each chunk checked, to where a caller wants them; takes no memory of the store.
+
+        A patch of the bytes that it is had from is ended first.
+
+        Raises:
+            NotHeldError: it is not held any more, or the patch did not end in time.
+            CorruptError: as `full`; the content of `into` is undefined.
+        """
+        self._chains.copy_to(shard, into)
+
+    @contextlib.contextmanager
+    def reading(self, shard: HeldShard) -> Iterator[HeldShard]:
+        """`full` and `pinned` as one: gives the shard whose `view` may be read while inside.
+
+        Raises:
+            NotHeldError, OverBudgetError, StoreFullError, CorruptError: on entry, as `full`.
+        """
+        with contextlib.ExitStack() as stack:
+            for attempt in range(READ_ATTEMPTS):
+                full = self.full(shard)
+                try:
+                    stack.enter_context(self.pinned(full))
+                    break
+                except NotHeldError:
+                    # Patched in between: then it is held as a way back, and made full again.
+                    if attempt == READ_ATTEMPTS - 1:
+                        raise
+            yield full
+
+    def drop(self, shard: HeldShard) -> None:
+        """Forget a shard. One that is dropped or replaced already is left alone.
+
+        An older step that another one is had through is kept, unseen, until that one goes as well (a
+        restart forgets that it was dropped). The newest one's bytes are first turned back to the next
+        older step, if there is one.
+
+        Raises:
+            NotHeldError: older steps need its bytes, and a reader or a patch did not let go of them in time.
+            OverBudgetError, StoreFullError: no room to turn them back; nothing happened.
+        """
+        self._chains.drop(shard)
 
     @contextlib.contextmanager
     def pinned(self, shard: HeldShard) -> Iterator[None]:
         """While inside, the shard's bytes stay, even when it is dropped or replaced.
 
+        A patch of them is ended first.
+
         Raises:
-            NotHeldError: on entry, when it is not held any more: find it again.
+            NotHeldError: on entry, when its bytes are not held any more where it says: find it again,
+                and make it full.
         """
-        with self._lock:
-            self._check_open()
-            if self._current(shard) is None:
-                raise NotHeldError(f"shard {tuple(shard.id)} is not held here any more")
-            self._pools.hold(shard.segment)
-        try:
+        with self._books.pinned(shard) as path:
+            now = path[0]
+            if not now.is_full or (now.segment, now.offset) != (shard.segment, shard.offset):
+                raise NotHeldError(
+                    f"the bytes of shard {tuple(shard.id)} are not where they were: find it again"
+                )
             yield
-        finally:
-            self._pools.let_go(shard.segment)
 
     def verify(self, shard: HeldShard) -> bool:
-        """Hash the bytes again. If they do not match, the shard is dropped and its memory not used again.
+        """Check the bytes again. If they do not match, the shard is dropped and its memory not used again.
+
+        One that has a way back is decoded into scratch memory.
 
         Raises:
-            NotHeldError: it is not held any more.
+            NotHeldError: it is not held any more, or a patch of it did not end in time.
         """
-        with self.pinned(shard):
-            bad_chunk = shard.first_bad_chunk()
-            if bad_chunk is None:
-                self.note_verified(shard)
+        with self._books.pinned(shard) as path:
+            now = path[0]
+            if now.is_full:
+                bad_chunk = now.first_bad_chunk()
+                if bad_chunk is not None:
+                    self._books.condemn(now, f"chunk {bad_chunk}")
+                good = bad_chunk is None
             else:
-                self.condemn(shard, f"chunk {bad_chunk}")
-            return bad_chunk is None
+                good = self._chains.is_good(path)
+            if good:
+                self.note_verified(now)
+            return good
 
     def condemn(self, shard: HeldShard, what: str) -> None:
-        """Drop a shard whose bytes were found bad, counted; its memory is not used again.
+        """Drop a shard whose bytes were found bad, counted, and with it the older steps that are had from it.
 
-        `what` says which part does not match its digest.
+        The memory is not used again. `what` says which part does not match its digest. The caller has it pinned.
         """
-        self._pools.condemn(shard.segment)
-        if self._drop(shard):
-            self._counters.add("corrupt_found")
-            logger.error(
-                "dropped shard %s: %s in %s at %d does not match its digest",
-                tuple(shard.id), what, shard.segment.name, shard.offset,
-            )  # fmt: skip
+        self._books.condemn(shard, what)
 
     def note_verified(self, shard: HeldShard) -> None:
-        """Remember that a shard's bytes were hashed just now and matched."""
-        checked = dataclasses.replace(shard, verified_at_ms=self._now_ms())
+        """Remember that a shard's bytes were checked just now and matched."""
+        books = self._books
+        with books.changed:
+            now = None if books.closed else books.current(shard)
+        if now is None:
+            return
+        checked = dataclasses.replace(now, verified_at_ms=books.now_ms())
         try:
-            with self._staged_manifest(checked) as staged, self._lock:
-                if self._closed or self._current(shard) is None:
-                    return
-                self._shards[shard.id] = checked
-                staged.rename(self._path(shard.id))
-        except (StoreError, OSError) as error:
+            with books.staged(checked) as staged, books.changed:
+                # A patch has rewritten the manifest meanwhile, or will when it ends.
+                if not books.closed and books.current(shard) is now and now.segment not in books.changes:
+                    books.place(staged, checked)
+        except StoreError as error:
             # The bytes are good, and the time in the file is only for people who look at it.
             logger.warning("cannot note in its manifest that %s was verified: %s", tuple(shard.id), error)
 
     def usage(self) -> Usage:
         """Memory at this moment. Manifests (16 bytes per chunk) are not counted."""
         return self._pools.usage()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreError(f"the RAM store in {self.directory} is closed")
-
-    def _current(self, shard: HeldShard) -> HeldShard | None:
-        """With the lock held: the entry that `shard` is or was verified into, None if it was replaced."""
-        found = self._shards.get(shard.id)
-        return found if found is not None and found.manifest is shard.manifest else None
-
-    def _path(self, name: ReplicaId) -> Path:
-        return self._manifests / name.job / file_name(name)
-
-    @contextlib.contextmanager
-    def _staged_manifest(self, shard: HeldShard) -> Iterator[Path]:
-        """A shard's manifest written in `tmp/`; removed at the end unless it was renamed into place."""
-        stored = store_pb2.StoredShard(
-            schema=SCHEMA,
-            manifest=shard.manifest,
-            segment=shard.segment.name,
-            segment_offset=shard.offset,
-            verified_at_ms=shard.verified_at_ms,
-        )
-        data = encode(stored)
-        path = self._tmp / f"{secrets.token_hex(16)}.shard"
-        with self._lock:
-            self._check_open()
-
-        def write() -> None:
-            files.own_folder(self._manifests / shard.key.job)
-            files.write_new(path, data)
-
-        self._pools.with_room(f"write a manifest of {len(data)} bytes", write)
-        try:
-            yield path
-        finally:
-            path.unlink(missing_ok=True)

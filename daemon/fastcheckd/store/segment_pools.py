@@ -1,4 +1,4 @@
-"""Who uses which segment, which ones are free, and how much memory all of them take.
+"""Who uses which segment or way-back file, which ones are free, and how much memory all of them take.
 
 A segment is in use while anything refers to it: its allocation, published shards, pins. With the
 last reference it becomes free, for the same pool only, and stays warm. Free segments count
@@ -6,7 +6,7 @@ against the budget like all others and are the first to go when it gets tight.
 
 One lock guards all of it and is never held during slow work: memory is accounted before it is
 allocated and until after it is unlinked, so the files never take more than the books say. Knows
-nothing of shards and manifests.
+nothing of shards and manifests, nor what is in a file that grows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from ..errors import InvalidRequestError, OverBudgetError, StoreError, StoreFullError
 from .directory import is_full
-from .segments import Segment, rounded
+from .segments import PooledFile, Segment, rounded
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ UNLINK_WAIT_S = 30.0
 class Usage:
     """Memory of a store at one moment."""
 
-    #: All segment files, in use, free, or being made.
+    #: All segments and way-back files, in use, free, or being made.
     used_bytes: int
     #: The part of `used_bytes` that goes away as soon as something else needs it.
     free_bytes: int
@@ -48,17 +48,17 @@ class Usage:
     segments: int
 
 
-def best_fit(free: Iterable[Segment], size_bytes: int) -> Segment | None:
+def best_fit(free: Iterable[PooledFile], size_bytes: int) -> Segment | None:
     """The smallest that holds `size_bytes` and does not waste more than a quarter and 1 MiB.
 
     Among equals the one that is free for longest, so that what `free_segments` names first comes next.
     """
     most = size_bytes + size_bytes // 4 + (1 << 20)
-    fitting = (s for s in free if size_bytes <= s.size_bytes <= most)
+    fitting = (s for s in free if isinstance(s, Segment) and size_bytes <= s.size_bytes <= most)
     return min(fitting, key=lambda s: s.size_bytes, default=None)
 
 
-def pick_victim(free: Sequence[Segment], lack_bytes: int) -> Segment:
+def pick_victim(free: Sequence[PooledFile], lack_bytes: int) -> PooledFile:
     """The smallest that alone makes up for the lack, else the largest; among equals the oldest."""
     enough = [s for s in free if s.size_bytes >= lack_bytes]
     if enough:
@@ -74,9 +74,9 @@ class SegmentPools:
         self._budget_bytes = budget_bytes
         #: Guards everything below and the counts in the segments; notified when memory comes back.
         self._changed = threading.Condition()
-        self._in_use: set[Segment] = set()
+        self._in_use: set[PooledFile] = set()
         #: In the order in which they became free.
-        self._free: list[Segment] = []
+        self._free: list[PooledFile] = []
         #: Files that exist, and those that a thread is about to make.
         self._used_bytes = 0
         #: The part of `_used_bytes` that threads are unlinking right now.
@@ -112,6 +112,34 @@ class SegmentPools:
                 return segment
         segment.unlink()  # the next process does not know of it
         raise StoreError(f"the RAM store in {self._folder.parent} is closed")
+
+    def recycle(self, pool: str) -> PooledFile | None:
+        """The file of a pool that became free last, if there is one. The caller gets one reference, no allocation."""
+        with self._changed:
+            self._check_open()
+            file = next((f for f in reversed(self._free) if f.pool == pool), None)
+            if file is not None:
+                self._free.remove(file)
+                file.references = 1
+                self._in_use.add(file)
+            return file
+
+    def grow(self, file: PooledFile, more_bytes: int) -> None:
+        """Set memory aside for a file in use that is about to become longer.
+
+        Raises:
+            OverBudgetError: the budget does not allow it, even without the free segments.
+        """
+        self._recycle_or_reserve(more_bytes, "", recycle=False)
+        with self._changed:
+            file.size_bytes += more_bytes
+
+    def settle(self, file: PooledFile, size_bytes: int) -> None:
+        """A file in use needs no more than this of what was set aside for it."""
+        with self._changed:
+            self._used_bytes -= file.size_bytes - size_bytes
+            file.size_bytes = size_bytes
+            self._changed.notify_all()
 
     def _recycle_or_reserve(self, size: int, pool: str, recycle: bool) -> Segment | None:
         """A free segment, or None with `size` bytes of the budget set aside for a new one."""
@@ -168,13 +196,13 @@ class SegmentPools:
                 "that a trainer still has mapped take room as well"
             ) from None
 
-    def adopt(self, segment: Segment) -> None:
-        """Add the segment of an earlier process, without any reference yet."""
+    def adopt(self, segment: PooledFile) -> None:
+        """Add a file of an earlier process, or one that is about to be made, without any reference yet."""
         with self._changed:
             self._used_bytes += segment.size_bytes
             self._in_use.add(segment)
 
-    def hold(self, segment: Segment) -> None:
+    def hold(self, segment: PooledFile) -> None:
         """Add a reference to a segment that is in use.
 
         Raises:
@@ -186,7 +214,7 @@ class SegmentPools:
                 raise StoreError(f"segment {segment.name} is not in use: it was released too early")
             segment.references += 1
 
-    def let_go(self, segment: Segment) -> None:
+    def let_go(self, segment: PooledFile) -> None:
         """Take a reference away; with the last one the segment is free. Does nothing on a closed store."""
         with self._changed:
             if self._closed:
@@ -222,7 +250,12 @@ class SegmentPools:
             doomed = self._drop_reference(segment)
         self._unlink(doomed)
 
-    def condemn(self, segment: Segment) -> None:
+    def is_shared(self, segment: Segment) -> bool:
+        """Whether more refers to a published segment than one shard and whoever allocated it."""
+        with self._changed:
+            return segment.references - segment.allocated > 1
+
+    def condemn(self, segment: PooledFile) -> None:
         """See to it that the segment is unlinked, not recycled, once nothing refers to it."""
         with self._changed:
             segment.recyclable = False
@@ -230,7 +263,7 @@ class SegmentPools:
     def free_segments(self, pool: str) -> list[Segment]:
         """The free segments of a pool, in the order in which `allocate` takes those of equal size."""
         with self._changed:
-            return [s for s in self._free if s.pool == pool]
+            return [s for s in self._free if isinstance(s, Segment) and s.pool == pool]
 
     def count(self, pool: str) -> int:
         """Number of a pool's segments, in use or free."""
@@ -244,7 +277,7 @@ class SegmentPools:
                 used_bytes=self._used_bytes,
                 free_bytes=sum(s.size_bytes for s in self._free),
                 budget_bytes=self._budget_bytes,
-                segments=len(self._in_use) + len(self._free),
+                segments=sum(isinstance(s, Segment) for group in (self._in_use, self._free) for s in group),
             )
 
     def close(self) -> None:
@@ -265,7 +298,7 @@ class SegmentPools:
         segment.allocated = True
         self._in_use.add(segment)
 
-    def _drop_reference(self, segment: Segment) -> list[Segment]:
+    def _drop_reference(self, segment: PooledFile) -> list[PooledFile]:
         """With the lock held: one reference less. Returns what the caller must unlink without the lock."""
         assert segment.references > 0, segment
         segment.references -= 1
@@ -282,13 +315,13 @@ class SegmentPools:
         self._doom(doomed)
         return doomed
 
-    def _doom(self, segments: Sequence[Segment]) -> None:
+    def _doom(self, segments: Sequence[PooledFile]) -> None:
         """With the lock held: take free segments off the books' free side; the caller unlinks them next."""
         for segment in segments:
             self._free.remove(segment)
             self._doomed_bytes += segment.size_bytes
 
-    def _unlink(self, segments: Sequence[Segment]) -> None:
+    def _unlink(self, segments: Sequence[PooledFile]) -> None:
         """Without the lock: unlink doomed segments; their memory counts until they are gone."""
         for segment in segments:
             gone = False

@@ -1,4 +1,4 @@
-"""A segment: one file of bytes in the RAM directory, mapped once and kept mapped.
+"""Files whose memory the pools account for. A segment: one file of bytes, mapped once and kept mapped.
 
 Unmapping and mapping again costs tens of milliseconds per GB, and a fresh page seven times a warm
 one, so a segment lives long and changes tenants. Who its tenants are is counted in
@@ -21,6 +21,8 @@ from . import directory
 PAGE_BYTES = 4096
 #: Pool of the segments that hold other nodes' shards.
 COPY_POOL = "copy"
+#: Pool of the segments that new bytes of a chunk lie in before they go to their place. No manifest names them.
+SLOT_POOL = "slot"
 
 
 def staging_pool(job: str, rank: int) -> str:
@@ -40,20 +42,44 @@ def rounded(size_bytes: int) -> int:
     return max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
 
 
-class Segment:
-    """One file in `segments/`, every byte of it allocated."""
+class PooledFile:
+    """One file of the RAM directory that takes memory, whoever uses it. Its fields belong to SegmentPools' lock."""
 
     def __init__(self, path: Path, size_bytes: int, pool: str) -> None:
         self.path = path
+        #: What it counts for: never less than the memory that it takes.
         self.size_bytes = size_bytes
         self.pool = pool
-        # The next three belong to SegmentPools and its lock.
-        #: One for whoever allocated it, one per published shard, one per pin. 0: free or gone.
+        #: One for whoever allocated it, one for what is published in it, one per pin. 0: free or gone.
         self.references = 0
         #: Whether `references` includes one of an allocation.
         self.allocated = False
         #: False once its bytes were found damaged: its memory is then given back, not used again.
         self.recyclable = True
+
+    @property
+    def name(self) -> str:
+        """File name, as manifests give it."""
+        return self.path.name
+
+    def forget(self) -> None:
+        """Let everything go that this process has of the file."""
+
+    def unlink(self) -> None:
+        """Remove the file; the memory is free when no process maps it any more."""
+        self.path.unlink(missing_ok=True)
+        self.forget()
+
+    def __repr__(self) -> str:
+        kind = type(self).__name__
+        return f"{kind}({self.name}, {self.size_bytes} bytes, pool={self.pool!r}, refs={self.references})"
+
+
+class Segment(PooledFile):
+    """One file in `segments/`, every byte of it allocated."""
+
+    def __init__(self, path: Path, size_bytes: int, pool: str) -> None:
+        super().__init__(path, size_bytes, pool)
         self._map_lock = threading.Lock()
         self._view: memoryview | None = None
         self._gone = False
@@ -87,11 +113,6 @@ class Segment:
         return cls(path, found.st_size, pool)
 
     @property
-    def name(self) -> str:
-        """File name, as manifests give it."""
-        return self.path.name
-
-    @property
     def view(self) -> memoryview:
         """The whole file, writable. Mapped at the first call; the mapping outlives the file's name.
 
@@ -116,11 +137,3 @@ class Segment:
         with self._map_lock:
             self._view = None
             self._gone = True
-
-    def unlink(self) -> None:
-        """Remove the file and let the mapping go; the memory is free when no process maps it any more."""
-        self.path.unlink(missing_ok=True)
-        self.forget()
-
-    def __repr__(self) -> str:
-        return f"Segment({self.name}, {self.size_bytes} bytes, pool={self.pool!r}, refs={self.references})"

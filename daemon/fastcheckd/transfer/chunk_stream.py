@@ -1,55 +1,55 @@
 """A connection's share of a shard, from END to END: the inner loops of sending and receiving.
 
-Both ends of both directions run these two: whoever sends takes the bytes from where they lie and
-whoever receives puts them where they belong; nothing is copied in between. What is done about a
-bad chunk is the caller's matter.
+Both ends of both directions run these two: whoever sends takes the payloads from where they lie and
+whoever receives says where they go; nothing is copied in between. How a payload is made, and what is
+done about a bad chunk, is the caller's matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 
-from ..digests import chunk_range
+from ..chunks import ChunkTable
 from ..errors import FrameError
-from .frames import Kind, check_data_frame
+from .frames import Codec, FrameHeader, Kind, check_data_frame
 from .lane import Lane
+from .shard_source import Payload
 
 
 def send_chunks(
     lane: Lane,
-    chunks: Collection[int],
+    chunks: Iterable[tuple[int, Payload]],
     *,
-    source: memoryview,
-    chunk_bytes: int,
+    table: ChunkTable,
     digest_of: Callable[[int], bytes],
     moved: Callable[[int], None],
 ) -> None:
-    """Send `chunks` of the shard in `source`, then END. `moved` is told the bytes of each."""
-    for index in chunks:
-        start, stop = chunk_range(index, len(source), chunk_bytes)
-        digest = digest_of(index)
-        with source[start:stop] as data:
-            lane.send_chunk(index, start, digest, data)
-        moved(stop - start)
-    lane.send_end(len(chunks))
+    """Send `chunks`, each with its index, then END. `moved` is told the payload bytes of each."""
+    count = 0
+    for index, payload in chunks:
+        start, stop = table.range(index)
+        lane.send_chunk(index, start, digest_of(index), stop - start, payload.codec, payload.data)
+        moved(len(payload.data))
+        count += 1
+    lane.send_end(count)
 
 
 def receive_chunks(
     lane: Lane,
     chunks: range,
     *,
-    shard_bytes: int,
-    chunk_bytes: int,
-    place_of: Callable[[int], memoryview],
-    accept: Callable[[int, memoryview, bytes], None],
+    table: ChunkTable,
+    codecs: frozenset[Codec],
+    place_of: Callable[[FrameHeader], memoryview],
+    accept: Callable[[FrameHeader, memoryview], None],
     moved: Callable[[int], None],
 ) -> None:
     """Receive DATA frames up to END, at most one for each of the connection's `chunks`.
 
-    `place_of` tells where a chunk goes, `accept` judges it there against the digest in its frame.
+    `place_of` tells where a payload goes, `accept` gets it there, whole. Only `codecs` may come.
 
     Raises:
-        FrameError, PeerError: see `Lane`. Whatever `accept` raises.
+        FrameError, PeerError: see `Lane`. Whatever `place_of` and `accept` raise.
     """
     received = 0
     while True:
@@ -58,13 +58,13 @@ def receive_chunks(
             if header.chunk != received:
                 raise FrameError(f"END speaks of {header.chunk} chunks, {received} came")
             return
-        check_data_frame(
-            header, shard_bytes=shard_bytes, chunk_bytes=chunk_bytes, first=chunks.start, stride=chunks.step
-        )
+        check_data_frame(header, table=table, first=chunks.start, stride=chunks.step)
+        if header.codec not in codecs:
+            raise FrameError(f"chunk {header.chunk} comes as {header.codec.name}, which was not asked for")
         if received == len(chunks):
             raise FrameError(f"more than the {len(chunks)} chunks of this connection came")
-        with place_of(header.chunk) as place:
+        with place_of(header) as place:
             lane.receive_into(place)
-            accept(header.chunk, place, header.digest)
+            accept(header, place)
         received += 1
-        moved(header.raw_bytes)
+        moved(header.encoded_bytes)

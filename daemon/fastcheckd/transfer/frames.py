@@ -13,16 +13,18 @@ from enum import IntEnum
 
 import xxhash
 
-from ..digests import DIGEST_BYTES, chunk_count, chunk_range
+from ..chunks import CHUNK_LENGTH_MAX, ChunkTable
+from ..codec.format import OVERHEAD_BYTES_MAX
+from ..digests import DIGEST_BYTES
 from ..errors import FrameError
 
 HELLO_BYTES = 64
 FRAME_BYTES = 64
 TICKET_BYTES = 32
 CHUNK_BYTES_MIN = 64 << 10
-CHUNK_BYTES_MAX = 16 << 20
+CHUNK_BYTES_MAX = CHUNK_LENGTH_MAX
 #: What a codec may add to a chunk that does not compress.
-CODEC_OVERHEAD_BYTES_MAX = 1024
+CODEC_OVERHEAD_BYTES_MAX = OVERHEAD_BYTES_MAX
 ERROR_BYTES_MAX = 1024
 #: Most indexes that a RESULT lists; the header still counts all bad chunks.
 RESULT_INDEXES_MAX = 1024
@@ -56,6 +58,8 @@ class Codec(IntEnum):
     """How a DATA payload is encoded. Only what is listed here may travel."""
 
     RAW = 0
+    #: An encoded chunk, docs/codec.md; its own header says which base it needs.
+    ENCODED = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,20 +152,17 @@ def parse_frame(data: bytes | bytearray | memoryview) -> FrameHeader:
     return header
 
 
-def check_data_frame(
-    header: FrameHeader, *, shard_bytes: int, chunk_bytes: int, first: int, stride: int
-) -> None:
+def check_data_frame(header: FrameHeader, *, table: ChunkTable, first: int, stride: int) -> None:
     """Check that a DATA frame is one of this connection's chunks, with the size and place it must have.
 
     Raises:
         FrameError: it is not.
     """
     _need(header.kind == Kind.DATA, f"a DATA frame was due, not {header.kind.name}")
-    count = chunk_count(shard_bytes, chunk_bytes)
-    _need(header.chunk < count, f"chunk {header.chunk} does not exist: the shard has {count}")
+    _need(header.chunk < len(table), f"chunk {header.chunk} does not exist: the shard has {len(table)}")
     ours = header.chunk >= first and (header.chunk - first) % stride == 0
     _need(ours, f"chunk {header.chunk} does not belong to this connection ({first}, then every {stride})")
-    start, stop = chunk_range(header.chunk, shard_bytes, chunk_bytes)
+    start, stop = table.range(header.chunk)
     _need(header.offset == start, f"chunk {header.chunk} is at {start}, not at {header.offset}")
     _need(
         header.raw_bytes == stop - start,
@@ -213,7 +214,7 @@ def _check_bounds(header: FrameHeader) -> None:
     if header.kind == Kind.DATA:
         _need(1 <= raw <= CHUNK_BYTES_MAX, f"a chunk of {raw} bytes is not from 1 byte to 16 MiB")
         _need(
-            encoded <= raw + CODEC_OVERHEAD_BYTES_MAX,
+            1 <= encoded <= raw + CODEC_OVERHEAD_BYTES_MAX,
             f"a chunk of {raw} bytes may not take {encoded} bytes on the lane",
         )
         _need(

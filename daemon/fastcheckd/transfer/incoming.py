@@ -1,8 +1,7 @@
-"""An incoming copy of a shard: reserved memory, and which of its chunks are there and proved.
+"""An incoming copy of a shard: which of its chunks are there and proved, and who may still write.
 
-Bytes land in place, in the mapped segment; this side hashes them there and compares. Memory goes
-back only when the last connection that might write into it has let go. Sockets live in
-`lane_server.py`, the decision who may put in `put_desk.py`.
+Its memory goes back only when the last connection that might write into it has let go. Where the bytes go
+is the target's matter, sockets live in `lane_server.py`, the decision who may put in `put_desk.py`.
 """
 
 from __future__ import annotations
@@ -13,35 +12,35 @@ from collections.abc import Callable
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
-from ..digests import DIGEST_BYTES, chunk_count, chunk_digest, chunk_range
+from ..codec.encoder import Use
+from ..digests import DIGEST_BYTES
 from ..errors import FrameError, InvalidRequestError
-from ..store.ram_store import Segment
+from ..store.ram_store import HeldShard
+from .codec_uses import summed
+from .targets import Target
+
+_MISSING, _COMING, _HERE = 0, 1, 2
 
 
 class IncomingShard:
     """One shard under way to this node. Thread-safe.
 
     Chunks are divided among connections by `first`; no two connections may have the same one, so no
-    chunk is ever written by two threads, and none after `seal`.
+    chunk is ever written by two threads, none twice, and none after `seal`.
     """
 
     def __init__(
         self,
         manifest: pb.ShardManifest,
-        segment: Segment,
+        target: Target,
         *,
         streams: int,
-        release: Callable[[Segment], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manifest = manifest
-        self.segment = segment
+        self.target = target
+        self.table = target.table
         self.streams = streams
-        self.shard_bytes = manifest.bytes
-        self.chunk_bytes = manifest.chunk_bytes
-        self.chunks = chunk_count(self.shard_bytes, self.chunk_bytes)
-        self._view = segment.view[: self.shard_bytes]
-        self._release = release
         self._clock = clock
         self._lock = threading.Lock()
         #: Open connections by their first chunk, and how to end each.
@@ -52,9 +51,10 @@ class IncomingShard:
         self._abandoned = False
         self._released = False
         self._last_progress_s = clock()
-        # Written by the one thread that owns the chunk, read after its connection is done.
-        self._arrived = bytearray(self.chunks)
-        self._digests = bytearray(self.chunks * DIGEST_BYTES)
+        # Written by the one thread at a time that has the chunk, read after its connection is done.
+        self._states = bytearray(len(self.table))
+        self._digests = bytearray(len(self.table) * DIGEST_BYTES)
+        self._uses: list[tuple[Use, ...]] = [()] * len(self.table)
 
     @property
     def idle_s(self) -> float:
@@ -85,24 +85,29 @@ class IncomingShard:
             self._lanes.pop(first, None)
         self._release_if_unused()
 
-    def chunk_view(self, index: int) -> memoryview:
-        """Where the chunk's bytes go; until `accept` it counts as not there."""
-        self._arrived[index] = 0
-        start, stop = chunk_range(index, self.shard_bytes, self.chunk_bytes)
-        return self._view[start:stop]
+    def expect(self, index: int) -> None:
+        """A chunk comes.
 
-    def accept(self, index: int, data: memoryview, claimed_digest: bytes) -> bool:
-        """Hash a chunk where it lies; whether it is what the sender meant to send."""
-        digest = chunk_digest(data)
-        if digest != claimed_digest:
-            return False
+        Raises:
+            FrameError: it is there already; a patched chunk could not be checked against its base again.
+        """
+        if self._states[index] != _MISSING:
+            raise FrameError(f"chunk {index} came already")
+        self._states[index] = _COMING
+
+    def arrived(self, index: int, digest: bytes, uses: tuple[Use, ...]) -> None:
+        """A chunk is in place; `digest` is that of its bytes, computed here."""
         self._digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES] = digest
-        self._arrived[index] = 1
-        return True
+        self._uses[index] = uses
+        self._states[index] = _HERE
+
+    def came_bad(self, index: int) -> None:
+        """A chunk has to come again."""
+        self._states[index] = _MISSING
 
     def missing(self, chunks: range) -> list[int]:
         """Those of `chunks` that are not there."""
-        return [index for index in chunks if not self._arrived[index]]
+        return [index for index in chunks if self._states[index] != _HERE]
 
     def seal(self) -> bytes:
         """End of the transfer: all chunk digests, as computed here. Nothing is written after it.
@@ -114,16 +119,23 @@ class IncomingShard:
             if self._lanes:
                 raise InvalidRequestError(f"{len(self._lanes)} connections of the transfer are still open")
             self._shut = True
-        missing = self.missing(range(self.chunks))
+        missing = self.missing(range(len(self.table)))
         if missing:
             raise InvalidRequestError(
-                f"{len(missing)} of {self.chunks} chunks never arrived, the first is {missing[0]}"
+                f"{len(missing)} of {len(self.table)} chunks never arrived, the first is {missing[0]}"
             )
         return bytes(self._digests)
 
+    def publish(self, manifest: pb.ShardManifest) -> HeldShard:
+        """After `seal`: make the copy visible. `manifest` is given how the bytes came."""
+        del manifest.codecs[:]
+        for use in summed(use for uses in self._uses for use in uses):
+            manifest.codecs.add(codec=use.codec, raw_bytes=use.raw_bytes, encoded_bytes=use.encoded_bytes)
+        return self.target.publish(manifest)
+
     def abandon(self) -> None:
-        """Give the memory back as soon as no connection writes into it. Also after success, when the
-        published shard keeps the segment alive. Harmless when repeated."""
+        """Give back what is not published as soon as no connection writes into it; slow for a patch, which is
+        undone, in whichever thread lets go last. Also after success. Harmless when repeated."""
         with self._lock:
             self._shut = self._abandoned = True
             ends = list(self._lanes.values())
@@ -136,5 +148,4 @@ class IncomingShard:
             if not self._abandoned or self._lanes or self._released:
                 return
             self._released = True
-            self._view.release()
-        self._release(self.segment)
+        self.target.abandon()

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Iterator, Sequence
 
 from ..errors import FrameError, PeerError
 from .frames import (
     FRAME_BYTES,
     HELLO_BYTES,
+    Codec,
     FrameHeader,
     Hello,
     Kind,
@@ -43,6 +45,9 @@ class Lane:
     Every method raises PeerError when the connection fails, no byte moves for `timeout_s`, or the
     other end sends an ERROR, and FrameError when it breaks the protocol. `end` alone may be called by
     other threads.
+
+    `sending_s` is the time spent inside the socket with chunks, in seconds: the kernel had no room for
+    them, so the network or the other end is the slower part.
     """
 
     def __init__(self, sock: socket.socket, whom: str, timeout_s: float) -> None:
@@ -50,10 +55,21 @@ class Lane:
         self._whom = whom
         self._timeout_s = timeout_s
         self._header = bytearray(FRAME_BYTES)
+        self._ended = False
+        self.sending_s = 0.0
 
     def end(self) -> None:
         """Make the thread that uses the lane fail soon."""
+        self._ended = True
         shut(self._sock)
+
+    def check(self) -> None:
+        """For a thread that waits for something else than the lane: fail if nobody needs it any more."""
+        if self._ended:
+            raise PeerError(f"the transfer with {self._whom} was ended")
+        with self._receiving(), contextlib.suppress(BlockingIOError):
+            if not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                raise EOFError("the connection was closed")
 
     def close(self) -> None:
         """Give the socket back."""
@@ -72,14 +88,23 @@ class Lane:
         set_timeout(self._sock, self._timeout_s)
         return hello
 
-    def send_chunk(self, index: int, offset: int, digest: bytes, data: memoryview) -> None:
-        """One DATA frame, raw, straight from where the bytes lie."""
-        size = len(data)
+    def send_chunk(
+        self, index: int, offset: int, digest: bytes, raw_bytes: int, codec: Codec, data: memoryview | bytes
+    ) -> None:
+        """One DATA frame, straight from where its payload lies; `digest` is that of the raw bytes."""
         header = FrameHeader(
-            kind=Kind.DATA, chunk=index, raw_bytes=size, encoded_bytes=size, offset=offset, digest=digest
+            kind=Kind.DATA,
+            chunk=index,
+            raw_bytes=raw_bytes,
+            encoded_bytes=len(data),
+            offset=offset,
+            digest=digest,
+            codec=codec,
         )
         with self._sending():
+            started = time.perf_counter()
             send_all(self._sock, pack_frame(header), data)
+            self.sending_s += time.perf_counter() - started
 
     def send_end(self, chunks: int) -> None:
         """So many chunks were sent since the last END, and no more come."""

@@ -5,53 +5,63 @@ Which connections there are, and what becomes of the shard, is decided in `peer_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
+from ..chunks import ChunkTable
 from ..counters import Counters
-from ..digests import DIGEST_BYTES, chunk_count, chunk_digest, chunk_range
+from ..digests import DIGEST_BYTES, chunk_digest
 from ..errors import CorruptError, FrameError
-from .chunk_digests import ChunkDigests
 from .chunk_stream import receive_chunks, send_chunks
-from .frames import RESENDS_MAX, Hello
+from .frames import RESENDS_MAX, Codec, FrameHeader, Hello
 from .lane import Lane
+from .put_tally import PutTally
+from .shard_source import Order, Payload, ShardSource
+
+#: Chunks that a connection has made ready while it sends the one before.
+AHEAD = 2
 
 
 def put_stream(
     lane: Lane,
     hello: Hello,
     *,
-    source: memoryview,
-    digests: ChunkDigests,
+    source: ShardSource,
+    against_base: bool,
     counters: Counters,
     moved: Callable[[int], None],
+    tally: PutTally,
 ) -> None:
-    """Send this connection's chunks, and again those that arrived bad.
+    """Send this connection's chunks, and again, as they are, those that arrived bad.
+
+    While one chunk is sent the next AHEAD are encoded, so a connection keeps at most AHEAD + 1 encoded
+    chunks in memory, besides what the source keeps for all of them.
 
     Raises:
         CorruptError: chunks are bad after all repeats: the bytes change here, or the way there is broken.
-        FrameError, PeerError: see `Lane`.
+        FrameError, PeerError: see `Lane`. PeerError, too, when the codec pool is closed.
     """
 
     def sent(count: int) -> None:
         counters.add("bytes_sent", count)
+        tally.sent(count)
         moved(count)
 
     lane.send_hello(hello)
-    own = range(hello.first, len(digests), hello.stride)
+    own = range(hello.first, len(source), hello.stride)
     chunks: Sequence[int] = own
     for sending in range(RESENDS_MAX + 1):
         if sending:
             counters.add("chunks_resent", len(chunks))
-        send_chunks(
-            lane,
-            chunks,
-            source=source,
-            chunk_bytes=digests.chunk_bytes,
-            digest_of=digests.chunk,
-            moved=sent,
+        made = _made_ahead(
+            source, chunks, against_base=against_base, plain=sending > 0, tally=tally, still_wanted=lane.check
         )
+        with contextlib.closing(made):
+            send_chunks(lane, made, table=source.table, digest_of=source.digest, moved=sent)
+        tally.sending_s(hello.first, lane.sending_s)
         chunks = lane.receive_result(own)
         if not chunks:
             return
@@ -60,11 +70,40 @@ def put_stream(
     )
 
 
+def _made_ahead(
+    source: ShardSource,
+    chunks: Sequence[int],
+    *,
+    against_base: bool,
+    plain: bool,
+    tally: PutTally,
+    still_wanted: Callable[[], None],
+) -> Generator[tuple[int, Payload], None, None]:
+    """The payloads of `chunks` in order, the next ones under way; close it to call those off."""
+    orders: deque[tuple[int, Order]] = deque()
+    rest = iter(chunks)
+    try:
+        while True:
+            while len(orders) <= AHEAD and (index := next(rest, None)) is not None:
+                orders.append((index, source.order(index, against_base=against_base, plain=plain)))
+            if not orders:
+                return
+            index, order = orders[0]
+            payload = order.take(still_wanted)
+            orders.popleft()
+            tally.used(index, payload.uses)
+            yield index, payload
+    finally:
+        for _, order in reversed(orders):  # first those that have not begun, or they would
+            order.drop()
+
+
 def get_stream(
     lane: Lane,
     hello: Hello,
     *,
     manifest: pb.ShardManifest,
+    table: ChunkTable,
     into: memoryview,
     counters: Counters,
     moved: Callable[[int], None],
@@ -75,17 +114,17 @@ def get_stream(
         CorruptError: a chunk is not what the manifest says.
         FrameError, PeerError: see `Lane`.
     """
-    own = range(hello.first, chunk_count(manifest.bytes, manifest.chunk_bytes), hello.stride)
+    own = range(hello.first, len(table), hello.stride)
     due = set(own)
     digests = manifest.chunk_digests
 
-    def place_of(index: int) -> memoryview:
-        start, stop = chunk_range(index, manifest.bytes, manifest.chunk_bytes)
+    def place_of(header: FrameHeader) -> memoryview:
+        start, stop = table.range(header.chunk)
         return into[start:stop]
 
-    def accept(index: int, place: memoryview, claimed_digest: bytes) -> None:
-        digest = chunk_digest(place)
-        if digest != digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
+    def accept(header: FrameHeader, place: memoryview) -> None:
+        index = header.chunk
+        if chunk_digest(place) != digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
             counters.add("corrupt_received")
             raise CorruptError(f"chunk {index} is not what was committed")
         due.discard(index)
@@ -98,8 +137,8 @@ def get_stream(
     receive_chunks(
         lane,
         own,
-        shard_bytes=manifest.bytes,
-        chunk_bytes=manifest.chunk_bytes,
+        table=table,
+        codecs=frozenset({Codec.RAW}),
         place_of=place_of,
         accept=accept,
         moved=received,

@@ -10,12 +10,16 @@ import logging
 import socket
 import threading
 
+from ..chunks import ChunkTable
 from ..counters import Counters
-from ..digests import DIGEST_BYTES, chunk_count
+from ..digests import DIGEST_BYTES
 from ..errors import ConfigError, CorruptError, FastCheckdError, FrameError, PeerError
 from .chunk_stream import receive_chunks, send_chunks
-from .frames import RESENDS_MAX, Hello
+from .codec_pool import CodecPool
+from .frames import RESENDS_MAX, Codec, Hello
+from .intake import Intake
 from .lane import Lane
+from .shard_source import Payload
 from .sockets import describe, shut, tune
 from .tickets import GetGrant, PutGrant, TicketOffice
 
@@ -29,7 +33,10 @@ _EXHAUSTED_PAUSE_S = 0.1
 
 
 class LaneServer:
-    """Accepts lane connections on host:port until stopped. Port 0 takes a free one."""
+    """Accepts lane connections on host:port until stopped. Port 0 takes a free one.
+
+    `pool` decodes what is put here; each connection keeps at most two chunks of encoded bytes in memory.
+    """
 
     def __init__(
         self,
@@ -39,6 +46,7 @@ class LaneServer:
         counters: Counters,
         transfer_timeout_s: float,
         *,
+        pool: CodecPool,
         congestion: str = "",
         connections_max: int = CONNECTIONS_MAX,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
@@ -48,6 +56,7 @@ class LaneServer:
         self._tickets = tickets
         self._counters = counters
         self._timeout_s = transfer_timeout_s
+        self._pool = pool
         self._congestion = congestion
         self._connections_max = connections_max
         self._hello_timeout_s = hello_timeout_s
@@ -181,12 +190,8 @@ class LaneServer:
 
     def _receive(self, lane: Lane, hello: Hello, grant: PutGrant) -> None:
         incoming = grant.incoming
-        chunks = range(hello.first, incoming.chunks, hello.stride)
-
-        def accept(index: int, place: memoryview, digest: bytes) -> None:
-            if not incoming.accept(index, place, digest):
-                self._counters.add("corrupt_received")
-
+        chunks = range(hello.first, len(incoming.table), hello.stride)
+        intake = Intake(incoming, self._pool, self._counters, lane.check)
         try:
             incoming.attach(hello.first, hello.stride, lane.end)
             try:
@@ -194,17 +199,19 @@ class LaneServer:
                     receive_chunks(
                         lane,
                         chunks,
-                        shard_bytes=incoming.shard_bytes,
-                        chunk_bytes=incoming.chunk_bytes,
-                        place_of=incoming.chunk_view,
-                        accept=accept,
+                        table=incoming.table,
+                        codecs=frozenset(Codec),
+                        place_of=intake.place_of,
+                        accept=intake.accept,
                         moved=lambda count: self._counters.add("bytes_received", count),
                     )
+                    intake.drain()
                     bad = incoming.missing(chunks)
                     if not bad:
                         break
                     lane.send_result(bad)
             finally:
+                intake.close()
                 # Before the answer: a sender that has it may ask to finish at once.
                 incoming.detach(hello.first)
             if bad:
@@ -220,14 +227,18 @@ class LaneServer:
             raise FrameError(
                 f"the transfer has {grant.streams} connections; stride {hello.stride} does not fit"
             )
-        manifest = grant.manifest
-        digests = manifest.chunk_digests
+        digests = grant.manifest.chunk_digests
+        table = ChunkTable.of(grant.manifest)
         with grant.opened() as source:
+
+            def chunk(index: int) -> tuple[int, Payload]:
+                start, stop = table.range(index)
+                return index, Payload(Codec.RAW, source[start:stop], ())
+
             send_chunks(
                 lane,
-                range(hello.first, chunk_count(manifest.bytes, manifest.chunk_bytes), hello.stride),
-                source=source,
-                chunk_bytes=manifest.chunk_bytes,
+                map(chunk, range(hello.first, len(table), hello.stride)),
+                table=table,
                 digest_of=lambda index: digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES],
                 moved=lambda count: self._counters.add("bytes_sent", count),
             )

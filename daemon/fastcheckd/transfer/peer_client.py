@@ -20,14 +20,17 @@ import grpc.aio
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
 
+from ..chunks import ChunkTable
 from ..config import Config
 from ..counters import Counters
 from ..digests import DIGEST_BYTES, chunk_count, shard_digest
 from ..errors import CorruptError, FastCheckdError, InvalidRequestError, PeerError
 from ..rpc import CHANNEL_OPTIONS, from_rpc_error
-from .chunk_digests import ChunkDigests
-from .frames import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, TICKET_BYTES, Hello
+from .frames import TICKET_BYTES, Hello
 from .lane_client import get_stream, put_stream
+from .put_checks import chunk_table
+from .put_tally import PutOutcome, PutTally
+from .shard_source import ShardSource
 from .stream_crew import LoopProgress, StreamCrew, hired
 
 logger = logging.getLogger(__name__)
@@ -70,22 +73,22 @@ class PeerClient:
         epoch: int,
         owner: pb.NodeRef,
         manifest: pb.ShardManifest,
-        digests: ChunkDigests,
-        source: memoryview,
+        source: ShardSource,
         progress: Callable[[int], None],
-    ) -> bytes:
-        """Put a copy of the shard in `source` on `holder`; the 16-byte digest of what it holds now.
+    ) -> PutOutcome:
+        """Put a copy of the shard in `source` on `holder`, as changes of the source's base if it has that.
 
-        `manifest` needs no digests. `progress` is told, on the event loop, how many bytes were sent
-        since it was last called. When this returns, raises or is cancelled, `source` is not used any more.
+        `manifest` needs no digests. `progress` is told, on the event loop, how many payload bytes were sent
+        since it was last called. When this returns, raises or is cancelled, no thread uses `source` for it
+        any more.
 
         Raises:
             PeerError: the holder cannot be reached, stopped, or refused.
             CorruptError: what arrives there stays different from what is here.
             FencedError, OverBudgetError, StoreFullError, InvalidRequestError: the holder's answer.
         """
-        if not len(source) == manifest.bytes or digests.chunk_bytes != manifest.chunk_bytes:
-            raise InvalidRequestError("source, digests and manifest do not describe the same shard")
+        if source.table != ChunkTable.of(manifest):
+            raise InvalidRequestError("source and manifest do not describe the same shard")
         whom = _name(holder)
         stub = self._stub(holder.data_address)
         request = peer_pb2.BeginPutRequest(
@@ -97,19 +100,33 @@ class PeerClient:
         )
         request.manifest.ClearField("chunk_digests")
         request.manifest.ClearField("digest")
+        request.manifest.ClearField("codecs")
         request.manifest.kind = pb.REPLICA_KIND_COPY
+        if source.base is not None:
+            request.bases.add(step=source.base.step, digest=source.base.digest)
+        tally = PutTally()
         moved = LoopProgress(asyncio.get_running_loop(), progress)
-        async with hired(self._executor, min(self._config.lane_streams, len(digests))) as crew:
+        async with hired(self._executor, min(self._config.lane_streams, len(source))) as crew:
             request.streams = crew.size
             allocation_s = manifest.bytes / _FRESH_MEMORY_BYTES_PER_S
             begun = await self._ask(stub.BeginPut, request, whom, self._timeout_s + allocation_s)
             try:
+                base_step = begun.base_step if begun.HasField("base_step") else None
+                if base_step is not None and (source.base is None or base_step != source.base.step):
+                    raise PeerError(f"{whom} chose step {base_step} as base, which was not offered")
+                against_base = base_step is not None
                 work = partial(
-                    put_stream, source=source, digests=digests, counters=self._counters, moved=moved
+                    put_stream,
+                    source=source,
+                    against_base=against_base,
+                    counters=self._counters,
+                    moved=moved,
+                    tally=tally,
                 )
-                await self._stream(crew, holder, begun.tickets, work)
+                with source.put_under_way(against_base=against_base):
+                    await self._stream(crew, holder, begun.tickets, work)
                 # All computed by now, unless there was nothing to send.
-                chunk_digests = digests.complete()
+                chunk_digests = source.complete()
                 digest = shard_digest(chunk_digests)
                 finish = peer_pb2.FinishPutRequest(
                     transfer_id=begun.transfer_id, chunk_digests=chunk_digests, digest=digest
@@ -120,7 +137,7 @@ class PeerClient:
             except BaseException:
                 self._later(self._abort(stub, begun.transfer_id, whom))
                 raise
-        return digest
+        return tally.outcome(digest=digest, base_step=base_step, raw_bytes=manifest.bytes)
 
     async def get_shard(
         self,
@@ -149,10 +166,19 @@ class PeerClient:
                 request = peer_pb2.BeginGetRequest(
                     cluster_id=self._config.cluster_id, key=key, digest=digest, streams=crew.size
                 )
-                begun = await self._ask(stub.BeginGet, request, whom, self._timeout_s)
+                # The holder may have to make it from a newer step first.
+                making_s = len(into) / _FRESH_MEMORY_BYTES_PER_S
+                begun = await self._ask(stub.BeginGet, request, whom, self._timeout_s + making_s)
                 manifest = begun.manifest
-                _check_manifest(manifest, key, digest, len(into), whom)
-                work = partial(get_stream, manifest=manifest, into=into, counters=self._counters, moved=moved)
+                table = _check_manifest(manifest, key, digest, len(into), whom)
+                work = partial(
+                    get_stream,
+                    manifest=manifest,
+                    table=table,
+                    into=into,
+                    counters=self._counters,
+                    moved=moved,
+                )
                 await self._stream(crew, holder, begun.tickets, work)
         except CorruptError as error:
             self._counters.add("corrupt_reported")
@@ -255,15 +281,17 @@ class PeerClient:
 
 def _check_manifest(
     manifest: pb.ShardManifest, key: pb.ShardKey, digest: bytes, shard_bytes: int, whom: str
-) -> None:
-    """Raise CorruptError unless the manifest is proved by the digest and describes the shard."""
+) -> ChunkTable:
+    """The chunks; CorruptError unless the manifest is proved by the digest and describes the shard."""
     if manifest.key != key or shard_digest(manifest.chunk_digests) != digest or manifest.digest != digest:
         raise CorruptError(f"the chunk digests of {whom} are not those of the committed digest")
-    if not CHUNK_BYTES_MIN <= manifest.chunk_bytes <= CHUNK_BYTES_MAX:
-        raise CorruptError(f"{whom} speaks of chunks of {manifest.chunk_bytes} bytes")
-    chunks = chunk_count(shard_bytes, manifest.chunk_bytes)
-    if manifest.bytes != shard_bytes or len(manifest.chunk_digests) != chunks * DIGEST_BYTES:
+    try:
+        table = chunk_table(manifest)
+    except InvalidRequestError as error:
+        raise CorruptError(f"{whom} describes the shard wrongly: {error}") from None
+    if manifest.bytes != shard_bytes or len(manifest.chunk_digests) != len(table) * DIGEST_BYTES:
         raise CorruptError(f"{whom} speaks of {manifest.bytes} bytes, the shard has {shard_bytes}")
+    return table
 
 
 def _name(holder: pb.Holder) -> str:

@@ -9,13 +9,16 @@ from fastcheck_proto.conventions import MESSAGE_BYTES_MAX, RANK_MAX, STEP_MAX, c
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
 
-from ..digests import DIGEST_BYTES, chunk_count
+from ..chunks import ChunkTable
+from ..digests import DIGEST_BYTES
 from ..errors import FencedError, InvalidRequestError, OverBudgetError
 from .frames import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, STREAMS_MAX
 
 SHARDS_MAX = 65536
 #: The digests of all chunks travel in one message, beside little else.
 CHUNKS_MAX = MESSAGE_BYTES_MAX // 2 // DIGEST_BYTES
+#: Earlier steps that one BeginPut may offer.
+BASES_MAX = 4
 
 
 def check_put(
@@ -26,8 +29,10 @@ def check_put(
     incarnation: int,
     epoch: int,
     budget_bytes: int,
-) -> None:
+) -> ChunkTable:
     """Check a BeginPut against this node's cluster, name, present incarnation (0: none yet) and newest epoch.
+
+    Returns the shard's chunks.
 
     Raises:
         FencedError: it was placed for another life of this node or by an older membership.
@@ -43,13 +48,31 @@ def check_put(
     if request.owner.node_id == node_id:
         raise InvalidRequestError(f"node {node_id} cannot hold a copy of its own shard")
     _need(0 <= request.streams <= STREAMS_MAX, f"streams {request.streams} is more than {STREAMS_MAX}")
-    _check_manifest(request.manifest, request.owner.node_id)
+    table = _check_manifest(request.manifest, request.owner.node_id)
+    _need(len(request.bases) <= BASES_MAX, f"{len(request.bases)} bases are more than {BASES_MAX}")
+    _need(all(len(base.digest) == DIGEST_BYTES for base in request.bases), "a base's digest has 16 bytes")
     _need(request.streams > 0 or request.manifest.bytes == 0, "streams is 0 for a shard that has bytes")
     if request.manifest.bytes > budget_bytes:
         raise OverBudgetError(
             f"a shard of {request.manifest.bytes} bytes is more than this node's whole RAM budget "
             f"of {budget_bytes} bytes"
         )
+    return table
+
+
+def chunk_table(manifest: pb.ShardManifest) -> ChunkTable:
+    """The chunks of a shard that somebody else describes; nothing is built before their number is bounded.
+
+    Raises:
+        InvalidRequestError: too many, or not a shard of that size together.
+    """
+    _need(
+        CHUNK_BYTES_MIN <= manifest.chunk_bytes <= CHUNK_BYTES_MAX,
+        f"chunk_bytes {manifest.chunk_bytes} is not from 64 KiB to 16 MiB",
+    )
+    chunks = len(manifest.chunk_lengths) or -(-manifest.bytes // manifest.chunk_bytes)
+    _need(chunks <= CHUNKS_MAX, f"a shard of {chunks} chunks is more than {CHUNKS_MAX}: use larger chunks")
+    return ChunkTable.of(manifest)
 
 
 def check_cluster(given: str, own: str) -> None:
@@ -78,7 +101,7 @@ def check_key(key: pb.ShardKey) -> None:
     _need(key.shard < SHARDS_MAX, f"shard {key.shard} is not below {SHARDS_MAX}")
 
 
-def _check_manifest(manifest: pb.ShardManifest, owner: str) -> None:
+def _check_manifest(manifest: pb.ShardManifest, owner: str) -> ChunkTable:
     check_key(manifest.key)
     _check_name("owner", owner)
     _need(manifest.owner == owner, "the manifest names another owner than the request")
@@ -91,17 +114,12 @@ def _check_manifest(manifest: pb.ShardManifest, owner: str) -> None:
     )
     _need(manifest.part == 0, "only whole copies can be put")
     _need(not manifest.chunk_digests and not manifest.digest, "digests come with FinishPut")
-    _need(
-        CHUNK_BYTES_MIN <= manifest.chunk_bytes <= CHUNK_BYTES_MAX,
-        f"chunk_bytes {manifest.chunk_bytes} is not from 64 KiB to 16 MiB",
-    )
-    chunks = chunk_count(manifest.bytes, manifest.chunk_bytes)
-    _need(chunks <= CHUNKS_MAX, f"a shard of {chunks} chunks is more than {CHUNKS_MAX}: use larger chunks")
     _need(manifest.offset + manifest.bytes <= manifest.state_bytes, "the shard is not within its state")
     _need(
         manifest.header_offset + manifest.header_bytes <= manifest.state_bytes,
         "the state header is not within its state",
     )
+    return chunk_table(manifest)
 
 
 def _check_name(what: str, name: str) -> None:

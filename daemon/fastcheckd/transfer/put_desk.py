@@ -1,8 +1,9 @@
 """The holder's side of a put: who may, where the bytes go, and when the copy counts.
 
-BeginPut reserves memory and issues tickets, the lane fills the memory, FinishPut proves and publishes.
-Every reservation ends: by FinishPut, AbortPut, a lost connection, a newer put of the same shard, or
-by lying idle. All methods block and may be called from any thread.
+BeginPut takes a replica to change in place, or reserves memory, and issues tickets; the lane brings the
+chunks, FinishPut proves and publishes. Every transfer ends: by FinishPut, AbortPut, a lost connection, a
+newer put of the same shard, a reader of the replica that it changes, or by lying idle. All methods block and may
+be called from any thread; undoing a patch is slow and happens outside every lock.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from dataclasses import dataclass
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
 
+from ..chunks import ChunkTable
 from ..counters import Counters
 from ..digests import shard_digest
-from ..errors import CorruptError, FastCheckdError, FencedError, NotHeldError, PeerError
-from ..store.ram_store import RamStore, Segment
+from ..errors import CorruptError, FastCheckdError, FencedError, NotHeldError, PeerError, StoreError
+from ..store.ram_store import HeldShard, RamStore
 from ..store.segments import COPY_POOL
 from .incoming import IncomingShard
 from .put_checks import check_life, check_put
+from .targets import PatchTarget, Target, WholeTarget
 from .tickets import PutGrant, TicketOffice
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,8 @@ class _Transfer:
     incarnation: int
     incoming: IncomingShard
     grant: PutGrant
+    #: Step of the replica that it changes in place.
+    base_step: int | None
 
 
 class PutDesk:
@@ -156,7 +161,7 @@ class PutDesk:
             manifest.digest = digest
             manifest.kind = pb.REPLICA_KIND_COPY
             self._check_session(manifest)
-            self._store.publish(manifest, incoming.segment, 0, verified=True)
+            incoming.publish(manifest)
         finally:
             self._give_up(transfer)
         self._counters.add("shards_received")
@@ -184,7 +189,7 @@ class PutDesk:
 
     def _begin(self, request: peer_pb2.BeginPutRequest) -> peer_pb2.BeginPutResponse:
         incarnation = self._incarnation()
-        check_put(
+        table = check_put(
             request,
             cluster_id=self._cluster_id,
             node_id=self._node_id,
@@ -204,36 +209,79 @@ class PutDesk:
             self._beginning += 1
             self._number += 1
             number = self._number
+        transfer_id = secrets.token_hex(16)
         try:
-            segment = self._store.allocate(request.manifest.bytes, COPY_POOL)
+            base, target = self._open_target(request, table, transfer_id)
             try:
-                transfer = self._admit(request, number, incarnation, segment)
+                transfer = self._admit(request, transfer_id, number, incarnation, target, base)
             except BaseException:
-                self._store.release(segment)
+                target.abandon()
                 raise
         finally:
             with self._lock:
                 self._beginning -= 1
         try:
+            if isinstance(target, PatchTarget) and target.wanted:  # before it was in the books
+                raise PeerError(f"a reader needs step {transfer.base_step}: try again")
             tickets = [self._tickets.issue(transfer.grant) for _ in range(request.streams)]
         except FastCheckdError:
             self.abort(transfer.transfer_id)
             raise
-        return peer_pb2.BeginPutResponse(transfer_id=transfer.transfer_id, tickets=tickets)
+        return peer_pb2.BeginPutResponse(
+            transfer_id=transfer.transfer_id, tickets=tickets, base_step=transfer.base_step
+        )
+
+    def _open_target(
+        self, request: peer_pb2.BeginPutRequest, table: ChunkTable, transfer_id: str
+    ) -> tuple[HeldShard | None, Target]:
+        """A replica to change, if it is one that the sender offered and nobody reads it, or memory of its own."""
+        step = request.manifest.key.step
+        base = self._acceptable_base(request, table)
+        if base is not None:
+
+            def give_way() -> None:
+                # The reader waits for the outcome, not in here; undoing may take a while.
+                threading.Thread(target=self.abort, args=(transfer_id,), name="put-undo", daemon=True).start()
+
+            try:
+                patch = self._store.begin_patch(base, step, on_wanted=give_way)
+                return base, PatchTarget(patch, base, self._counters, step=step)
+            except StoreError as error:
+                logger.info("shard %s comes whole: %s", tuple(base.id), error)
+        segment = self._store.allocate(table.shard_bytes, COPY_POOL)
+        return None, WholeTarget(self._store, segment, table, step=step)
+
+    def _acceptable_base(self, request: peer_pb2.BeginPutRequest, table: ChunkTable) -> HeldShard | None:
+        """The newest replica of the shard here, if it is one of the offered steps and cut the same way."""
+        coming = request.manifest
+        key = coming.key
+        here = [
+            held
+            for held in self._store.held(key.job)
+            if (held.kind, held.key.rank, held.key.shard) == (pb.REPLICA_KIND_COPY, key.rank, key.shard)
+        ]
+        newest = max(here, key=lambda held: held.key.step, default=None)
+        if newest is None or not newest.is_full or not coming.bytes or newest.key.step >= key.step:
+            return None
+        manifest = newest.manifest
+        offered = any(
+            (base.step, base.digest) == (newest.key.step, manifest.digest) for base in request.bases
+        )
+        same_place = (manifest.offset, manifest.bytes) == (coming.offset, coming.bytes)
+        return newest if offered and same_place and newest.chunks == table else None
 
     def _admit(
-        self, request: peer_pb2.BeginPutRequest, number: int, incarnation: int, segment: Segment
+        self,
+        request: peer_pb2.BeginPutRequest,
+        transfer_id: str,
+        number: int,
+        incarnation: int,
+        target: Target,
+        base: HeldShard | None,
     ) -> _Transfer:
         """Enter a transfer into the books; an older one of the same shard gives way."""
         key = request.manifest.key
-        transfer_id = secrets.token_hex(16)
-        incoming = IncomingShard(
-            request.manifest,
-            segment,
-            streams=request.streams,
-            release=self._store.release,
-            clock=self._clock,
-        )
+        incoming = IncomingShard(request.manifest, target, streams=request.streams, clock=self._clock)
         transfer = _Transfer(
             transfer_id=transfer_id,
             key=(key.job, key.step, key.rank, key.shard),
@@ -241,6 +289,7 @@ class PutDesk:
             incarnation=incarnation,
             incoming=incoming,
             grant=PutGrant(incoming=incoming, streams=request.streams, fail=lambda: self.abort(transfer_id)),
+            base_step=base.key.step if base is not None else None,
         )
         with self._lock:
             if self._closed.is_set():

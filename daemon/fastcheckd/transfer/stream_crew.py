@@ -19,7 +19,7 @@ from concurrent.futures import Executor, Future
 from ..config import split_address
 from ..errors import FrameError, PeerError
 from .lane import Lane
-from .sockets import describe, set_timeout, shut, tune
+from .sockets import describe, set_timeout, tune
 
 #: A thread that is free starts at once; one that is not is not waited for.
 _GATHER_S = 0.02
@@ -37,7 +37,7 @@ class StreamCrew:
         self._futures: list[Future[None]] = []
         self._orders: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
+        self._lanes: set[Lane] = set()
         self._over = False
         self._done = 0
         self._first_error: BaseException | None = None
@@ -72,10 +72,11 @@ class StreamCrew:
             raise PeerError(f"{whom} has no usable lane address {address!r}: {error}") from None
         family, kind, protocol, _, place = found[0]
         with socket.socket(family, kind, protocol) as sock:
+            lane = Lane(sock, whom, timeout_s)
             with self._lock:
                 if self._over:
                     raise PeerError(f"the transfer with {whom} was ended")
-                self._sockets.add(sock)
+                self._lanes.add(lane)
             try:
                 try:
                     tune(sock, congestion)
@@ -86,19 +87,19 @@ class StreamCrew:
                     raise PeerError(
                         f"cannot connect to the lane of {whom} at {address}: {describe(error)}"
                     ) from None
-                yield Lane(sock, whom, timeout_s)
+                yield lane
             except FrameError as error:
                 raise PeerError(f"{whom} broke the lane's protocol: {error}", reason=error.code) from None
             finally:
                 with self._lock:
-                    self._sockets.discard(sock)
+                    self._lanes.discard(lane)
 
     def end(self) -> None:
         """End all connections, and let no new one begin."""
         with self._lock:
             self._over = True
-            for sock in self._sockets:
-                shut(sock)
+            for lane in self._lanes:
+                lane.end()
 
     async def _hire(self, executor: Executor, wanted: int) -> None:
         if wanted == 0:

@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 
 from fastcheck_proto.conventions import ERROR_METADATA_KEY
-from fastcheck_proto.v1 import common_pb2, node_pb2, node_pb2_grpc, trainer_pb2_grpc
+from fastcheck_proto.v1 import common_pb2, layout_pb2, node_pb2, node_pb2_grpc, trainer_pb2_grpc
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 
@@ -27,6 +27,7 @@ class Saved:
     header_offset: int = 0
     header_bytes: int = 0
     sealed: bool = False
+    layout: layout_pb2.StateLayout = field(default_factory=layout_pb2.StateLayout)
     watch: list[pb.WatchSaveResponse] = field(default_factory=list)
 
 
@@ -139,6 +140,7 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
 
     def _seal(self, saved: Saved, seal) -> None:
         saved.header_offset, saved.header_bytes = seal.header_offset, seal.header_bytes
+        saved.layout.CopyFrom(seal.layout)
         saved.sealed = True
         saved.watch.append(pb.WatchSaveResponse(state=pb.SAVE_STATE_STAGED, spares=self.spares))
         if self.auto_commit:
@@ -200,6 +202,7 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
             state_bytes=saved.request.state_bytes,
             header_offset=saved.header_offset,
             header_bytes=saved.header_bytes,
+            lossy=saved.layout.HasField("precision"),
         ), saved
 
     def Load(self, request, context):

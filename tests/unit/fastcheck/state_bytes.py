@@ -35,8 +35,10 @@ def snapshot(state: Any) -> Snapshot:
     segment = anonymous(flat.state_bytes)
     segment.tensor.fill_(0x5A)
     Copier(2).copy(flat, segment.tensor)
-    header = bytes(segment.tensor[flat.header_offset : flat.state_bytes].tolist())
+    tail = bytes(segment.tensor[flat.header_offset : flat.state_bytes].tolist())
+    header, padding = tail[: len(flat.header)], tail[len(flat.header) :]
     assert header == flat.header
+    assert not any(padding)
     return Snapshot(segment, header, flat.state_bytes)
 
 

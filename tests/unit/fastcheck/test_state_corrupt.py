@@ -139,8 +139,8 @@ def test_values_that_make_no_sense_are_refused(value):
 
 
 def test_an_unknown_format_is_refused_by_its_version():
-    with pytest.raises(CorruptError, match="version 2"):
-        parse(root(pb.StateValue(none=True), schema=2), 64)
+    with pytest.raises(CorruptError, match="version 3"):
+        parse(root(pb.StateValue(none=True), schema=3), 64)
 
 
 def test_bottomless_nesting_is_refused():

@@ -13,6 +13,7 @@ from codec_helpers import (
     adam_arrays,
     adam_step,
     adam_unit,
+    decoded,
     joined,
     noise,
     round_trip,
@@ -29,7 +30,9 @@ from fastcheck_proto.v1 import layout_pb2 as pb
 from fastcheckd.codec import adam, sgd
 from fastcheckd.codec.chunk_plan import ChunkPlan, Unit
 from fastcheckd.codec.dtypes import DType
-from fastcheckd.codec.fitting import fit_adam_lr, fit_sgd_lr
+from fastcheckd.codec.encoder import encode
+from fastcheckd.codec.fitting import Fits, fit_adam_lr, fit_sgd_lr
+from fastcheckd.digests import chunk_digest
 
 N = 2000
 ODD = [0.0, -0.0, 1.0, 0.9, 5e-324, 1e-308, 1 - 2**-53, 1e30, -1e30, 1.7e308, math.nan, math.inf, -math.inf]
@@ -97,6 +100,32 @@ def test_numbers_that_tell_no_rate():
     assert fit_adam_lr(runs, step, bytes(size), bytes(size)) is None
     assert fit_adam_lr(runs, step, nan, nan) is None
     assert fit_sgd_lr(sgd.Runs.of(sgd_unit(N, sgd_step())), sgd_step(), nan, nan) is None
+
+
+def test_chunks_of_one_save_share_what_was_fitted():
+    right, moved, fits = adam_step(), adam_step(lr=0.7), Fits()
+    assert fits.known(moved) is None
+    for salt in (1, 9):
+        older, newer = adam_arrays(N, right, salt)
+        digests = {"digest": chunk_digest(joined(newer)), "base_digest": chunk_digest(joined(older))}
+        plan = whole(adam_unit(N, moved))
+        encoded = encode(joined(newer), joined(older), plan, step=8, base_step=7, fits=fits, **digests)
+        assert {use.codec for use in encoded.uses} == {"adam"}
+        assert decoded(encoded.payload, joined(older), plan.bytes) == joined(newer)
+        assert fits.known(moved) == pytest.approx(right.lr, rel=1e-3)
+    # Another group's step is another matter, equal or not.
+    assert fits.known(adam_step(lr=0.7)) is None
+
+
+def test_a_step_that_no_rate_explains_is_given_up_after_some_chunks():
+    step, fits = adam_step(), Fits()
+    tried = 0
+    while fits.worth_trying(step):
+        new, base = noise(12 * N, tried), noise(12 * N, tried + 1)
+        encode(new, base, whole(adam_unit(N, step)), step=8, base_step=7, digest=bytes(16), fits=fits)
+        tried += 1
+        assert tried <= 3
+    assert tried == 3
 
 
 def test_units_that_are_none_are_coded_run_by_run():

@@ -362,7 +362,7 @@ def test_readers_and_writers_at_once_see_whole_shards_only(store):
     assert errors == []
 
 
-@pytest.mark.parametrize("name", ["segments", "manifests", "tmp"])
+@pytest.mark.parametrize("name", ["segments", "ways", "manifests", "tmp"])
 def test_a_linked_folder_is_refused(tmp_path: Path, name):
     ram = tmp_path / "ram"
     open_store(ram)[0].close()

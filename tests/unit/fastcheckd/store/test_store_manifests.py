@@ -12,6 +12,7 @@ from fastcheckd.errors import CorruptError, InvalidRequestError
 from fastcheckd.store.manifests import check_manifest, decode, encode, file_name, replica_id
 
 SEGMENT = "0123456789abcdef" * 2 + ".seg"
+WAY = "0123456789abcdef" * 2 + ".way"
 
 
 def stored(**changes) -> store_pb2.StoredShard:
@@ -73,9 +74,35 @@ def test_a_segment_name_that_we_never_make_is_refused(name):
         decode(encode(stored(segment=name)))
 
 
+def test_a_way_back_is_encoded_and_decoded():
+    before = stored(way_back=store_pb2.WayBack(file=WAY, from_step=2))
+    assert decode(encode(before)) == before
+
+
+@pytest.mark.parametrize("name", ["", "x", "../" + WAY, WAY + "/", WAY.upper(), SEGMENT])
+def test_a_way_back_name_that_we_never_make_is_refused(name):
+    with pytest.raises(CorruptError, match="names a way back"):
+        decode(encode(stored(way_back=store_pb2.WayBack(file=name, from_step=2))))
+
+
+@pytest.mark.parametrize("from_step", [0, 1, 2**62 + 1])
+def test_a_way_back_that_does_not_start_from_a_newer_step_is_refused(from_step):
+    with pytest.raises(CorruptError, match="starts from step"):
+        decode(encode(stored(way_back=store_pb2.WayBack(file=WAY, from_step=from_step))))
+
+
+def test_only_copies_have_a_way_back():
+    owners = make_manifest(b"x", kind=OWNER)
+    with pytest.raises(CorruptError, match="no copy"):
+        decode(encode(stored(manifest=owners, way_back=store_pb2.WayBack(file=WAY, from_step=2))))
+
+
 @pytest.mark.parametrize(
     ("what", "change"),
     [
+        ("chunk lengths", lambda m: m.chunk_lengths.extend([4096, 4096])),
+        ("chunk lengths", lambda m: m.chunk_lengths.extend([10_000, 0])),
+        ("chunk digests", lambda m: m.chunk_lengths.extend([5000, 5000])),
         ("job", lambda m: setattr(m.key, "job", "../x")),
         ("job", lambda m: setattr(m.key, "job", "")),
         ("job", lambda m: setattr(m.key, "job", "..")),
@@ -101,6 +128,13 @@ def test_a_manifest_that_disagrees_with_itself_is_refused(what, change):
     change(manifest)
     with pytest.raises(InvalidRequestError, match=what):
         check_manifest(manifest)
+
+
+@given(st.lists(st.integers(1, 5000), max_size=20))
+def test_chunks_of_any_lengths(lengths):
+    manifest = make_manifest(payload(1, sum(lengths)), lengths=lengths)
+    check_manifest(manifest)
+    assert decode(encode(stored(manifest=manifest))).manifest == manifest
 
 
 def test_file_names_are_those_of_the_protocol():

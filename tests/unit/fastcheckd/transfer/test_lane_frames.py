@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheckd.digests import chunk_count, chunk_range
+from fastcheckd.chunks import ChunkTable
 from fastcheckd.errors import FrameError
 from fastcheckd.transfer.frames import (
     CHUNK_BYTES_MAX,
@@ -18,6 +18,7 @@ from fastcheckd.transfer.frames import (
     HELLO_BYTES,
     RESULT_INDEXES_MAX,
     STREAMS_MAX,
+    Codec,
     FrameHeader,
     Hello,
     Kind,
@@ -46,6 +47,7 @@ data_headers = st.integers(1, CHUNK_BYTES_MAX).flatmap(
         chunk=st.integers(0, 2**32 - 1),
         raw_bytes=st.just(size),
         encoded_bytes=st.just(size),
+        codec=st.sampled_from(Codec),
         offset=st.integers(0, 2**64 - 1),
         digest=st.binary(min_size=16, max_size=16),
     )
@@ -129,7 +131,10 @@ def test_random_fields_under_a_right_checksum_never_exceed_the_bounds(fields: by
         frame_body(version=2),
         frame_body(kind=0),
         frame_body(kind=5),
-        frame_body(codec=1),
+        frame_body(codec=2),
+        frame_body(codec=1, encoded=0),
+        frame_body(codec=1, encoded=4096 + 1025),
+        frame_body(kind=2, codec=1, raw=0, encoded=0),
         frame_body(flags=1),
         frame_body(reserved_a=1),
         frame_body(reserved_b=1),
@@ -162,25 +167,24 @@ def test_a_well_sealed_hello_out_of_bounds_is_refused(
         parse_hello(sealed(struct.pack("<8sHHIII32s", *fields)))
 
 
-@given(st.integers(1, 10_000), st.integers(1, 400), st.integers(1, 4), st.data())
-def test_only_the_connections_own_chunks_pass(
-    shard_bytes: int, chunk_bytes: int, stride: int, data: st.DataObject
-) -> None:
+@given(st.lists(st.integers(1, 400), max_size=40), st.integers(1, 4), st.data())
+def test_only_the_connections_own_chunks_pass(lengths: list[int], stride: int, data: st.DataObject) -> None:
+    table = ChunkTable(lengths)
     first = data.draw(st.integers(0, stride - 1))
-    index = data.draw(st.integers(0, chunk_count(shard_bytes, chunk_bytes) + 1))
-    start, stop = chunk_range(index, shard_bytes, chunk_bytes)
-    size = max(stop - start, 1)
+    index = data.draw(st.integers(0, len(table) + 1))
+    start, stop = table.range(index) if index < len(table) else (table.shard_bytes, table.shard_bytes + 1)
+    size = stop - start
     header = FrameHeader(kind=Kind.DATA, chunk=index, raw_bytes=size, encoded_bytes=size, offset=start)
-    geometry = {"shard_bytes": shard_bytes, "chunk_bytes": chunk_bytes, "first": first, "stride": stride}
-    if index in range(first, chunk_count(shard_bytes, chunk_bytes), stride):
-        check_data_frame(header, **geometry)
+    if index in range(first, len(table), stride):
+        check_data_frame(header, table=table, first=first, stride=stride)
         for wrong in ({"offset": start + 1}, {"raw_bytes": size + 1}, {"kind": Kind.RESULT}):
             fields = {"kind": Kind.DATA, "chunk": index, "raw_bytes": size, "offset": start} | wrong
+            bad = FrameHeader(**fields)  # type: ignore[arg-type]
             with pytest.raises(FrameError):
-                check_data_frame(FrameHeader(**fields), **geometry)  # type: ignore[arg-type]
+                check_data_frame(bad, table=table, first=first, stride=stride)
     else:
         with pytest.raises(FrameError):
-            check_data_frame(header, **geometry)
+            check_data_frame(header, table=table, first=first, stride=stride)
 
 
 @pytest.mark.parametrize("bad", [0, 1, RESULT_INDEXES_MAX, RESULT_INDEXES_MAX + 1])

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheckd.chunks import ChunkTable
 from fastcheckd.counters import Counters
 from fastcheckd.digests import chunk_digest
 from fastcheckd.errors import ConfigError, NotHeldError
+from fastcheckd.transfer.codec_pool import CodecPool
 from fastcheckd.transfer.frames import (
     FRAME_BYTES,
     FrameHeader,
@@ -29,6 +31,7 @@ from fastcheckd.transfer.frames import (
 )
 from fastcheckd.transfer.incoming import IncomingShard
 from fastcheckd.transfer.lane_server import LaneServer
+from fastcheckd.transfer.targets import WholeTarget
 from fastcheckd.transfer.tickets import GetGrant, PutGrant, TicketOffice
 
 CHUNK = 64 << 10
@@ -41,7 +44,16 @@ class Stand:
     def __init__(self, **options: float) -> None:
         self.counters = Counters()
         self.tickets = TicketOffice()
-        self.server = LaneServer("127.0.0.1", 0, self.tickets, self.counters, 2.0, **options)  # type: ignore[arg-type]
+        self.codec = CodecPool(1, 1)
+        self.server = LaneServer(
+            "127.0.0.1",
+            0,
+            self.tickets,
+            self.counters,
+            2.0,
+            pool=self.codec,
+            **options,  # type: ignore[arg-type]
+        )
         pieces = [DATA[i : i + CHUNK] for i in range(0, len(DATA), CHUNK)]
         self.manifest = pb.ShardManifest(
             bytes=len(DATA), chunk_bytes=CHUNK, chunk_digests=b"".join(chunk_digest(p) for p in pieces)
@@ -98,6 +110,7 @@ def standing(**options: float) -> Iterator[Stand]:
         yield stand
     finally:
         stand.server.stop()
+        stand.codec.close()
         assert stand.server.connections == 0
 
 
@@ -177,7 +190,9 @@ def test_a_broken_frame_after_a_good_hello_fails_the_put_before_a_payload_is_rea
         failed = threading.Event()
         released: list[object] = []
         segment: Any = SimpleNamespace(view=memoryview(bytearray(b"." * len(DATA))))
-        incoming = IncomingShard(stand.manifest, segment, streams=1, release=released.append)
+        store: Any = SimpleNamespace(release=released.append)
+        target = WholeTarget(store, segment, ChunkTable.of(stand.manifest), step=5)
+        incoming = IncomingShard(stand.manifest, target, streams=1)
         grant = PutGrant(incoming=incoming, streams=1, fail=failed.set)
         with stand.connect() as sock:
             ticket = stand.tickets.issue(grant)
@@ -225,13 +240,17 @@ def test_stopping_ends_connections_that_wait() -> None:
 
 def test_a_port_in_use_names_its_key() -> None:
     with standing() as stand:
-        second = LaneServer("127.0.0.1", stand.server.port, stand.tickets, stand.counters, 2.0)
+        second = LaneServer(
+            "127.0.0.1", stand.server.port, stand.tickets, stand.counters, 2.0, pool=stand.codec
+        )
         with pytest.raises(ConfigError, match="lane_port"):
             second.start()
         second.stop()
 
 
 def test_a_congestion_control_that_does_not_exist_names_its_key() -> None:
-    server = LaneServer("127.0.0.1", 0, TicketOffice(), Counters(), 2.0, congestion="no-such-thing")
+    server = LaneServer(
+        "127.0.0.1", 0, TicketOffice(), Counters(), 2.0, pool=CodecPool(1, 1), congestion="no-such-thing"
+    )
     with pytest.raises(ConfigError, match="lane_congestion"):
         server.start()

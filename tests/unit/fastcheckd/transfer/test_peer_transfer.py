@@ -25,6 +25,7 @@ from transfer_harness import (
     running_holder,
     running_owner,
     some_bytes,
+    source_of,
 )
 
 from fastcheck_proto.v1 import common_pb2 as pb
@@ -39,7 +40,6 @@ from fastcheckd.errors import (
     PeerError,
 )
 from fastcheckd.store.ram_store import Segment
-from fastcheckd.transfer.chunk_digests import ChunkDigests
 
 Story = Callable[[Holder, Owner], Coroutine[Any, Any, None]]
 
@@ -166,20 +166,11 @@ def test_bytes_that_change_while_they_are_sent_are_never_acknowledged(tmp_path: 
     async def story(holder: Holder, owner: Owner) -> None:
         data = some_bytes(CHUNK)
         manifest = manifest_of(CHUNK)
-        view = memoryview(data)
-        digests = ChunkDigests(view, CHUNK)
-        digests.complete()
+        source = source_of(data, manifest, owner.codec)
+        source.complete()
         data[5] ^= 1
         with pytest.raises(CorruptError):
-            await owner.client.put_shard(
-                holder.ref(),
-                epoch=EPOCH,
-                owner=pb.NodeRef(node_id="owner", incarnation=1),
-                manifest=manifest,
-                digests=digests,
-                source=view,
-                progress=lambda _: None,
-            )
+            await owner.send(holder.ref(), source, manifest)
         assert holder.store.held() == []
         assert owner.counters.get("chunks_resent") == 2
         assert holder.counters.get("corrupt_received") == 3

@@ -14,6 +14,7 @@ from fastcheck_proto.v1 import peer_pb2
 from fastcheckd.counters import Counters
 from fastcheckd.digests import chunk_digest, shard_digest
 from fastcheckd.errors import (
+    CodecError,
     CorruptError,
     FastCheckdError,
     FencedError,
@@ -23,8 +24,11 @@ from fastcheckd.errors import (
     OverBudgetError,
     PeerError,
 )
-from fastcheckd.store.ram_store import RamStore, Segment
+from fastcheckd.store.patches import Patch
+from fastcheckd.store.ram_store import HeldShard, RamStore, Segment
+from fastcheckd.transfer.frames import FrameHeader, Kind
 from fastcheckd.transfer.incoming import IncomingShard
+from fastcheckd.transfer.put_checks import CHUNKS_MAX
 from fastcheckd.transfer.put_desk import PutDesk
 from fastcheckd.transfer.tickets import PutGrant, TicketOffice
 
@@ -87,16 +91,26 @@ def request(size: int = 3 * CHUNK + 5, *, shard: int = 0, streams: int = 1) -> p
     )
 
 
+def receive(incoming: IncomingShard, index: int, piece: bytearray, digest: bytes) -> None:
+    """One raw chunk, straight to its place if it may go there."""
+    size = len(piece)
+    header = FrameHeader(kind=Kind.DATA, chunk=index, raw_bytes=size, encoded_bytes=size, digest=digest)
+    incoming.expect(index)
+    place = incoming.target.place(header)
+    if place is not None:
+        place[:] = piece
+    uses = incoming.target.settle(header, place if place is not None else memoryview(piece))
+    incoming.arrived(index, digest, uses)
+
+
 def fill(incoming: IncomingShard, data: bytearray) -> bytes:
     """Do what a lane does; the chunk digests."""
     incoming.attach(0, incoming.streams, lambda: None)
     digests = []
-    for index in range(incoming.chunks):
-        piece = data[index * CHUNK : (index + 1) * CHUNK]
-        place = incoming.chunk_view(index)
-        place[:] = piece
-        digests.append(chunk_digest(bytes(piece)))
-        assert incoming.accept(index, place, digests[-1])
+    for index in range(len(incoming.table)):
+        start, stop = incoming.table.range(index)
+        digests.append(chunk_digest(bytes(data[start:stop])))
+        receive(incoming, index, data[start:stop], digests[-1])
     incoming.detach(0)
     return b"".join(digests)
 
@@ -142,6 +156,12 @@ BAD_REQUESTS: list[tuple[type[FastCheckdError], Change]] = [
     (InvalidRequestError, lambda r: setattr(r.manifest, "chunk_bytes", 0)),
     (InvalidRequestError, lambda r: setattr(r.manifest, "chunk_bytes", CHUNK - 1)),
     (InvalidRequestError, lambda r: setattr(r.manifest, "chunk_bytes", (16 << 20) + 1)),
+    (InvalidRequestError, lambda r: r.manifest.chunk_lengths.extend([CHUNK] * 3)),
+    (InvalidRequestError, lambda r: r.manifest.chunk_lengths.extend([CHUNK] * 3 + [0, 5])),
+    (InvalidRequestError, lambda r: r.manifest.chunk_lengths.extend([CHUNK] * 3 + [2**32 - 1])),
+    (InvalidRequestError, lambda r: r.manifest.chunk_lengths.extend([1] * (CHUNKS_MAX + 1))),
+    (InvalidRequestError, lambda r: r.bases.extend([peer_pb2.Base(step=1, digest=bytes(16))] * 5)),
+    (InvalidRequestError, lambda r: r.bases.extend([peer_pb2.Base(step=1, digest=bytes(15))])),
     (InvalidRequestError, lambda r: setattr(r.manifest, "offset", 1)),
     (InvalidRequestError, lambda r: setattr(r.manifest, "header_offset", 2**64 - 1)),
     (InvalidRequestError, lambda r: setattr(r.manifest, "kind", pb.REPLICA_KIND_OWNER)),
@@ -341,16 +361,20 @@ def test_nothing_is_sealed_while_a_connection_may_write(bench: Bench) -> None:
     incoming.detach(1)
 
 
-def test_a_chunk_written_again_and_found_bad_counts_as_missing(bench: Bench) -> None:
+def test_a_bad_chunk_is_missing_and_may_come_again_a_good_one_may_not(bench: Bench) -> None:
     data = some_bytes(CHUNK)
     incoming = bench.incoming(bench.desk.begin(request(CHUNK)))
     incoming.attach(0, 1, lambda: None)
-    place = incoming.chunk_view(0)
-    place[:] = data
-    assert incoming.accept(0, place, chunk_digest(bytes(data)))
-    assert incoming.missing(range(1)) == []
-    assert not incoming.accept(0, incoming.chunk_view(0), bytes(16))
+    with pytest.raises(CodecError):
+        receive(incoming, 0, data, bytes(16))
+    with pytest.raises(FrameError, match="came already"):
+        incoming.expect(0)
+    incoming.came_bad(0)
     assert incoming.missing(range(1)) == [0]
+    receive(incoming, 0, data, chunk_digest(bytes(data)))
+    assert incoming.missing(range(1)) == []
+    with pytest.raises(FrameError, match="came already"):
+        incoming.expect(0)
     incoming.detach(0)
 
 
@@ -364,3 +388,103 @@ def test_memory_goes_back_only_when_the_last_writer_has_let_go(bench: Bench) -> 
     assert bench.reserved_bytes == CHUNK
     incoming.detach(1)
     assert bench.reserved_bytes == 0
+
+
+def put_step(bench: Bench, data: bytearray, step: int, offered: pb.ShardManifest | None = None) -> HeldShard:
+    """A whole put of raw chunks, as a lane makes it."""
+    begun = bench.desk.begin(stepped(len(data), step, offered))
+    digests = fill(bench.incoming(begun), data)
+    finish = peer_pb2.FinishPutRequest(
+        transfer_id=begun.transfer_id, chunk_digests=digests, digest=shard_digest(digests)
+    )
+    bench.desk.finish(finish)
+    return bench.store.held(step=step)[0]
+
+
+def stepped(size: int, step: int, offered: pb.ShardManifest | None = None) -> peer_pb2.BeginPutRequest:
+    begin = request(size)
+    begin.manifest.key.step = step
+    if offered is not None:
+        begin.bases.add(step=offered.key.step, digest=offered.digest)
+    return begin
+
+
+def test_raw_chunks_patch_too_and_the_older_step_can_be_had_back(bench: Bench) -> None:
+    old, new = some_bytes(3 * CHUNK + 5), some_bytes(3 * CHUNK + 5)
+    new[CHUNK] ^= 1
+    base = put_step(bench, old, 5)
+    begun = bench.desk.begin(stepped(len(new), 6, base.manifest))
+    assert begun.base_step == 5
+    bench.desk.abort(begun.transfer_id)
+    newer = put_step(bench, new, 6, base.manifest)
+    assert newer.segment is base.segment
+    assert newer.view == new
+    (older,) = bench.store.held(step=5)
+    assert not older.is_full
+    with bench.store.reading(older) as full:
+        assert full.view == old
+    assert bench.counters.get("patches_undone") == bench.counters.get("patches_applied") == 1
+    for held in bench.store.held():
+        bench.store.drop(held)
+
+
+def test_a_reader_that_comes_before_the_patch_is_in_the_books_is_not_forgotten(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = put_step(bench, some_bytes(CHUNK), 5)
+    begin_patch = bench.store.begin_patch
+
+    def wanted_at_once(held: HeldShard, step: int, *, on_wanted: Callable[[], None]) -> Patch:
+        patch = begin_patch(held, step, on_wanted=on_wanted)
+        patch.want()
+        return patch
+
+    monkeypatch.setattr(bench.store, "begin_patch", wanted_at_once)
+    with pytest.raises(PeerError, match="reader"):
+        bench.desk.begin(stepped(CHUNK, 6, base.manifest))
+    assert bench.desk.transfers == 0
+    with bench.store.pinned(base):
+        pass
+
+
+def test_closing_undoes_patches(bench: Bench) -> None:
+    data = some_bytes(2 * CHUNK)
+    base = put_step(bench, data, 5)
+    begun = bench.desk.begin(stepped(len(data), 6, base.manifest))
+    incoming = bench.incoming(begun)
+    incoming.attach(0, 1, lambda: None)
+    other = some_bytes(CHUNK, seed=9)
+    receive(incoming, 0, other, chunk_digest(bytes(other)))
+    bench.desk.close()
+    assert bench.counters.get("patches_undone") == 0  # a connection may still write
+    incoming.detach(0)
+    assert bench.counters.get("patches_undone") == 1
+    assert bench.store.held()[0].view == data
+
+
+def test_a_base_is_taken_only_if_it_is_the_newest_and_lies_at_the_same_place(bench: Bench) -> None:
+    data = some_bytes(2 * CHUNK)
+    first = put_step(bench, data, 5)
+    put_step(bench, data, 7)
+
+    def moved(begin: peer_pb2.BeginPutRequest) -> None:
+        begin.manifest.state_bytes += CHUNK
+        begin.manifest.offset = CHUNK
+
+    def another_shard(begin: peer_pb2.BeginPutRequest) -> None:
+        begin.manifest.key.shard = 1
+
+    second = bench.store.held(step=7)[0]
+    for offered, step, change in [
+        (first, 8, lambda _: None),
+        (second, 7, lambda _: None),
+        (second, 6, lambda _: None),
+        (second, 8, moved),
+        (second, 8, another_shard),
+    ]:
+        begin = stepped(len(data), step, offered.manifest)
+        change(begin)
+        begun = bench.desk.begin(begin)
+        assert not begun.HasField("base_step")
+        bench.desk.abort(begun.transfer_id)
+    assert bench.desk.begin(stepped(len(data), 8, second.manifest)).base_step == 7

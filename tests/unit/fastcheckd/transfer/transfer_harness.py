@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,15 +17,19 @@ import grpc.aio
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2_grpc
+from fastcheckd.chunks import ChunkTable
+from fastcheckd.codec.chunk_plan import ChunkPlan, opaque
 from fastcheckd.config import Config
 from fastcheckd.counters import Counters
 from fastcheckd.rpc import SERVER_OPTIONS
 from fastcheckd.services.peer import PeerService
 from fastcheckd.store.ram_store import RamStore
-from fastcheckd.transfer.chunk_digests import ChunkDigests
+from fastcheckd.transfer.codec_pool import CodecPool
 from fastcheckd.transfer.lane_server import LaneServer
 from fastcheckd.transfer.peer_client import PeerClient
 from fastcheckd.transfer.put_desk import PutDesk
+from fastcheckd.transfer.put_tally import PutOutcome
+from fastcheckd.transfer.shard_source import BaseSource, ShardSource
 from fastcheckd.transfer.tickets import TicketOffice
 
 CHUNK = 64 << 10
@@ -39,10 +43,16 @@ def some_bytes(size: int, seed: int = 1) -> bytearray:
 
 
 def manifest_of(
-    size: int, *, shard: int = 0, owner: str = "owner", chunk_bytes: int = CHUNK
+    size: int,
+    *,
+    shard: int = 0,
+    owner: str = "owner",
+    chunk_bytes: int = CHUNK,
+    step: int = 5,
+    lengths: Sequence[int] = (),
 ) -> pb.ShardManifest:
     return pb.ShardManifest(
-        key=pb.ShardKey(job="job", step=5, rank=0, shard=shard),
+        key=pb.ShardKey(job="job", step=step, rank=0, shard=shard),
         shard_count=4,
         world_size=1,
         owner=owner,
@@ -50,7 +60,38 @@ def manifest_of(
         state_bytes=size,
         bytes=size,
         chunk_bytes=chunk_bytes,
+        chunk_lengths=lengths,
     )
+
+
+def source_of(
+    data: bytes | bytearray,
+    manifest: pb.ShardManifest,
+    pool: CodecPool,
+    *,
+    plans: Sequence[ChunkPlan] | None = None,
+    base: BaseSource | None = None,
+    choose: Callable[[int], bool] = lambda _: False,
+) -> ShardSource:
+    table = ChunkTable.of(manifest)
+    return ShardSource(
+        memoryview(data),
+        table,
+        step=manifest.key.step,
+        plans=plans or [opaque(length) for length in table.lengths],
+        base=base,
+        pool=pool,
+        choose=choose,
+    )
+
+
+@contextlib.contextmanager
+def codec_pool(threads: int = 2) -> Iterator[CodecPool]:
+    pool = CodecPool(threads, 1)
+    try:
+        yield pool
+    finally:
+        pool.close()
 
 
 async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
@@ -70,6 +111,7 @@ class Holder:
     desk: PutDesk
     lane: LaneServer
     data_address: str
+    codec: CodecPool
     epoch: int = EPOCH
     incarnation: int = INCARNATION
 
@@ -104,12 +146,13 @@ async def running_holder(directory: Path, *, timeout_s: float = 5.0) -> AsyncIte
         budget_bytes=BUDGET,
         transfer_timeout_s=timeout_s,
     )
-    lane = LaneServer("127.0.0.1", 0, tickets, counters, timeout_s)
+    codec = CodecPool(2, 1)
+    lane = LaneServer("127.0.0.1", 0, tickets, counters, timeout_s, pool=codec)
     server = grpc.aio.server(options=SERVER_OPTIONS)
     service = PeerService(cluster_id="fastcheck", desk=desk, store=store, tickets=tickets, counters=counters)
     peer_pb2_grpc.add_PeerServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
-    holder = Holder(counters, store, tickets, desk, lane, f"127.0.0.1:{port}")
+    holder = Holder(counters, store, tickets, desk, lane, f"127.0.0.1:{port}", codec)
     desk.start()
     lane.start()
     await server.start()
@@ -119,6 +162,7 @@ async def running_holder(directory: Path, *, timeout_s: float = 5.0) -> AsyncIte
         await server.stop(0)
         lane.stop()
         desk.close()
+        codec.close()
         store.close()
 
 
@@ -128,6 +172,7 @@ class Owner:
 
     client: PeerClient
     counters: Counters
+    codec: CodecPool
     progress: list[int] = field(default_factory=list)
 
     async def put(
@@ -138,15 +183,20 @@ class Owner:
         epoch: int = EPOCH,
         manifest: pb.ShardManifest | None = None,
     ) -> bytes:
-        view = memoryview(data)
+        """Put raw, whole; the digest that the holder acknowledged."""
         manifest = manifest or manifest_of(len(data))
+        source = source_of(data, manifest, self.codec)
+        return (await self.send(holder, source, manifest, epoch=epoch)).digest
+
+    async def send(
+        self, holder: pb.Holder, source: ShardSource, manifest: pb.ShardManifest, *, epoch: int = EPOCH
+    ) -> PutOutcome:
         return await self.client.put_shard(
             holder,
             epoch=epoch,
             owner=pb.NodeRef(node_id="owner", incarnation=1),
             manifest=manifest,
-            digests=ChunkDigests(view, manifest.chunk_bytes),
-            source=view,
+            source=source,
             progress=self.progress.append,
         )
 
@@ -163,10 +213,10 @@ async def running_owner(
         chunk_bytes=CHUNK,
         transfer_timeout_s=timeout_s,
     )
-    with ThreadPoolExecutor(threads) as executor:
+    with ThreadPoolExecutor(threads) as executor, codec_pool() as codec:
         client = PeerClient(config, counters, executor)
         try:
-            yield Owner(client, counters)
+            yield Owner(client, counters, codec)
         finally:
             await client.close()
 

@@ -1,0 +1,107 @@
+"""Layouts that are kept from one save to the next: a training loop saves the same structure every time."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable
+
+import torch
+
+from fastcheck_proto.conventions import MESSAGE_BYTES_MAX
+from fastcheck_proto.v1 import layout_pb2 as pb
+
+from .collect import Collected
+from .layout import Arrangement, arrange
+from .roles import find_groups
+from .sources import Source, read_sources
+from .steps import StepRecorder, optimizer_steps, step_classes
+
+logger = logging.getLogger("fastcheck")
+
+#: A state before and after an optimizer's first step, and a few that take turns.
+KEPT_MAX = 4
+#: A layout is sent in one message; of one that is larger the chunks go without what is in them.
+LAYOUT_BYTES_MAX = MESSAGE_BYTES_MAX // 2
+
+
+class Layouts:
+    """Layouts of one trainer's states by their structure, and the hooks on its optimizers.
+
+    Args:
+        precision: What the trainer allows to be lost; None: nothing.
+    """
+
+    def __init__(self, precision: pb.Precision | None = None) -> None:
+        self.precision = precision
+        self._known: OrderedDict[Hashable, Arrangement] = OrderedDict()
+        self._recorder = StepRecorder()
+        self._complained = False
+
+    def arrange(self, found: Collected) -> Arrangement:
+        """The state's arrangement, with its optimizers' latest steps and without the header's chunks.
+
+        It belongs to this object and is good until the next call.
+        """
+        try:
+            return self._arrange(found, read_sources(found))
+        except Exception:
+            # Roles are a hint: not understanding a state must not keep it from being saved.
+            if not self._complained:
+                logger.exception("defect in FastCheck: saving goes on, but with larger transfers")
+                self._complained = True
+            return self._arrange(found, [])
+
+    def _arrange(self, found: Collected, sources: list[Source]) -> Arrangement:
+        key = _structure(found, sources)
+        known = self._known.get(key)
+        if known is None:
+            known = arrange(found.extents, find_groups(found, sources))
+            if self.precision is not None:
+                known.layout.precision.CopyFrom(self.precision)
+            if known.layout.ByteSize() > LAYOUT_BYTES_MAX:
+                for chunk in known.layout.chunks:
+                    chunk.ClearField("runs")
+            self._known[key] = known
+            while len(self._known) > KEPT_MAX:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        del known.layout.chunks[known.chunks :]
+        del known.layout.optimizer_steps[:]
+        for source in sources:
+            known.layout.optimizer_steps.extend(optimizer_steps(source, self._recorder))
+        return known
+
+    def watch(self, state: object) -> None:
+        """Put hooks on the optimizers in a state that will be saved later, so that its first save knows its step."""
+        todo, seen = [state], set[int]()
+        while todo:
+            item = todo.pop()
+            if isinstance(item, torch.optim.Optimizer):
+                self._recorder.watch(item)
+            elif isinstance(item, dict | list | tuple) and id(item) not in seen:
+                seen.add(id(item))
+                todo.extend(item.values() if isinstance(item, dict) else item)
+
+    def close(self) -> None:
+        """Take the hooks off and forget everything."""
+        self._recorder.close()
+        self._known.clear()
+
+
+def _structure(found: Collected, sources: list[Source]) -> Hashable:
+    """Equal for states that are laid out alike."""
+    return (
+        tuple(found.names),
+        tuple(found.record_slots),
+        tuple(found.extents),
+        tuple(
+            (
+                source.path,
+                source.optimizer is None,
+                tuple(tuple((p.key, p.slot, p.elements) for p in g.parameters) for g in source.groups),
+                tuple(tuple(classes) for classes in step_classes(source)),
+            )
+            for source in sources
+        ),
+    )

@@ -1,0 +1,83 @@
+"""A record's bytes in a segment: as a view, in pieces, gathered, or copied to where they belong.
+
+The header was checked, so every piece lies within the segment, a flat uint8 tensor that starts aligned.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fastcheck_proto.v1 import state_pb2 as pb
+
+from . import dtypes
+from .tensors import copy_exact, is_expanded
+
+
+def is_cut(record: pb.TensorRecord) -> bool:
+    """Whether the tensor lies in several pieces."""
+    return bool(record.piece_offsets)
+
+
+def same_place(one: pb.TensorRecord, other: pb.TensorRecord) -> bool:
+    """Whether two records are about the same bytes."""
+    return (
+        one.offset == other.offset
+        and one.piece_bytes == other.piece_bytes
+        and one.piece_offsets == other.piece_offsets
+    )
+
+
+def whole(record: pb.TensorRecord, segment: torch.Tensor) -> torch.Tensor:
+    """The record's tensor: a view of the segment, or memory of its own if it lies in several pieces."""
+    dtype = dtypes.BY_NAME[record.dtype]
+    if not record.bytes:
+        return torch.empty(tuple(record.shape), dtype=dtype)
+    if is_cut(record):
+        flat = torch.empty(record.bytes, dtype=torch.uint8)
+        for into, piece in zip(torch.split(flat, record.piece_bytes), _pieces(record, segment), strict=True):
+            into.copy_(piece)
+    else:
+        flat = segment[record.offset : record.offset + record.bytes]
+    return flat.view(dtype).view(tuple(record.shape))
+
+
+def fresh(record: pb.TensorRecord, segment: torch.Tensor) -> torch.Tensor:
+    """The record's tensor in CPU memory of its own."""
+    found = whole(record, segment)
+    return found if is_cut(record) else found.clone()
+
+
+def copy_record(target: torch.Tensor, record: pb.TensorRecord, segment: torch.Tensor) -> None:
+    """Copy a record's bits into a plain tensor of its shape and dtype, on any device, however it is strided.
+
+    Piece by piece where the target can be cut like the record, so that bytes move once.
+    """
+    into = target.detach()
+    slices = _slices(into, record) if is_cut(record) else None
+    if slices is None:
+        copy_exact(into, whole(record, segment))
+        return
+    for place, piece in zip(slices, _pieces(record, segment), strict=True):
+        copy_exact(place, piece.view(into.dtype).view(place.shape))
+
+
+def _pieces(record: pb.TensorRecord, segment: torch.Tensor) -> list[torch.Tensor]:
+    size, left = record.piece_bytes, record.bytes
+    found = []
+    for offset in record.piece_offsets:
+        found.append(segment[offset : offset + min(size, left)])
+        left -= size
+    return found
+
+
+def _slices(target: torch.Tensor, record: pb.TensorRecord) -> tuple[torch.Tensor, ...] | None:
+    """The target cut like the record; None where a piece is no view of it."""
+    if target.is_conj() or target.is_neg():
+        return None
+    elements = record.piece_bytes // target.dtype.itemsize
+    if target.is_contiguous():
+        return torch.split(target.view(-1), elements)
+    row = math.prod(target.shape[1:])
+    return None if is_expanded(target) or elements % row else torch.split(target, elements // row)
