@@ -126,6 +126,7 @@ class AdminClient:
         """A job's steps that can be loaded or are under way."""
         request = admin_pb2.CheckpointsRequest(job=job)
         reply = self._ask(lambda t: self._admin.Checkpoints(request, timeout=t))
+        lossy = set(reply.lossy_steps)
         return {
             "checkpoints": [
                 {
@@ -135,7 +136,7 @@ class AdminClient:
                     "world_size": step.world_size,
                     "bytes": step.bytes,
                     "copies": step.copies,
-                    "lossy": False,
+                    "lossy": step.step in lossy,
                 }
                 for step in sorted(reply.steps, key=lambda s: s.step)
             ]
@@ -159,7 +160,7 @@ class AdminClient:
             "world_size": record.world_size,
             "copies": record.copies,
             "bytes": sum(rank.state_bytes for rank in record.ranks),
-            "lossy": False,
+            "lossy": any(rank.lossy for rank in record.ranks),
             "ranks": [
                 {
                     "rank": rank.rank,
@@ -168,6 +169,8 @@ class AdminClient:
                     "session": rank.session,
                     "bytes": rank.state_bytes,
                     "shards": len(rank.shards),
+                    "lossy": rank.lossy,
+                    "codecs": _codecs(use for r in reply.replicas if r.rank == rank.rank for use in r.codecs),
                 }
                 for rank in sorted(record.ranks, key=lambda r: r.rank)
             ],
@@ -233,9 +236,22 @@ def _replicas(reports: Iterable[admin_pb2.ReplicaReport]) -> list[Json]:
             "bytes": report.bytes,
             "digest": report.digest.hex(),
             "verified_at": _iso_utc(report.verified_at_ms),
+            "stored_bytes": report.stored_bytes,
+            "lossy": report.lossy,
+            "codecs": _codecs(report.codecs),
         }
         for report in reports
     ]
+
+
+def _codecs(uses: Iterable[common_pb2.CodecUse]) -> Json:
+    """Codec → raw and encoded bytes, over all copies, as they were sent."""
+    found: Json = {}
+    for use in sorted(uses, key=lambda u: u.codec):
+        sums = found.setdefault(use.codec, {"raw_bytes": 0, "encoded_bytes": 0})
+        sums["raw_bytes"] += use.raw_bytes
+        sums["encoded_bytes"] += use.encoded_bytes
+    return found
 
 
 def _iso_utc(unix_ms: int) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
@@ -34,9 +35,13 @@ class SaveHandle:
         self._staged = False
         self._replicated = False
         self._committed = False
-        self._stats: dict[str, float] = {
+        self._stats: dict[str, Any] = {
             "bytes": state_bytes,
             "encoded_bytes": 0,
+            "ratio": None,
+            "codecs": {},
+            "lossy": False,
+            "encode_s": 0.0,
             "waited_s": 0.0,
             "stage_s": 0.0,
             "replicate_s": 0.0,
@@ -66,12 +71,14 @@ class SaveHandle:
         return self._done
 
     @property
-    def stats(self) -> Mapping[str, float]:
+    def stats(self) -> Mapping[str, Any]:
         """What is known so far.
 
-        `bytes` of the state, `encoded_bytes` sent to all holders divided by the number of `copies`,
-        `resent_shards`, and the seconds `waited_s` (for older steps), `stage_s` (copying), `replicate_s`
-        and `commit_s`. Zero until known.
+        `bytes` of the state, `encoded_bytes` sent to all holders divided by the number of `copies`, their
+        `ratio` (None until known), `codecs`: what each did, name → `raw_bytes` and `encoded_bytes` per copy;
+        `lossy`: whether the bytes are those of a lossy coding that you asked for; `resent_shards`, and the seconds
+        `waited_s` (for older steps), `stage_s` (copying), `encode_s` (of threads), `replicate_s` and
+        `commit_s`. Zero until known.
         """
         with self._condition:
             return MappingProxyType(dict(self._stats))
@@ -125,8 +132,16 @@ class SaveHandle:
     def _absorb(self, update: pb.WatchSaveResponse) -> None:
         """Take over what the daemon reported."""
         with self._condition:
+            state_bytes, encoded_bytes = self._stats["bytes"], update.encoded_bytes
             self._stats.update(
-                encoded_bytes=update.encoded_bytes,
+                encoded_bytes=encoded_bytes,
+                ratio=state_bytes / encoded_bytes if encoded_bytes else None,
+                codecs={
+                    use.codec: {"raw_bytes": use.raw_bytes, "encoded_bytes": use.encoded_bytes}
+                    for use in update.codecs
+                },
+                lossy=update.lossy,
+                encode_s=update.encode_s,
                 replicate_s=update.replicate_s,
                 commit_s=update.commit_s,
                 copies=update.copies,

@@ -27,6 +27,7 @@ from fastcheck_proto.v1 import (
 )
 
 from .agent import Agent
+from .codec.planner import Planner
 from .config import Config
 from .counters import Counters
 from .errors import (
@@ -123,6 +124,7 @@ class _DataRooms:
         replicator = Replicator(
             config=config, identity=identity, store=store, registry=registry, peers=peers, view=view,
             counters=counters, executor=self.hashing, codec=self.codec,
+            planner=Planner(config.codec, config.codec_threads),
         )  # fmt: skip
         self.saving = SavingRoom(
             config=config, identity=identity, store=store, registry=registry, view=view,

@@ -1,4 +1,7 @@
-"""`make bench`: saves, replicates and restores 1.5 GB on a local cluster. Needs about 16 GB of memory; run it alone."""
+"""`make bench`: saves, replicates and restores 1.5 GB on a local cluster. Needs about 16 GB of memory; run it alone.
+
+`--only codec` and `--only lossy` train small models in this process instead and need no cluster.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,12 @@ from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
+from . import codec, lossy_resume
+from .codec_rows import print_rows
 from .limits import FramedTcp, Memcpy
 from .machine import describe
 from .report import Figure, print_table
+from .seed_noise import print_experiment
 from .workload import change, gpt2_state, state_bytes
 
 #: Saves before the measured ones: the first ones touch fresh memory.
@@ -145,14 +151,8 @@ def local_cluster(nodes: int, ram_budget: str, **settings: Any) -> Any:
         yield cluster
 
 
-def main() -> None:
-    """Run what was asked for."""
-    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--idle-seconds", type=float, default=30.0)
-    parser.add_argument("--only", choices=("transfer", "idle"))
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    arguments = parser.parse_args()
+def cluster_figures(arguments: argparse.Namespace) -> list[Figure]:
+    """What needs a cluster: transfers, or idling, or both."""
     figures: list[Figure] = []
     parts: list[Callable[[LocalCluster], list[Figure]]] = [
         lambda c: saving(c, arguments.rounds),
@@ -168,11 +168,39 @@ def main() -> None:
         with local_cluster(3, "7GiB", spread=1) as cluster:
             for part in parts:
                 figures += part(cluster)
-    print_table(figures)
+    return figures
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--idle-seconds", type=float, default=30.0)
+    parser.add_argument("--only", choices=("transfer", "idle", "codec", "lossy"))
+    parser.add_argument("--seeds", type=int, default=8, help="of the lossy experiment")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="codec and lossy: short trainings, one round, two seeds, to see that it runs",
+    )
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {}
+    if arguments.only == "codec":
+        rows = list(codec.measure(1 if arguments.quick else arguments.rounds, arguments.quick, say))
+        print_rows(rows)
+        results["codec"] = [row.to_json() for row in rows]
+    elif arguments.only == "lossy":
+        experiment = lossy_resume.run(2 if arguments.quick else arguments.seeds, arguments.quick, say)
+        print_experiment(experiment)
+        results["lossy"] = experiment.to_json()
+    else:
+        figures = cluster_figures(arguments)
+        print_table(figures)
+        results["figures"] = [f.to_json() for f in figures]
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / time.strftime("%Y%m%d-%H%M%S.json")
-    report = {"machine": describe(), "figures": [f.to_json() for f in figures]}
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    path.write_text(json.dumps({"machine": describe()} | results, indent=2) + "\n")
     print(f"every run: {path}")
 
 

@@ -37,7 +37,16 @@ def links(rounds: int) -> list[Figure]:
     figures = []
     for rate in RATES:
         with _namespace(rate) as name:
-            command = ["ip", "netns", "exec", name, sys.executable, "-m", "tests.benchmarks.links", str(rounds)]
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                sys.executable,
+                "-m",
+                "tests.benchmarks.links",
+                str(rounds),
+            ]
             print(f"link of {_name(rate)}", file=sys.stderr, flush=True)
             done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=TIMEOUT_S)
         runs = json.loads(done.stdout)
@@ -47,7 +56,9 @@ def links(rounds: int) -> list[Figure]:
             goal = "ratio <= 1.05" if kind == "auto" else ""
             title = f"replicate over {_name(rate)}, codec: {kind}"
             figures.append(Figure(title, "s", runs[kind]["replicate_s"], raw, "raw", goal))
-            figures.append(Figure(f"  bytes of the state per byte sent, codec: {kind}", "x", runs[kind]["ratio"]))
+            figures.append(
+                Figure(f"  bytes of the state per byte sent, codec: {kind}", "x", runs[kind]["ratio"])
+            )
     return figures
 
 
@@ -112,7 +123,8 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
                 handle = checkpointer.save(step, training.state)
                 handle.result(timeout=300)
                 ratio = handle.stats["bytes"] / handle.stats["encoded_bytes"]
-                print(f"  {step} {kind}: {handle.stats['replicate_s']:.3f} s, {ratio:.2f}x", file=sys.stderr, flush=True)
+                said = f"  {step} {kind}: {handle.stats['replicate_s']:.3f} s, {ratio:.2f}x"
+                print(said, file=sys.stderr, flush=True)
                 if step > WARM_UP:
                     runs[kind]["replicate_s"].append(handle.stats["replicate_s"])
                     runs[kind]["ratio"].append(ratio)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-PACKAGES = ("fastcheck", "torch", "grpcio", "protobuf", "pysyncobj", "xxhash", "numpy")
+PACKAGES = ("fastcheck", "torch", "grpcio", "protobuf", "pysyncobj", "xxhash", "numpy", "zstandard", "blosc2")
 
 
 def describe() -> dict[str, object]:

@@ -56,6 +56,12 @@ def local() -> None:
     help="Node losses at once that a committed step survives.",
 )
 @click.option("--ram-budget", metavar="SIZE", help="RAM store of each node, e.g. 512MiB.")
+@click.option(
+    "--codec",
+    type=click.Choice(["auto", "always", "never"]),
+    help="What travels: what makes a step faster, all that shrinks, or nothing encoded. Default: auto, which on "
+    "loopback mostly means raw.",
+)
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A config key for every node.")
 @_local_options
 def up(
@@ -63,6 +69,7 @@ def up(
     nodes: int,
     tolerate: int,
     ram_budget: str | None,
+    codec: str | None,
     settings: tuple[str, ...],
     cluster_dir: Path,
     timeout_s: float,
@@ -70,6 +77,8 @@ def up(
 ) -> None:
     """Start a fresh cluster and wait until all nodes are UP."""
     chosen = dict(_setting(text) for text in settings)
+    if codec is not None:
+        chosen["codec"] = codec
     cluster = LocalCluster(cluster_dir, on_event=say)
     cluster.up(nodes, tolerate=tolerate, ram_budget=ram_budget, settings=chosen, timeout_s=timeout_s)
     emit(cluster.status(), output, tables.local)

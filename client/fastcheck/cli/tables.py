@@ -35,6 +35,18 @@ def state(word: str) -> Text:
     return Text(word, style=STYLES.get(word, ""))
 
 
+def precision(*, lossy: bool) -> Text:
+    """Whether the bytes are the trainer's own; what is not must not be overlooked."""
+    return Text("LOSSY", style="bold magenta") if lossy else Text("exact", style="dim")
+
+
+def ratio(codecs: Json) -> str:
+    """Raw bytes over sent bytes of all codecs together; empty where nothing is known."""
+    raw = sum(use["raw_bytes"] for use in codecs.values())
+    encoded = sum(use["encoded_bytes"] for use in codecs.values())
+    return f"{raw / encoded:.2f}" if encoded else ""
+
+
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     for column in columns:
@@ -98,11 +110,15 @@ def jobs(result: Json) -> RenderableType:
 
 def checkpoints(result: Json) -> RenderableType:
     """A job's steps."""
-    table = _table(">STEP", "STATE", ">RANKS", ">BYTES", ">COPIES")
+    table = _table(">STEP", "STATE", ">RANKS", ">BYTES", ">COPIES", "PRECISION")
     for step in result["checkpoints"]:
-        ranks = f"{step['ranks']} of {step['world_size']}"
         table.add_row(
-            str(step["step"]), state(step["state"]), ranks, human_bytes(step["bytes"]), str(step["copies"])
+            str(step["step"]),
+            state(step["state"]),
+            f"{step['ranks']} of {step['world_size']}",
+            human_bytes(step["bytes"]),
+            str(step["copies"]),
+            precision(lossy=step["lossy"]) if step["state"] == "committed" else "",
         )
     return _or_note(table, "no step of this job is committed or under way")
 
@@ -110,7 +126,10 @@ def checkpoints(result: Json) -> RenderableType:
 def replicas(result: Json) -> RenderableType:
     """Who holds what; missing holders stand out."""
     now = datetime.datetime.now(datetime.UTC)
-    table = _table(">STEP", ">RANK", ">SHARD", "OWNER", "HOLDERS", ">BYTES", "DIGEST", ">VERIFIED")
+    table = _table(
+        ">STEP", ">RANK", ">SHARD", "OWNER", "HOLDERS", ">BYTES", ">STORED", ">RATIO", "PRECISION", "DIGEST",
+        ">VERIFIED",
+    )  # fmt: skip
     for replica in result["replicas"]:
         holders = Text(", ".join(replica["holders"]))
         for node_id in sorted(set(replica["placed"]) - set(replica["holders"])):
@@ -124,6 +143,9 @@ def replicas(result: Json) -> RenderableType:
             owner,
             holders,
             human_bytes(replica["bytes"]),
+            human_bytes(replica["stored_bytes"]),
+            ratio(replica["codecs"]),
+            precision(lossy=replica["lossy"]),
             replica["digest"][:12],
             human_age(replica["verified_at"], now),
         )
@@ -142,7 +164,8 @@ def inspect(result: Json) -> RenderableType:
     head.add_row("ranks", str(result["world_size"]))
     head.add_row("bytes", human_bytes(result["bytes"]))
     head.add_row("copies", f"{result['copies']} on other nodes")
-    ranks = _table(">RANK", "OWNER", ">INCARNATION", ">SHARDS", ">BYTES")
+    head.add_row("precision", precision(lossy=result["lossy"]))
+    ranks = _table(">RANK", "OWNER", ">INCARNATION", ">SHARDS", ">BYTES", ">RATIO", "CODECS")
     for rank in result["ranks"]:
         ranks.add_row(
             str(rank["rank"]),
@@ -150,6 +173,11 @@ def inspect(result: Json) -> RenderableType:
             str(rank["incarnation"]),
             str(rank["shards"]),
             human_bytes(rank["bytes"]),
+            ratio(rank["codecs"]),
+            ", ".join(
+                f"{codec} {human_bytes(use['raw_bytes'])} → {human_bytes(use['encoded_bytes'])}"
+                for codec, use in rank["codecs"].items()
+            ),
         )
     return Group(head, Text(), ranks, Text(), replicas(result))
 

@@ -37,6 +37,11 @@ class RunRecord:
     #: Steps whose loss was computed twice with different results.
     conflicts: list[int] = field(default_factory=list)
 
+    @property
+    def ratio(self) -> float | None:
+        """State bytes over bytes sent, of all committed saves so far."""
+        return self.bytes_raw / self.bytes_sent if self.bytes_sent else None
+
     def take(self, event: Event) -> None:
         """Add one event of a rank."""
         rank = event["rank"]

@@ -34,6 +34,8 @@ class RunProgress:
     steps: int
     step: int = 0
     committed: int | None = None
+    #: State bytes over bytes sent.
+    ratio: float | None = None
     losses: list[float] = field(default_factory=list)
 
 
@@ -99,6 +101,7 @@ def _runs(view: DemoView) -> Table:
             ProgressBar(total=run.steps, completed=run.step, width=_BAR_WIDTH, finished_style="green"),
             line,
             Text(committed, style="green"),
+            Text("" if run.ratio is None else f"sent 1/{run.ratio:.1f}", style="magenta"),
             Text(sparkline(run.losses), style="cyan"),
         )
     return table
@@ -133,7 +136,11 @@ def summary(result: dict[str, Any]) -> RenderableType:
             if stall is None
             else f"{stall:.1f} ms per step, {staged:.1f} of it copying; a plain copy takes {copy:.1f} ms",
         ),
-        ("sent", f"{human_bytes(sent)} per copy, for {human_bytes(raw)} of state"),
+        (
+            "sent",
+            f"{human_bytes(sent)} per copy, for {human_bytes(raw)} of state"
+            + (f": {result['ratio']:.1f} times smaller" if result["ratio"] else ""),
+        ),
     ]
     for name, text in rows:
         table.add_row(Text(name, style="bold"), text)

@@ -16,6 +16,7 @@ from fastcheck_proto.v1 import layout_pb2 as pb
 from ..digests import chunk_digest
 from ..errors import CodecError, MispredictedError
 from . import adam, sgd
+from .bounded import decode_bounded
 from .chunk_plan import Run
 from .dtypes import DType
 from .encoder import Use, encode_gaps, uses
@@ -32,6 +33,7 @@ from .format import (
     parse,
     parse_header,
 )
+from .index import decode_index
 from .rounding import decode_rounded, encode_rounded, master_of
 from .runs import decode_run, encode_run, need_base, reverse_run
 from .scratch import SCRATCH
@@ -177,6 +179,10 @@ def _decode_sections(sections: list[Section], base: Any | None, out: Any) -> Non
                 sgd.decode_sgd(section, need_base(base), out)
             elif section.codec == CodecId.ROUNDED:
                 decode_rounded(section, out)
+            elif section.codec in (CodecId.INDEX8, CodecId.INDEX4):
+                decode_index(section, out)
+            elif section.codec == CodecId.BOUNDED:
+                decode_bounded(section, need_base(base), out)
             else:
                 decode_run(section, base, out)
 

@@ -20,6 +20,7 @@ from .chunk_plan import ChunkPlan, Run, Unit
 from .dtypes import DType
 from .fitting import Fits, fit_adam_lr, fit_sgd_lr
 from .format import HEADER_BYTES, NO_DIGEST, SECTIONS_MAX, CodecId, Header, Section, pack
+from .lossy import encode_lossy
 from .rounding import encode_rounded
 from .runs import encode_run, is_same, raw
 from .scratch import SCRATCH
@@ -95,7 +96,7 @@ def encode_sections(
     sections: list[Section] = []
     with np.errstate(all="ignore"):
         for unit in plan.units:
-            sections += _encode_unit(unit, new, base, fits if predict else None)
+            sections += _encode_unit(unit, new, base, fits if predict else None, plan.precision)
     sections += encode_gaps([run for unit in plan.units for run in unit.runs], new, base)
     # A rounded copy comes after its master; all else stands alone.
     return sorted(sections, key=lambda s: (s.codec == CodecId.ROUNDED, s.offset))
@@ -112,7 +113,9 @@ def covered_bytes(section: Section) -> int:
     return runs * section.elements * section.dtype.bytes
 
 
-def _encode_unit(unit: Unit, new: Any, base: Any | None, fits: Fits | None) -> list[Section]:
+def _encode_unit(
+    unit: Unit, new: Any, base: Any | None, fits: Fits | None, precision: pb.Precision | None
+) -> list[Section]:
     rest = [run for run in unit.runs if run.elements]
     sections = []
     if fits is not None:
@@ -122,7 +125,11 @@ def _encode_unit(unit: Unit, new: Any, base: Any | None, fits: Fits | None) -> l
             if (section := encode_rounded(run, master, new)) is not None:
                 sections.append(section)
                 rest.remove(run)
-        if base is not None and not all(is_same(run, new, base) for run in rest):
+        lossy = {} if precision is None else _encode_lossy(rest, new, base, precision)
+        sections += lossy.values()
+        rest = [run for run in rest if run not in lossy]
+        # A unit that lost something is no optimizer step any more: nothing predicts it.
+        if base is not None and not lossy and not all(is_same(run, new, base) for run in rest):
             predicted = _predict_adam(unit, new, base, fits) or _predict_sgd(unit, new, base, fits)
             if predicted is not None:
                 section, runs = predicted
@@ -130,6 +137,18 @@ def _encode_unit(unit: Unit, new: Any, base: Any | None, fits: Fits | None) -> l
                     sections.append(section)
                     rest = [run for run in rest if run not in runs]
     return sections + [encode_run(run, new, base) for run in rest]
+
+
+def _encode_lossy(runs: list[Run], new: Any, base: Any | None, precision: pb.Precision) -> dict[Run, Section]:
+    coded = {}
+    for run in runs:
+        section = encode_lossy(run, new, base, precision)
+        if section is not None and base is not None and run.row_elements > 1:
+            # Few rows that changed may take less than all of them in short codes.
+            section = min(section, encode_run(run, new, base), key=lambda s: s.encoded_bytes)
+        if section is not None:
+            coded[run] = section
+    return coded
 
 
 def _predict_adam(unit: Unit, new: Any, base: Any, fits: Fits) -> tuple[Section, tuple[Run, ...]] | None:

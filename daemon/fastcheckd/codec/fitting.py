@@ -86,8 +86,9 @@ def _least_squares(x: Any, y: Any, w: Any) -> float | None:
     # The rounding of y is in proportion to w. Elements near zero would be exact; do not trust them quite that far.
     rounding = w + 1e-3 * float(w.mean()) + 1e-30
     x, y = x / rounding, y / rounding
-    weight = float(np.dot(x, x))
+    # Not np.dot: BLAS would start threads of its own in the daemon.
+    weight = float((x * x).sum())
     if not weight > 0:
         return None
-    rate = float(np.dot(x, y)) / weight
+    rate = float((x * y).sum()) / weight
     return rate if math.isfinite(rate) and rate > 0 else None

@@ -33,6 +33,14 @@ def integer(source: Json, key: str, low: int, high: int) -> int:
     return value
 
 
+def flag(source: Json, key: str, *, default: bool) -> bool:
+    """True or false; `default` where it is missing."""
+    value = source.get(key, default)
+    if not isinstance(value, bool):
+        raise MalformedError(f"{key} must be true or false")
+    return value
+
+
 def name(source: Json, key: str) -> str:
     """A job or node name."""
     try:
@@ -77,7 +85,11 @@ def shard_record(value: Any) -> Json:
 
 
 def rank_record(value: Any) -> Json:
-    """{"rank", "session", "owner", "state_bytes", "shards"}; the shards tile [0, state_bytes)."""
+    """{"rank", "session", "owner", "state_bytes", "shards"}; the shards tile [0, state_bytes).
+
+    And {"lossy": true} if it is; an exact record has no such key, so that it is the same record as that
+    of a version that knew no lossy coding.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("shards"), list):
         raise MalformedError("a rank's record must have shards")
     if not 1 <= len(value["shards"]) <= SHARDS_MAX:
@@ -89,6 +101,8 @@ def rank_record(value: Any) -> Json:
         "state_bytes": integer(value, "state_bytes", 0, STEP_MAX),
         "shards": [shard_record(shard) for shard in value["shards"]],
     }
+    if flag(value, "lossy", default=False):
+        record["lossy"] = True
     at = 0
     for shard in record["shards"]:
         if shard["offset"] != at or (shard["bytes"] == 0 and record["state_bytes"] > 0):

@@ -29,6 +29,7 @@ def rank_record(record: registry_pb2.RankRecord) -> Json:
             }
             for shard in shards
         ],
+        "lossy": record.lossy,
     }
 
 
@@ -49,6 +50,7 @@ def rank_message(record: Json) -> registry_pb2.RankRecord:
             )
             for index, shard in enumerate(record["shards"])
         ],
+        lossy=record.get("lossy", False),
     )
 
 

@@ -122,6 +122,7 @@ class RestoreRoom:
                     holders=len(tally.holders),
                     bad_copies=tally.bad_copies,
                     restore_s=time.monotonic() - started,
+                    lossy=record.ranks[0].lossy,
                 ),
                 segment,
             )

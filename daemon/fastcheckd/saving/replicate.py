@@ -1,8 +1,9 @@
 """Carries a sealed save to its holders and through the commit.
 
-Place → put every shard to every holder at once → publish the owner's manifests → report until the
-registry decides. A holder that fails gets a rest (quarantine) and its copy goes elsewhere; the split into
-shards is fixed by the first placement, later ones only supply other holders.
+Place → wait until the step before is sent → put every shard to every holder at once, against the step before
+where the planner says so → publish the owner's manifests → report until the registry decides. A holder that fails
+gets a rest (quarantine) and its copy goes elsewhere; the split into shards is fixed by the first placement, later
+ones only supply other holders.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import logging
 import time
 from collections.abc import Iterable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..chunks import ChunkTable
-from ..codec.chunk_plan import opaque
+from ..codec.fitting import Fits
+from ..codec.planner import Planner, Route
 from ..config import Config
 from ..counters import Counters
 from ..digests import shard_digest
@@ -41,6 +42,7 @@ from ..transfer.peer_client import PeerClient
 from ..transfer.shard_source import ShardSource
 from ..view import ViewFollower
 from .save import Save
+from .shards import Bases, Copy, Preparation, Shard, uses_per_copy
 
 logger = logging.getLogger(__name__)
 
@@ -70,20 +72,6 @@ class Quarantine:
         now = time.monotonic()
         self._until = {n: t for n, t in self._until.items() if t > now}
         return sorted(self._until)
-
-
-@dataclass(eq=False)
-class _Shard:
-    """One shard of the save and the copies of it that are acknowledged."""
-
-    index: int
-    offset: int
-    bytes: int
-    source: ShardSource
-    manifest: pb.ShardManifest
-    #: Copies acknowledged, by node id.
-    acknowledged: dict[str, pb.NodeRef] = field(default_factory=dict)
-    published: bool = False
 
 
 def pick_holders(
@@ -119,6 +107,7 @@ class Replicator:
         counters: Counters,
         executor: Executor,
         codec: CodecPool,
+        planner: Planner,
     ) -> None:
         self._config = config
         self._identity = identity
@@ -129,18 +118,34 @@ class Replicator:
         self._counters = counters
         self._executor = executor
         self._codec = codec
+        self._planner = planner
+        #: Shards being sent, of all saves.
+        self._at_once = 0
         self._quarantine = Quarantine(config.quarantine_s)
 
     async def run(self, save: Save) -> None:
         """Bring a staged save to COMMITTED; raises what stopped it."""
         started = time.monotonic()
         placement = await self._place(save)
-        shards = self._split(save, placement)
+        if save.after is not None:
+            # Step by step: what is being sent now is the next one's base.
+            await save.after.until_sent()
+            save.after = None
+            save.moved()
+            placement = await self._place(save)
+        with Bases(self._store) as bases:
+            shards = self._split(save, placement, bases)
+            self._at_once += len(shards)
+            try:
+                epoch = await self._replicate(save, shards, placement)
+            finally:
+                self._at_once -= len(shards)
+                for shard in shards:
+                    shard.source.base = None  # not pinned any more; who gets the shard later gets it whole
+        self._learn(shards)
         while True:
-            epoch = await self._replicate(save, shards, placement)
             save.replicate_s = time.monotonic() - started
-            save.copies = min(len(s.acknowledged) for s in shards)
-            save.encoded_bytes = save.sent_bytes // save.copies
+            self._account(save, shards)
             if save.state < tpb.SAVE_STATE_REPLICATED:
                 save.advance(tpb.SAVE_STATE_REPLICATED)
             reported = time.monotonic()
@@ -152,9 +157,27 @@ class Replicator:
                     for node_id in error.node_ids:
                         shard.acknowledged.pop(node_id, None)
                 placement = await self._place(save)
+                epoch = await self._replicate(save, shards, placement)
                 continue
             save.commit_s = time.monotonic() - reported
             return
+
+    def _learn(self, shards: list[Shard]) -> None:
+        """Tell the planner how its plans went."""
+        for shard in shards:
+            self._counters.add("chunks_encoded", shard.source.encoded_chunks)
+            self._counters.add("encode_cpu_ms", round(1000 * shard.source.encode_s))
+            if (sent := shard.sent()) is not None:
+                self._planner.learn(shard.plan, sent)
+
+    @staticmethod
+    def _account(save: Save, shards: list[Shard]) -> None:
+        """What the acknowledged copies took."""
+        save.copies = min(len(s.acknowledged) for s in shards)
+        sent_bytes = sum(c.outcome.sent_bytes for s in shards for c in s.acknowledged.values())
+        save.encoded_bytes = sent_bytes // save.copies
+        save.codecs = uses_per_copy(shards, save.copies)
+        save.encode_s = sum(s.source.encode_s for s in shards)
 
     # --- placing ---------------------------------------------------------------------------------
 
@@ -202,42 +225,58 @@ class Replicator:
         """Whether the node has begun a new life since `ref`: then the same call is worth repeating."""
         return self._identity.incarnation > ref.incarnation
 
-    def _split(self, save: Save, placement: rpb.PlaceResponse) -> list[_Shard]:
+    def _split(self, save: Save, placement: rpb.PlaceResponse, bases: Bases) -> list[Shard]:
+        """Cut the state at chunk ends, one shard for each that the placement has, and plan each."""
+        content = save.content
+        copies = min(len(s.holders) for s in placement.shards)
+        stretches = content.cut(len(placement.shards))
+        fits = Fits()
         shards = []
-        for planned in placement.shards:
-            view = save.segment.view[planned.offset : planned.offset + planned.bytes]
+        offset = 0
+        for index, stretch in enumerate(stretches):
+            plans = content.plans[stretch.start : stretch.stop]
+            table = ChunkTable([plan.bytes for plan in plans])
+            key = pb.ShardKey(job=save.key.job, step=save.key.step, rank=save.key.rank, shard=index)
             manifest = pb.ShardManifest(
-                key=pb.ShardKey(
-                    job=save.key.job, step=save.key.step, rank=save.key.rank, shard=planned.shard
-                ),
-                shard_count=len(placement.shards),
+                key=key,
+                shard_count=len(stretches),
                 world_size=save.world_size,
                 owner=self._config.node_id,
                 session=save.session,
                 state_bytes=save.state_bytes,
-                offset=planned.offset,
-                bytes=planned.bytes,
+                offset=offset,
+                bytes=table.shard_bytes,
                 header_offset=save.header_offset,
                 header_bytes=save.header_bytes,
                 chunk_bytes=self._config.chunk_bytes,
+                chunk_lengths=table.lengths if content.listed else (),
+                lossy=save.lossy,
                 kind=pb.REPLICA_KIND_COPY,
             )
-            table = ChunkTable.of(manifest)
+            base = bases.find(key, offset, table)
+            holders = pick_holders(index, copies, (), placement)
+            route = Route(key.job, key.rank, index, tuple(sorted(h.node.node_id for h in holders)))
+            sharing = self._at_once + len(stretches)
+            plan = self._planner.plan(route, table.lengths, has_base=base is not None, sharing=sharing)
+            view = save.segment.view[offset : offset + table.shard_bytes]
             source = ShardSource(
                 view,
                 table,
-                step=save.key.step,
-                plans=[opaque(length) for length in table.lengths],
-                base=None,
+                step=key.step,
+                plans=plans,
+                base=base if plan.offer_base else None,
                 pool=self._codec,
-                choose=lambda _: False,
+                choose=plan.choose,
+                fits=fits,
+                prepare=content.quantise and Preparation(content.quantise, view, plans, base),
             )
-            shards.append(_Shard(planned.shard, planned.offset, planned.bytes, source, manifest))
+            shards.append(Shard(index, offset, table.shard_bytes, source, manifest, plan))
+            offset += table.shard_bytes
         return shards
 
     # --- sending ---------------------------------------------------------------------------------
 
-    async def _replicate(self, save: Save, shards: list[_Shard], placement: rpb.PlaceResponse) -> int:
+    async def _replicate(self, save: Save, shards: list[Shard], placement: rpb.PlaceResponse) -> int:
         """Get every shard to as many holders as the placement names; returns the epoch placed by."""
         copies = min(len(s.holders) for s in placement.shards)
         for attempt in range(PUT_ATTEMPTS_MAX):
@@ -262,8 +301,9 @@ class Replicator:
             placement = await self._place(save)
         raise AssertionError("unreachable")
 
-    async def _put(self, save: Save, shard: _Shard, holder: pb.Holder, epoch: int) -> FastCheckdError | None:
+    async def _put(self, save: Save, shard: Shard, holder: pb.Holder, epoch: int) -> FastCheckdError | None:
         """Send one copy; a failure is returned, and the holder rests, so that the others go on."""
+        started = time.monotonic()
         put = asyncio.create_task(
             self._peers.put_shard(
                 holder,
@@ -280,9 +320,11 @@ class Replicator:
             await asyncio.wait({put, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not put.done():
                 raise PeerError(f"node {node_id} went DOWN while it was sent shard {shard.index}")
-            put.result()
+            outcome = put.result()
+            seconds = time.monotonic() - started
             await self._publish_own(save, shard)
         except FastCheckdError as error:
+            shard.troubled = True
             logger.warning("%s: shard %d to %s failed: %s", save.key, shard.index, node_id, error)
             if not isinstance(error, FencedError):  # an old epoch is our lag, not the holder's fault
                 self._quarantine.add(node_id)
@@ -293,18 +335,18 @@ class Replicator:
                 task.cancel()
             await asyncio.gather(put, gone, return_exceptions=True)
         save.moved()
-        save.sent_bytes += shard.bytes
-        shard.acknowledged[node_id] = holder.node
+        self._counters.add("bytes_saved", max(0, outcome.raw_bytes - outcome.sent_bytes))
+        shard.acknowledged[node_id] = Copy(holder.node, outcome, seconds)
         return None
 
-    async def _publish_own(self, save: Save, shard: _Shard) -> None:
+    async def _publish_own(self, save: Save, shard: Shard) -> None:
         """Make the owner's copy findable: from here on a restart of this process keeps it."""
         if shard.published:
             return
         shard.published = True
         await asyncio.get_running_loop().run_in_executor(self._executor, self._publish, save, shard)
 
-    def _publish(self, save: Save, shard: _Shard) -> None:
+    def _publish(self, save: Save, shard: Shard) -> None:
         manifest = pb.ShardManifest()
         manifest.CopyFrom(shard.manifest)
         manifest.kind = pb.REPLICA_KIND_OWNER
@@ -314,7 +356,7 @@ class Replicator:
 
     # --- committing ------------------------------------------------------------------------------
 
-    async def _report(self, save: Save, shards: list[_Shard], epoch: int) -> None:
+    async def _report(self, save: Save, shards: list[Shard], epoch: int) -> None:
         """Report until the registry commits; raises what it refuses with."""
         give_up_at = time.monotonic() + self._config.rank_wait_timeout_s
         while True:
@@ -330,10 +372,11 @@ class Replicator:
                         bytes=s.bytes,
                         digest=shard_digest(s.source.complete()),
                         # In one order, whoever acknowledged first: the same holders are the same record.
-                        holders=[s.acknowledged[node_id] for node_id in sorted(s.acknowledged)],
+                        holders=[s.acknowledged[node_id].node for node_id in sorted(s.acknowledged)],
                     )
                     for s in shards
                 ],
+                lossy=save.lossy,
             )
             request = rpb.ReportRequest(
                 job=save.key.job,

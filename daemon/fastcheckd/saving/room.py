@@ -13,6 +13,7 @@ import secrets
 from collections.abc import AsyncIterator, Iterable
 
 from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import layout_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
@@ -31,6 +32,7 @@ from ..registry.client import RegistryClient
 from ..store.ram_store import HeldShard, RamStore
 from ..store.segments import staging_pool
 from ..view import ViewFollower
+from .content import NOTHING, of_layout, of_manifests
 from .replicate import Replicator
 from .save import Save, SaveKey
 
@@ -40,6 +42,8 @@ logger = logging.getLogger(__name__)
 FINISHED_KEPT = 4
 #: How often a waiting BeginSave looks whether the step before it has stalled.
 STALL_CHECK_S = 0.25
+#: How long a newer step waits until a given-up one has let go of its memory.
+GIVE_UP_PATIENCE_S = 2.0
 OPEN_TIMEOUT_S = 5.0
 SPARES_OFFERED_MAX = 8
 #: How long a trainer's question about a save waits for a restarted process to know its own past.
@@ -163,7 +167,7 @@ class SavingRoom:
             patience_s = 0.0 if (request.job, request.rank) in self._starved else self._config.stall_after_s
             if oldest.stalled_because is not None and oldest.idle_s() > patience_s:
                 self._starved.add((request.job, request.rank))
-                self._give_up(oldest, request.step)
+                await self._give_up(oldest, request.step)
                 continue
             waited = True
             done = asyncio.create_task(oldest.until_done())
@@ -177,7 +181,7 @@ class SavingRoom:
     def _under_way(self, job: str, rank: int) -> list[Save]:
         return [s for s in self._saves.get((job, rank), []) if not s.done]
 
-    def _give_up(self, save: Save, newer_step: int) -> None:
+    async def _give_up(self, save: Save, newer_step: int) -> None:
         logger.warning("%s given up for step %d: %s", save.key, newer_step, save.stalled_because)
         self._counters.add("saves_superseded")
         self._finish(
@@ -185,6 +189,8 @@ class SavingRoom:
         )
         if save.task is not None:
             save.task.cancel()
+            # Then its memory is free for the newer one.
+            await asyncio.wait({save.task}, timeout=GIVE_UP_PATIENCE_S)
 
     async def _make_spares(self, save: Save) -> None:
         """Have enough segments for all steps of this rank that are kept or under way, before they are asked for.
@@ -213,17 +219,29 @@ class SavingRoom:
         if save is not None:
             self._store.release(save.segment)
 
-    def seal(self, save_id: str, header_offset: int, header_bytes: int) -> Save:
-        """The trainer is done writing: start replicating."""
+    async def seal(
+        self, save_id: str, header_offset: int, header_bytes: int, layout: layout_pb2.StateLayout | None
+    ) -> Save:
+        """The trainer is done writing: start replicating. Without a layout the state is bytes without meaning.
+
+        Raises:
+            InvalidRequestError: header or layout do not fit the state.
+            NotHeldError: the save is not known any more.
+        """
+        unknown = NotHeldError(
+            "this save is not known any more: the daemon restarted, or another process took over the rank"
+        )
         save = self._reserved.get(save_id)
         if save is None:
-            raise NotHeldError(
-                "this save is not known any more: the daemon restarted, or another process took over the rank"
-            )
+            raise unknown
         if header_bytes == 0 or header_offset + header_bytes > save.state_bytes:
             raise InvalidRequestError("the state header lies outside of the state")
-        del self._reserved[save_id]
+        # A large model's layout has a million runs.
+        content = await asyncio.to_thread(of_layout, layout, save.state_bytes, self._config.chunk_bytes)
+        if self._reserved.pop(save_id, None) is not save:
+            raise unknown
         save.header_offset, save.header_bytes = header_offset, header_bytes
+        save.content, save.lossy = content, content.lossy
         self._counters.add("saves_staged")
         self._launch(save)
         return save
@@ -233,6 +251,7 @@ class SavingRoom:
         finished = [s for s in saves if s.done]
         for old in finished[: max(0, len(finished) - FINISHED_KEPT)]:
             saves.remove(old)
+        save.after = next((s for s in reversed(saves) if not s.done), None)
         saves.append(save)
         save.oldest_step = lambda: min(s.key.step for s in saves if not s.done or s is save)
         save.moved()
@@ -271,7 +290,12 @@ class SavingRoom:
             save.advance(tpb.SAVE_STATE_FAILED, error)
             if not may_be_committed:
                 self._drop_own(save.key)
-        self._store.release(save.segment)
+        # Finished saves are kept for a while, and these are large.
+        save.content, save.after = NOTHING, None
+        if save.task is None or save.task.done() or save.task is asyncio.current_task():
+            self._store.release(save.segment)
+        else:  # its threads read the bytes, or make them lossy, until it has ended
+            save.task.add_done_callback(lambda _: self._store.release(save.segment))
 
     def _drop_own(self, key: SaveKey) -> None:
         """Forget the owner's bytes of a step that cannot be committed any more.
@@ -330,6 +354,7 @@ class SavingRoom:
             if (newest is not None and step <= newest) or not _complete(manifests):
                 continue
             first = manifests[0]
+            content = of_manifests(manifests)
             segment = self._store.take_again(shards[(job, rank, step)])
             save = Save(
                 key=SaveKey(job, rank, step),
@@ -340,6 +365,8 @@ class SavingRoom:
                 state_bytes=first.state_bytes,
                 header_offset=first.header_offset,
                 header_bytes=first.header_bytes,
+                content=content,
+                lossy=content.lossy,
                 reported=True,  # perhaps, by the earlier life
             )
             self._sessions[(job, rank)] = max(self._sessions.get((job, rank), 0), first.session)

@@ -16,11 +16,13 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..errors import FastCheckdError
 from ..rpc import detail
 from ..store.segments import Segment
+from .content import NOTHING, Content
 
 State: TypeAlias = tpb.SaveState.ValueType
 FINAL: tuple[State, ...] = (tpb.SAVE_STATE_COMMITTED, tpb.SAVE_STATE_FAILED)
@@ -51,14 +53,22 @@ class Save:
     state_bytes: int
     header_offset: int = 0
     header_bytes: int = 0
+    #: Its chunks; known from the seal to the end.
+    content: Content = NOTHING
+    lossy: bool = False
+    #: The step of this rank before it while that is under way: it is sent first, and is then this one's base.
+    after: Save | None = None
     #: The registry may have heard that this rank is replicated: from then on the step may be committed.
     reported: bool = False
 
     state: State = tpb.SAVE_STATE_UNSPECIFIED
     error: FastCheckdError | None = None
-    #: Bytes of all acknowledged copies, and that divided by the number of copies.
-    sent_bytes: int = 0
+    #: Bytes that went over the network for all acknowledged copies, divided by their number.
     encoded_bytes: int = 0
+    #: What each codec did, likewise.
+    codecs: list[pb.CodecUse] = field(default_factory=list)
+    #: Thread seconds that encoding took.
+    encode_s: float = 0.0
     replicate_s: float = 0.0
     commit_s: float = 0.0
     copies: int = 0
@@ -115,6 +125,11 @@ class Save:
         while not self.done:
             await self._changed.wait()
 
+    async def until_sent(self) -> None:
+        """Return when all copies are acknowledged, or the save is over."""
+        while self.state < tpb.SAVE_STATE_REPLICATED:
+            await self._changed.wait()
+
     async def watch(self) -> AsyncIterator[tpb.WatchSaveResponse]:
         """Report how things stand now and after every change, the final state last."""
         while True:
@@ -135,5 +150,8 @@ class Save:
             commit_s=self.commit_s,
             copies=self.copies,
             resent_shards=self.resent_shards,
+            codecs=self.codecs,
+            encode_s=self.encode_s,
+            lossy=self.lossy,
             spares=[tpb.SegmentRef(path=str(s.path), bytes=s.size_bytes) for s in self.spares],
         )

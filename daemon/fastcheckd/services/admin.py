@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc.aio
@@ -108,10 +108,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.CheckpointsRequest, context: Context
     ) -> admin_pb2.CheckpointsResponse:
         """A job's steps that can be loaded or are under way."""
+        job = _job(request.job)
         listed = await self._registry.list_job_steps(
-            registry_pb2.ListJobStepsRequest(job=_job(request.job)), CALL_TIMEOUT_S
+            registry_pb2.ListJobStepsRequest(job=job), CALL_TIMEOUT_S
         )
-        return admin_pb2.CheckpointsResponse(steps=listed.steps)
+        committed = [s.step for s in listed.steps if s.state == registry_pb2.STEP_STATE_COMMITTED]
+        records = await self._records(job, committed)
+        return admin_pb2.CheckpointsResponse(steps=listed.steps, lossy_steps=reports.lossy_steps(records))
 
     @answers
     async def Replicas(
@@ -123,13 +126,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if request.HasField("step"):
             records = [await self._record(job, request.step)]
         else:
-            kept = (await self._lookup(job, None)).kept_steps
-            found = await asyncio.gather(*(self._lookup(job, step) for step in kept), return_exceptions=True)
-            # A step may be replaced by a newer one between the two questions; then it is not kept any more.
-            records = [r.record for r in found if not isinstance(r, BaseException) and r.HasField("record")]
-            for error in (r for r in found if isinstance(r, BaseException)):
-                if not isinstance(error, StepGoneError):
-                    raise error
+            records = await self._records(job, (await self._lookup(job, None)).kept_steps)
         held = await self._held(view, job, records[0].step if len(records) == 1 else None)
         return admin_pb2.ReplicasResponse(
             replicas=[report for record in records for report in reports.replica_reports(record, held)],
@@ -210,6 +207,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def _lookup(self, job: str, step: int | None) -> registry_pb2.LookupResponse:
         return await self._registry.lookup(registry_pb2.LookupRequest(job=job, step=step), CALL_TIMEOUT_S)
+
+    async def _records(self, job: str, steps: Iterable[int]) -> list[registry_pb2.StepRecord]:
+        """Records of steps that were just listed, without those that newer ones have replaced since."""
+        found = await asyncio.gather(*(self._lookup(job, step) for step in steps), return_exceptions=True)
+        for error in (r for r in found if isinstance(r, BaseException)):
+            if not isinstance(error, StepGoneError):
+                raise error
+        return [r.record for r in found if not isinstance(r, BaseException) and r.HasField("record")]
 
     async def _record(self, job: str, step: int) -> registry_pb2.StepRecord:
         found = await self._lookup(job, step)

@@ -6,10 +6,11 @@ health code can be tested from a view made by hand.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fastcheck_proto.v1 import admin_pb2, peer_pb2, registry_pb2
+from fastcheck_proto.v1 import admin_pb2, common_pb2, peer_pb2, registry_pb2
 
 #: A node above this share of its budget soon refuses saves: the codes warn before that happens.
 MEMORY_NEAR_FULL_SHARE = 0.9
@@ -64,17 +65,17 @@ def replica_reports(
     A replica counts when its digest is the committed one, whatever else lies under the same key. Bytes
     that another node than the owner published after a restore count as a copy: they serve readers as well.
     """
-    found: dict[tuple[int, int, bytes], list[tuple[str, int]]] = {}
+    found: dict[tuple[int, int, bytes], list[tuple[str, peer_pb2.Replica]]] = {}
     for node_id, replicas in held.items():
         for replica in replicas:
             if replica.key.job == record.job and replica.key.step == record.step:
                 key = (replica.key.rank, replica.key.shard, replica.digest)
-                found.setdefault(key, []).append((node_id, replica.verified_at_ms))
+                found.setdefault(key, []).append((node_id, replica))
     reports = []
     for rank in sorted(record.ranks, key=lambda r: r.rank):
         for shard in sorted(rank.shards, key=lambda s: s.shard):
             holding = found.get((rank.rank, shard.shard, shard.digest), [])
-            copies = [(node_id, at) for node_id, at in holding if node_id != rank.owner.node_id]
+            copies = [(node_id, r) for node_id, r in holding if node_id != rank.owner.node_id]
             reports.append(
                 admin_pb2.ReplicaReport(
                     step=record.step,
@@ -85,11 +86,29 @@ def replica_reports(
                     placed=sorted(holder.node_id for holder in shard.holders),
                     bytes=shard.bytes,
                     digest=shard.digest,
-                    verified_at_ms=min((at for _, at in copies or holding), default=0),
+                    verified_at_ms=min((r.verified_at_ms for _, r in copies or holding), default=0),
                     owner_holds=len(copies) < len(holding),
+                    lossy=rank.lossy,
+                    stored_bytes=sum(r.stored_bytes for _, r in holding),
+                    codecs=sum_uses(use for _, r in copies for use in r.codecs),
                 )
             )
     return reports
+
+
+def lossy_steps(records: Iterable[registry_pb2.StepRecord]) -> list[int]:
+    """Steps of which at least one rank is lossy."""
+    return [record.step for record in records if any(rank.lossy for rank in record.ranks)]
+
+
+def sum_uses(uses: Iterable[common_pb2.CodecUse]) -> list[common_pb2.CodecUse]:
+    """One entry per codec, by name, with the bytes of all."""
+    raw: Counter[str] = Counter()
+    encoded: Counter[str] = Counter()
+    for use in uses:
+        raw[use.codec] += use.raw_bytes
+        encoded[use.codec] += use.encoded_bytes
+    return [common_pb2.CodecUse(codec=c, raw_bytes=raw[c], encoded_bytes=encoded[c]) for c in sorted(raw)]
 
 
 def short_shards(reports: Iterable[admin_pb2.ReplicaReport]) -> list[admin_pb2.ReplicaReport]:

@@ -73,13 +73,14 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
     @answers
     async def SealSave(self, request: tpb.SealSaveRequest, context: Context) -> tpb.SealSaveResponse:
         """Start replicating."""
-        self._seal(request.save_id, request.header_offset, request.header_bytes)
+        await self._seal(request.save_id, request)
         return tpb.SealSaveResponse()
 
-    def _seal(self, save_id: str, header_offset: int, header_bytes: int) -> None:
-        if header_bytes > HEADER_BYTES_MAX:
+    async def _seal(self, save_id: str, seal: tpb.SealSaveRequest | tpb.PushSeal) -> None:
+        if seal.header_bytes > HEADER_BYTES_MAX:
             raise InvalidRequestError(f"a state header may have at most {HEADER_BYTES_MAX} bytes")
-        self._saving.seal(save_id, header_offset, header_bytes)
+        layout = seal.layout if seal.HasField("layout") else None
+        await self._saving.seal(save_id, seal.header_offset, seal.header_bytes, layout)
 
     @answers
     async def AbandonSave(self, request: tpb.AbandonSaveRequest, context: Context) -> tpb.AbandonSaveResponse:
@@ -142,7 +143,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
                 elif part == "seal" and save is not None and not sealed:
                     if position != save.state_bytes:
                         raise InvalidRequestError(f"{position} of {save.state_bytes} announced bytes came")
-                    self._seal(save.save_id, request.seal.header_offset, request.seal.header_bytes)
+                    await self._seal(save.save_id, request.seal)
                     sealed = True
                 else:
                     raise InvalidRequestError("a push is one begin, then data, then one seal")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from ..chunks import ChunkTable
 from ..codec.chunk_plan import ChunkPlan
 from ..codec.encoder import Use, encode, unchanged
+from ..codec.fitting import Fits
 from ..codec.format import NO_DIGEST
 from ..digests import DIGEST_BYTES, chunk_digest
 from ..errors import InvalidRequestError
@@ -74,7 +75,8 @@ class ShardSource:
 
     `plans` says what each chunk consists of. `base` is dropped when its chunks are cut otherwise.
     `choose(index)` is asked once per chunk and order whether encoding it pays. `prepare(index)`, if given, is
-    run once per chunk before anything else is done with it, and may change its bytes: a lossy coding.
+    run once per chunk before anything else is done with it, and may change its bytes: a lossy coding. `fits` has the
+    learning rates that other shards of the save have found.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class ShardSource:
         pool: CodecPool,
         choose: Callable[[int], bool],
         prepare: Callable[[int], None] | None = None,
+        fits: Fits | None = None,
     ) -> None:
         if not (len(view) == table.shard_bytes and table.lengths == [plan.bytes for plan in plans]):
             raise InvalidRequestError("view, chunk table and plans do not describe the same shard")
@@ -102,6 +105,7 @@ class ShardSource:
         self._pool = pool
         self._choose = choose
         self._prepare = prepare
+        self._fits = fits or Fits()
         self._digests: list[bytes | None] = [None] * len(table)
         self._digest_locks = [threading.Lock() for _ in range(min(_LOCKS, len(table)))]
         self._lock = threading.Lock()
@@ -231,6 +235,7 @@ class ShardSource:
             base_step=base_step,
             digest=digest,
             base_digest=base_digest,
+            fits=self._fits,
         )
         with self._lock:
             self.encode_s += time.thread_time() - started

@@ -7,6 +7,7 @@ registry and, side by side with a deadline each, the nodes.
 
 import builtins
 import collections.abc
+import fastcheck_proto.v1.common_pb2
 import fastcheck_proto.v1.registry_pb2
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
@@ -228,14 +229,20 @@ class CheckpointsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STEPS_FIELD_NUMBER: builtins.int
+    LOSSY_STEPS_FIELD_NUMBER: builtins.int
     @property
     def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.registry_pb2.StepSummary]: ...
+    @property
+    def lossy_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Committed ones among them that a trainer allowed to be lossy, of at least one rank."""
+
     def __init__(
         self,
         *,
         steps: collections.abc.Iterable[fastcheck_proto.v1.registry_pb2.StepSummary] | None = ...,
+        lossy_steps: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lossy_steps", b"lossy_steps", "steps", b"steps"]) -> None: ...
 
 Global___CheckpointsResponse: typing_extensions.TypeAlias = CheckpointsResponse
 
@@ -295,6 +302,9 @@ class ReplicaReport(google.protobuf.message.Message):
     DIGEST_FIELD_NUMBER: builtins.int
     VERIFIED_AT_MS_FIELD_NUMBER: builtins.int
     OWNER_HOLDS_FIELD_NUMBER: builtins.int
+    LOSSY_FIELD_NUMBER: builtins.int
+    STORED_BYTES_FIELD_NUMBER: builtins.int
+    CODECS_FIELD_NUMBER: builtins.int
     step: builtins.int
     rank: builtins.int
     shard: builtins.int
@@ -305,6 +315,12 @@ class ReplicaReport(google.protobuf.message.Message):
     """Oldest check among the copies, Unix milliseconds; 0: one was not checked yet."""
     owner_holds: builtins.bool
     """Whether the owner's node still has its own bytes."""
+    lossy: builtins.bool
+    """The trainer allowed a lossy coding."""
+    stored_bytes: builtins.int
+    """Memory that all these copies take, the owner's included: less than `bytes` each where one is kept as the
+    way back from a newer step.
+    """
     @property
     def holders(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Nodes that said they hold a copy with the committed digest."""
@@ -312,6 +328,10 @@ class ReplicaReport(google.protobuf.message.Message):
     @property
     def placed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Nodes that the commit named."""
+
+    @property
+    def codecs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.CodecUse]:
+        """How the bytes came to the holders, all copies together."""
 
     def __init__(
         self,
@@ -326,8 +346,11 @@ class ReplicaReport(google.protobuf.message.Message):
         digest: builtins.bytes = ...,
         verified_at_ms: builtins.int = ...,
         owner_holds: builtins.bool = ...,
+        lossy: builtins.bool = ...,
+        stored_bytes: builtins.int = ...,
+        codecs: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.CodecUse] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "digest", b"digest", "holders", b"holders", "owner", b"owner", "owner_holds", b"owner_holds", "placed", b"placed", "rank", b"rank", "shard", b"shard", "step", b"step", "verified_at_ms", b"verified_at_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "codecs", b"codecs", "digest", b"digest", "holders", b"holders", "lossy", b"lossy", "owner", b"owner", "owner_holds", b"owner_holds", "placed", b"placed", "rank", b"rank", "shard", b"shard", "step", b"step", "stored_bytes", b"stored_bytes", "verified_at_ms", b"verified_at_ms"]) -> None: ...
 
 Global___ReplicaReport: typing_extensions.TypeAlias = ReplicaReport
 

@@ -37,6 +37,8 @@ class World:
         self.hanging = set()
         self.refusing = set()
         self.empty = set()
+        #: Steps that are lossy.
+        self.lossy = set()
         self.lookups = 0
 
     # -- registry
@@ -111,6 +113,7 @@ class World:
             owner=common_pb2.NodeRef(node_id="node-0", incarnation=3),
             state_bytes=9,
             shards=[shard],
+            lossy=step in self.lossy,
         )
         return registry_pb2.StepRecord(job="gpt", step=step, world_size=1, copies=1, ranks=[rank])
 
@@ -126,6 +129,11 @@ class World:
                 digest=digest(s),
                 bytes=9,
                 verified_at_ms=VERIFIED_AT_MS,
+                stored_bytes=5,
+                lossy=s in self.lossy,
+                codecs=[common_pb2.CodecUse(codec="adam", raw_bytes=9, encoded_bytes=3)]
+                if data_address == "node-1"
+                else [],
             )
             for s in (4, 5)
             if step in (None, s)

@@ -79,6 +79,9 @@ def test_replicas_of_all_kept_steps_and_of_one(client):
         "bytes": 9,
         "digest": digest(5).hex(),
         "verified_at": "2025-06-15T15:06:40.123Z",
+        "stored_bytes": 10,
+        "lossy": False,
+        "codecs": {"adam": {"raw_bytes": 9, "encoded_bytes": 3}},
     }
     assert [r["step"] for r in client.replicas("gpt", 4)["replicas"]] == [4]
 
@@ -87,9 +90,43 @@ def test_inspect_joins_record_and_replicas(client):
     found = client.inspect("gpt", 5)
     assert (found["job"], found["step"], found["copies"], found["bytes"]) == ("gpt", 5, 1, 9)
     assert found["ranks"] == [
-        {"rank": 0, "owner": "node-0", "incarnation": 3, "session": 2, "bytes": 9, "shards": 1}
+        {
+            "rank": 0,
+            "owner": "node-0",
+            "incarnation": 3,
+            "session": 2,
+            "bytes": 9,
+            "shards": 1,
+            "lossy": False,
+            "codecs": {"adam": {"raw_bytes": 9, "encoded_bytes": 3}},
+        }
     ]
+    assert found["lossy"] is False
     assert found["replicas"][0]["holders"] == ["node-1"]
+
+
+def test_a_lossy_step_is_called_so_everywhere(client, world):
+    world.lossy = {5}
+    assert {c["step"]: c["lossy"] for c in client.checkpoints("gpt")["checkpoints"]} == {
+        4: False,
+        5: True,
+        6: False,
+    }
+    assert [r["lossy"] for r in client.replicas("gpt")["replicas"]] == [False, True]
+    found = client.inspect("gpt", 5)
+    assert found["lossy"] and found["ranks"][0]["lossy"]
+
+
+def test_a_step_replaced_while_checkpoints_were_listed_is_no_error(client, world):
+    listed = world.list_job_steps
+
+    async def moved_on(request, timeout_s):
+        response = await listed(request, timeout_s)
+        world.kept_steps = [5, 6]
+        return response
+
+    world.list_job_steps = moved_on
+    assert [c["step"] for c in client.checkpoints("gpt")["checkpoints"]] == [4, 5, 6]
 
 
 def test_a_hanging_node_costs_its_part_of_the_answer_only(client, world):

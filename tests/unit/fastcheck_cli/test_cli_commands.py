@@ -49,6 +49,19 @@ def test_tables_say_what_matters(address, world):
     assert "3 of 3 up" in status
 
 
+def test_tables_show_what_is_lossy_and_how_much_smaller_it_travelled(address, world):
+    world.lossy = {5}
+    checkpoints = run("checkpoints", "gpt", "--address", address).stdout.splitlines()
+    assert [line.split()[-1] for line in checkpoints if line.strip().startswith(("4", "5"))] == [
+        "exact",
+        "LOSSY",
+    ]
+    assert "LOSSY" in run("replicas", "gpt", "--step", "5", "--address", address).stdout
+    inspected = run("inspect", "gpt", "5", "--address", address).stdout
+    assert "LOSSY" in inspected and "3.00" in inspected and "adam 9 B → 3 B" in inspected
+    assert "LOSSY" not in run("inspect", "gpt", "4", "--address", address).stdout
+
+
 def test_status_exits_5_when_degraded_and_4_when_critical(address, world):
     world.states["node-2"] = registry_pb2.NODE_STATE_DOWN
     assert run("status", "--address", address, "-o", "json").exit_code == 5
@@ -85,6 +98,7 @@ def test_the_address_may_come_from_the_environment(address):
         ["status", "--timeout", "0"],
         ["local", "up", "--nodes", "0"],
         ["local", "up", "--set", "novalue"],
+        ["local", "up", "--codec", "sometimes"],
         ["demo", "--victim", "node-9"],
     ],
 )

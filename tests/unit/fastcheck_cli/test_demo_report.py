@@ -165,6 +165,14 @@ def test_the_summary_has_the_promised_keys_and_parts_that_add_up(runs):
     assert (found["bytes_raw"], found["bytes_sent"], found["ratio"]) == (1400, 700, 2.0)
 
 
+def test_the_ratio_is_that_of_all_committed_steps(runs):
+    assert RunRecord().ratio is None
+    assert runs[0].ratio == 2.0
+    runs[0].take(saved_event(9, 0) | {"bytes": 1000, "encoded_bytes": 50})
+    assert runs[0].ratio == 1800 / 450
+    assert "times smaller" in text_of(view.summary(the_summary(runs)))
+
+
 def test_steps_that_were_not_committed_do_not_count_as_sent(runs):
     runs[0].take(saved_event(9, 0, committed=False))
     assert the_summary(runs)["bytes_raw"] == 1400
@@ -188,7 +196,7 @@ def test_the_screen_shows_nodes_runs_and_story():
     screen = DemoView(leader="node-0", lost_node="node-1")
     node = {"voter": True, "ram_used_bytes": 1 << 20}
     screen.nodes = [{"node_id": f"node-{i}", "state": "UP", **node} for i in range(2)]
-    screen.runs.append(RunProgress("training", 20, step=7, committed=6, losses=[5.0, 4.0]))
+    screen.runs.append(RunProgress("training", 20, step=7, committed=6, ratio=3.25, losses=[5.0, 4.0]))
     screen.story.append((1.5, "something happened", ""))
     shown = text_of(view.render(screen))
     for words in (
@@ -196,6 +204,7 @@ def test_the_screen_shows_nodes_runs_and_story():
         "KILLED",
         "step  7 of 20",
         "committed 6",
+        "sent 1/3.2",
         "1.0 MiB",
         "1.5 s  something happened",
     ):

@@ -48,7 +48,9 @@ def states(cluster, node_id="node-0"):
 def test_a_cluster_lives_and_leaves_nothing_but_logs(tmp_path):
     """Up by one command, killed by another, started again, grown, taken down: each a process of its own."""
     where = ["--dir", str(tmp_path / "c")]
-    up = run("local", "up", "--nodes", "3", "--tolerate", "2", "--ram-budget", "64MiB", *where)
+    up = run(
+        "local", "up", "--nodes", "3", "--tolerate", "2", "--ram-budget", "64MiB", "--codec", "always", *where
+    )
     cluster = LocalCluster(tmp_path / "c")
     try:
         assert [n["node_id"] for n in up["nodes"]] == ["node-0", "node-1", "node-2"]
@@ -58,6 +60,7 @@ def test_a_cluster_lives_and_leaves_nothing_but_logs(tmp_path):
         assert (
             run("nodes", "--address", up["nodes"][1]["address"])["nodes"][0]["ram_budget_bytes"] == 64 << 20
         )
+        assert "codec: always" in (tmp_path / "c" / "node-2" / "config.yaml").read_text()
         assert (tmp_path / "c" / "raft.key").stat().st_mode & 0o777 == 0o600
 
         killed = run("local", "kill", "node-1", "--wipe", *where)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastcheckd.registry.state as state_module
+from fastcheckd.registry import wire
 from fastcheckd.registry.commits import Standing, standing
 from fastcheckd.registry.state import (
     JOBS_MAX,
@@ -83,6 +84,22 @@ def cluster():
     assert apply(state, open_rank(rank=0, client="c0", node=("n0", 1)))["session"] == 1
     assert apply(state, open_rank(rank=1, client="c1", node=("n1", 2)))["session"] == 2
     return state
+
+
+def test_a_lossy_rank_stays_lossy_and_an_exact_one_is_as_before_there_was_such_a_thing():
+    state = cluster()
+    lossy, exact = RANKS[0] | {"lossy": True}, RANKS[1] | {"lossy": False}
+    assert apply(state, commit(1, [lossy, exact]))["ok"]
+    first, second = state["jobs"]["gpt"]["steps"][0]["ranks"]
+    assert first["lossy"] is True and "lossy" not in second
+    message = wire.step_message("gpt", state["jobs"]["gpt"]["steps"][0], None)
+    assert [rank.lossy for rank in message.ranks] == [True, False]
+    assert [wire.rank_record(rank)["lossy"] for rank in message.ranks] == [True, False]
+    assert apply(state, commit(1, [lossy, RANKS[1]]))["ok"]  # a repetition, as an older version would make it
+
+
+def test_lossy_is_true_or_false():
+    assert apply(cluster(), commit(1, [RANKS[0] | {"lossy": 1}, RANKS[1]]))["code"] == "INVALID"
 
 
 RANKS = [record(0, 1, ("n0", 1), [("n2", 3)]), record(1, 2, ("n1", 2), [("n2", 3)])]

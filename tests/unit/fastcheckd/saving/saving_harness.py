@@ -1,0 +1,169 @@
+"""A node that saves and nodes that hold, all real, and a registry that answers what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.unit.fastcheckd.transfer.transfer_harness import EPOCH, Holder, running_holder
+
+from fastcheck_proto.conventions import LAYOUT_SCHEMA
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import layout_pb2
+from fastcheck_proto.v1 import registry_pb2 as rpb
+from fastcheck_proto.v1 import trainer_pb2 as tpb
+from fastcheckd.codec.planner import Planner
+from fastcheckd.config import Config
+from fastcheckd.counters import Counters
+from fastcheckd.errors import PlacementError
+from fastcheckd.identity import Identity
+from fastcheckd.saving.replicate import Replicator
+from fastcheckd.saving.room import SavingRoom
+from fastcheckd.saving.save import Save
+from fastcheckd.store.ram_store import RamStore
+from fastcheckd.transfer.codec_pool import CodecPool
+from fastcheckd.transfer.peer_client import PeerClient
+from fastcheckd.view import ViewFollower
+
+CHUNK = 64 << 10
+BUDGET = 32 << 20
+DEADLINE_S = 20.0
+
+
+class Registry:
+    """Places on the holders that it was told of, one shard for each, and commits."""
+
+    def __init__(self, holders: list[pb.Holder]) -> None:
+        self.holders = holders
+        self.tolerate = 1
+        #: Steps that nobody can hold at present.
+        self.unplaceable: set[int] = set()
+        #: Answers to the next reports; then everything is committed.
+        self.answers: list[rpb.ReportResponse | Exception] = []
+        self.reports: list[rpb.ReportRequest] = []
+
+    async def place(self, request, timeout_s):
+        if request.step in self.unplaceable:
+            raise PlacementError("nobody is left")
+        able = [h for h in self.holders if h.node.node_id not in request.avoid] or self.holders
+        shards = [
+            rpb.ShardPlacement(
+                shard=index, holders=[able[(index + copy) % len(able)] for copy in range(self.tolerate)]
+            )
+            for index in range(len(able))
+        ]
+        return rpb.PlaceResponse(epoch=EPOCH, shards=shards)
+
+    async def report(self, request, timeout_s):
+        self.reports.append(request)
+        answer = self.answers.pop(0) if self.answers else None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer or rpb.ReportResponse(state=rpb.REPORT_STATE_COMMITTED)
+
+
+class Node:
+    """The saving side of a data process."""
+
+    def __init__(self, room: SavingRoom, store: RamStore, counters: Counters) -> None:
+        self.room = room
+        self.store = store
+        self.counters = counters
+
+    async def stage(
+        self, step: int, state: bytes, layout: layout_pb2.StateLayout | None = None, rank: int = 0
+    ) -> Save:
+        """What a trainer does: begin, fill, seal."""
+        request = tpb.BeginSaveRequest(
+            job="gpt", rank=rank, world_size=2, session=1, step=step, state_bytes=len(state)
+        )
+        save, _ = await self.room.begin(request)
+        save.segment.view[: len(state)] = state
+        return await self.room.seal(save.save_id, len(state) - 10, 10, layout)
+
+    async def save(self, step: int, state: bytes, layout: layout_pb2.StateLayout | None = None) -> Save:
+        """Stage it and wait for the commit."""
+        save = await self.stage(step, state, layout)
+        await self.done(save)
+        return save
+
+    async def done(self, save: Save) -> None:
+        """Wait for its end; raises what it failed with."""
+        async with asyncio.timeout(DEADLINE_S):
+            await save.until_done()
+        if save.error is not None:
+            raise save.error
+
+
+@contextlib.asynccontextmanager
+async def running_node(directory: Path, registry: Registry, **settings: object) -> AsyncIterator[Node]:
+    """A node over a RAM directory; the next one over the same directory is the next life of this one."""
+    config = Config(
+        node_id="owner",
+        chunk_bytes=CHUNK,
+        ram_budget_bytes=BUDGET,
+        quarantine_s=0.1,
+        **{"codec": "always", **settings},  # type: ignore[arg-type]
+    )
+    counters = Counters()
+    store = RamStore.open(directory / "owner", budget_bytes=BUDGET, counters=counters)
+    identity = Identity("owner")
+    identity.assume(1)
+    pool = CodecPool(2, 1)
+    with ThreadPoolExecutor(8) as executor:
+        view = ViewFollower(registry, identity)  # type: ignore[arg-type]
+        peers = PeerClient(config, counters, executor)
+        common = {"config": config, "identity": identity, "store": store, "registry": registry}
+        replicator = Replicator(
+            **common, peers=peers, view=view, counters=counters, executor=executor, codec=pool,
+            planner=Planner(config.codec, config.codec_threads),
+        )  # fmt: skip
+        room = SavingRoom(**common, view=view, counters=counters, replicator=replicator)
+        try:
+            yield Node(room, store, counters)
+        finally:
+            await room.stop()
+            await peers.close()
+            pool.close()
+            store.close()
+
+
+@contextlib.asynccontextmanager
+async def running_world(
+    directory: Path, holders: int = 2, **settings: object
+) -> AsyncIterator[tuple[Node, Registry, list[Holder]]]:
+    """A node and its holders `node-1`, `node-2`, ..."""
+    async with contextlib.AsyncExitStack() as stack:
+        found = []
+        refs = []
+        for index in range(1, holders + 1):
+            holder = await stack.enter_async_context(running_holder(directory / f"node-{index}"))
+            ref = holder.ref()
+            ref.node.node_id = f"node-{index}"
+            found.append(holder)
+            refs.append(ref)
+        registry = Registry(refs)
+        node = await stack.enter_async_context(running_node(directory, registry, **settings))
+        yield node, registry, found
+
+
+def noise(size: int, seed: int = 1) -> bytes:
+    """Bytes that no codec makes smaller."""
+    return random.Random(seed).randbytes(size)
+
+
+def next_step(state: bytes, at: int = 0) -> bytes:
+    """The state with one byte changed."""
+    changed = bytearray(state)
+    changed[at] ^= 1
+    return bytes(changed)
+
+
+def layout_of(*lengths: int, precision: layout_pb2.Precision | None = None) -> layout_pb2.StateLayout:
+    """Chunks of these lengths, bytes without meaning."""
+    chunks = [layout_pb2.ChunkLayout(bytes=length) for length in lengths]
+    return layout_pb2.StateLayout(schema=LAYOUT_SCHEMA, chunks=chunks, precision=precision)

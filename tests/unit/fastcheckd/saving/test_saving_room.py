@@ -1,0 +1,337 @@
+"""Saves from the seal to the commit, against real holders: what is sent against what, in which order."""
+
+import asyncio
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+from tests.unit.fastcheckd.saving.saving_harness import (
+    CHUNK,
+    layout_of,
+    next_step,
+    noise,
+    running_node,
+    running_world,
+)
+from tests.unit.fastcheckd.transfer.transfer_harness import eventually
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import layout_pb2
+from fastcheck_proto.v1 import registry_pb2 as rpb
+from fastcheck_proto.v1 import trainer_pb2 as tpb
+from fastcheckd.errors import InvalidRequestError, NoQuorumError, NotHeldError, SupersededError
+
+STATE = noise(8 * CHUNK)
+LOSSY = layout_pb2.Precision(momentum=layout_pb2.MOMENTUM_CODING_INDEX8)
+
+
+def in_world(tmp_path, body, **options):
+    async def run():
+        async with running_world(tmp_path, **options) as (node, registry, holders):
+            await body(node, registry, holders)
+
+    asyncio.run(run())
+
+
+def held_bytes(store, step, kind=pb.REPLICA_KIND_COPY):
+    """The rank's shards of a step as they lie there, by offset."""
+    found = {}
+    for held in store.held("gpt", step):
+        if held.kind == kind:
+            with store.reading(held) as full:
+                found[held.manifest.offset] = bytes(full.view)
+    return found
+
+
+def whole(parts):
+    return b"".join(data for _, data in sorted(parts.items()))
+
+
+def copies(holders, step):
+    return whole({k: v for holder in holders for k, v in held_bytes(holder.store, step).items()})
+
+
+def test_a_step_is_sent_against_the_one_before(tmp_path):
+    async def body(node, registry, holders):
+        first = await node.save(1, STATE)
+        second = await node.save(2, next_step(STATE))
+        assert first.encoded_bytes >= len(STATE) > 6 * second.encoded_bytes
+        assert {use.codec for use in second.codecs} >= {"same"}
+        assert sum(holder.counters.get("patches_applied") for holder in holders) == 2
+        assert node.counters.get("bytes_saved") >= len(STATE) - second.encoded_bytes - 1000
+        assert copies(holders, 1) == STATE
+        assert copies(holders, 2) == next_step(STATE)
+        assert not second.lossy and second.encode_s >= 0
+
+    in_world(tmp_path, body)
+
+
+def test_what_codec_never_sends_is_raw_and_whole(tmp_path):
+    async def body(node, registry, holders):
+        for step in (1, 2):
+            save = await node.save(step, STATE)
+            assert save.encoded_bytes == len(STATE)
+            assert [use.codec for use in save.codecs] == ["raw"]
+        assert not any(holder.counters.get("patches_applied") for holder in holders)
+
+    in_world(tmp_path, body, codec="never")
+
+
+def test_figures_are_per_copy(tmp_path):
+    async def body(node, registry, holders):
+        registry.tolerate = 2
+        save = await node.save(1, STATE)
+        assert save.copies == 2 and save.encoded_bytes == len(STATE)
+        assert sum(use.raw_bytes for use in save.codecs) == len(STATE)
+        report = save.report()
+        assert (report.encoded_bytes, list(report.codecs)) == (len(STATE), save.codecs)
+
+    in_world(tmp_path, body)
+
+
+def test_a_step_waits_until_the_one_before_is_sent_and_is_then_sent_against_it(tmp_path):
+    async def body(node, registry, holders):
+        registry.unplaceable = {1}
+        first = await node.stage(1, STATE)
+        second = await node.stage(2, next_step(STATE))
+        await eventually(lambda: first.stalled_because is not None)
+        assert second.state == tpb.SAVE_STATE_STAGED
+        assert not any(holder.counters.get("shards_received") for holder in holders)
+        registry.unplaceable = set()
+        await node.done(first)
+        await node.done(second)
+        assert sum(holder.counters.get("patches_applied") for holder in holders) == 2
+
+    in_world(tmp_path, body)
+
+
+def test_a_step_does_not_wait_for_the_commit_of_the_one_before(tmp_path):
+    async def body(node, registry, holders):
+        registry.answers = [NoQuorumError("no leader")] * 3
+        first = await node.stage(1, STATE)
+        await first.until_sent()
+        second = await node.stage(2, next_step(STATE))
+        async with asyncio.timeout(10):
+            await second.until_sent()
+        await node.done(first)
+        await node.done(second)
+
+    in_world(tmp_path, body)
+
+
+def test_other_ranks_do_not_wait(tmp_path):
+    async def body(node, registry, holders):
+        registry.unplaceable = {1}
+        await node.stage(1, STATE)
+        await node.done(await node.stage(5, STATE, rank=1))
+
+    in_world(tmp_path, body)
+
+
+def test_a_step_that_is_given_up_lets_the_next_one_go(tmp_path):
+    async def body(node, registry, holders):
+        registry.unplaceable = {1, 2}
+        first = await node.stage(1, STATE)
+        second = await node.stage(2, STATE)
+        await eventually(lambda: first.stalled_because is not None)
+        registry.unplaceable = {1}
+        await node.save(3, STATE)
+        with pytest.raises(SupersededError):
+            await node.done(first)
+        await node.done(second)
+        used = node.store.usage()
+        assert used.used_bytes - used.free_bytes == 2 * len(STATE)  # steps 2 and 3
+
+    in_world(tmp_path, body, stall_after_s=0.3)
+
+
+def test_shards_end_where_chunks_end(tmp_path):
+    lengths = (3 * CHUNK, CHUNK // 2, CHUNK // 2, 4 * CHUNK)
+
+    async def body(node, registry, holders):
+        await node.save(1, STATE, layout_of(*lengths))
+        record = registry.reports[-1].record
+        assert [(s.offset, s.bytes) for s in record.shards] == [
+            (0, sum(lengths[:3])),
+            (sum(lengths[:3]), lengths[3]),
+        ]
+        listed = {h.manifest.offset: list(h.manifest.chunk_lengths) for h in node.store.held("gpt", 1)}
+        assert listed == {0: list(lengths[:3]), sum(lengths[:3]): [lengths[3]]}
+        second = await node.save(2, next_step(STATE), layout_of(*lengths))
+        assert second.encoded_bytes < 3.2 * CHUNK
+        # Other chunks: nothing to compare with.
+        third = await node.save(3, next_step(STATE), layout_of(*lengths[::-1]))
+        assert third.encoded_bytes >= len(STATE)
+        assert copies(holders, 3) == next_step(STATE)
+
+    in_world(tmp_path, body)
+
+
+def test_fewer_chunks_than_holders_are_fewer_shards(tmp_path):
+    async def body(node, registry, holders):
+        await node.save(1, STATE[:CHUNK])
+        assert len(registry.reports[-1].record.shards) == 1
+
+    in_world(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    "layout", [layout_of(CHUNK), layout_of(8 * CHUNK, 1), layout_of(0, 8 * CHUNK), layout_of(*[0] * 3)]
+)
+def test_a_layout_that_does_not_fit_is_refused_at_the_seal(tmp_path, layout):
+    async def body(node, registry, holders):
+        with pytest.raises(InvalidRequestError):
+            await node.stage(1, STATE, layout)
+        await node.save(2, STATE)
+
+    in_world(tmp_path, body)
+
+
+def test_a_layout_of_an_unknown_version_is_no_layout(tmp_path):
+    async def body(node, registry, holders):
+        layout = layout_of(8 * CHUNK)
+        layout.schema = 99
+        await node.save(1, STATE, layout)
+        assert not any(h.manifest.chunk_lengths for h in node.store.held("gpt"))
+
+    in_world(tmp_path, body)
+
+
+def test_a_save_can_be_sealed_once(tmp_path):
+    async def body(node, registry, holders):
+        request = tpb.BeginSaveRequest(job="gpt", world_size=1, session=1, step=1, state_bytes=len(STATE))
+        save, _ = await node.room.begin(request)
+        seals = [node.room.seal(save.save_id, 0, 1, None) for _ in range(3)]
+        found = await asyncio.gather(*seals, return_exceptions=True)
+        assert sorted(isinstance(f, NotHeldError) for f in found) == [False, True, True]
+        await node.done(save)
+
+    in_world(tmp_path, body)
+
+
+def test_a_holder_lost_before_the_commit_is_replaced_by_a_whole_copy(tmp_path):
+    async def body(node, registry, holders):
+        await node.save(1, STATE)
+        lost = rpb.ReportResponse(
+            state=rpb.REPORT_STATE_REFUSED,
+            error=pb.ErrorDetail(code=pb.ERROR_CODE_HOLDER_LOST),
+            lost_holders=[registry.holders[0].node],
+        )
+        registry.answers = [lost]
+        registry.holders = registry.holders[1:]
+        save = await node.save(2, next_step(STATE))
+        assert save.copies == 1
+        assert whole(held_bytes(holders[1].store, 2)) == next_step(STATE)
+        names = {h.node_id for s in registry.reports[-1].record.shards for h in s.holders}
+        assert names == {"node-2"}
+
+    in_world(tmp_path, body)
+
+
+def test_a_restarted_node_carries_on_with_the_same_chunks_and_shards(tmp_path):
+    lengths = (3 * CHUNK, CHUNK // 2, CHUNK // 2, 4 * CHUNK)
+
+    async def body(node, registry, holders):
+        registry.answers = [NoQuorumError("no leader")] * 1000
+        save = await node.stage(1, STATE, layout_of(*lengths))
+        await save.until_sent()
+        await node.room.stop()
+        node.store.close()
+        registry.answers = []
+        registry.holders = registry.holders[:1]  # fewer than there are shards
+        async with running_node(tmp_path, registry) as again:
+            assert again.room.resume() == 1
+            request = tpb.WatchSaveRequest(job="gpt", rank=0, session=1, step=1)
+            await again.done(await again.room.find(request))
+            record = registry.reports[-1].record
+            assert [s.offset for s in record.shards] == [0, sum(lengths[:3])]
+            # And the next step has it as its base.
+            second = await again.save(2, next_step(STATE), layout_of(*lengths))
+            assert second.error is None
+
+    in_world(tmp_path, body)
+
+
+class Quantiser:
+    """A lossy coding that can be recognised: clears the lowest bit of every byte, once."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.calls = []
+
+    def quantise(self, chunk, base, plan):
+        assert plan.precision == LOSSY and not chunk.readonly
+        with self.lock:
+            self.calls.append((bytes(chunk[:16]), None if base is None else len(base) == len(chunk)))
+        chunk[:] = cleared(chunk)
+
+
+def cleared(data):
+    return bytes(byte & 0xFE for byte in data)
+
+
+@pytest.fixture
+def quantiser(monkeypatch):
+    """Stands for the real one: this is about when it is called, on what, and how often."""
+    found = Quantiser()
+    monkeypatch.setitem(sys.modules, "fastcheckd.codec.lossy", SimpleNamespace(quantise=found.quantise))
+    return found
+
+
+LAYOUT = layout_of(*[CHUNK] * 8, precision=LOSSY)
+
+
+def test_a_lossy_step_is_the_same_bytes_everywhere_and_called_lossy(tmp_path, quantiser):
+    async def body(node, registry, holders):
+        registry.tolerate = 2
+        save = await node.save(1, STATE, LAYOUT)
+        assert len(quantiser.calls) == 8 and all(base is None for _, base in quantiser.calls)
+        assert whole(held_bytes(node.store, 1, pb.REPLICA_KIND_OWNER)) == cleared(STATE)
+        for holder in holders:
+            assert whole(held_bytes(holder.store, 1)) == cleared(STATE)
+        assert save.lossy and save.report().lossy and registry.reports[-1].record.lossy
+        assert all(h.manifest.lossy for s in (node, *holders) for h in s.store.held("gpt"))
+        await node.save(2, next_step(STATE), LAYOUT)
+        assert len(quantiser.calls) == 16 and all(base for _, base in quantiser.calls[8:])
+        exact = await node.save(3, next_step(STATE), layout_of(*[CHUNK] * 8))
+        assert not exact.lossy and not registry.reports[-1].record.lossy
+        assert len(quantiser.calls) == 16
+
+    in_world(tmp_path, body)
+
+
+def test_the_base_of_a_lossy_step_is_there_even_when_nothing_is_encoded(tmp_path, quantiser):
+    async def body(node, registry, holders):
+        await node.save(1, STATE, LAYOUT)
+        await node.save(2, STATE, LAYOUT)
+        assert all(base for _, base in quantiser.calls[8:]) and len(quantiser.calls) == 16
+
+    in_world(tmp_path, body, codec="never")
+
+
+def test_a_resumed_lossy_step_is_lossy_and_not_made_so_twice(tmp_path, quantiser):
+    async def body(node, registry, holders):
+        registry.answers = [NoQuorumError("no leader")] * 1000
+        save = await node.stage(1, STATE, LAYOUT)
+        await save.until_sent()
+        await node.room.stop()
+        node.store.close()
+        registry.answers = []
+        async with running_node(tmp_path, registry) as again:
+            assert again.room.resume() == 1
+            resumed = await again.room.find(tpb.WatchSaveRequest(job="gpt", rank=0, session=1, step=1))
+            await again.done(resumed)
+        assert resumed.lossy and registry.reports[-1].record.lossy and len(quantiser.calls) == 8
+
+    in_world(tmp_path, body)
+
+
+def test_a_daemon_without_a_lossy_coding_says_so_at_the_seal(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastcheckd.codec.lossy", None)
+
+    async def body(node, registry, holders):
+        with pytest.raises(InvalidRequestError, match="no lossy coding"):
+            await node.stage(1, STATE, LAYOUT)
+
+    in_world(tmp_path, body)
