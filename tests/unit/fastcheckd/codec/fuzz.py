@@ -39,6 +39,7 @@ from codec_helpers import (
     whole,
 )  # fmt: skip
 
+from fastcheck_proto.v1 import layout_pb2 as pb
 from fastcheckd.codec.chunk_plan import ChunkPlan, Unit
 from fastcheckd.codec.decoder import decode, decode_range, raw_way_back, read_header, turn_around
 from fastcheckd.codec.dtypes import DType
@@ -53,6 +54,7 @@ from fastcheckd.codec.format import (
     pack,
     parse,
 )  # fmt: skip
+from fastcheckd.codec.lossy import quantise
 from fastcheckd.digests import chunk_digest
 from fastcheckd.errors import CodecError, MispredictedError
 
@@ -114,6 +116,23 @@ def seeds() -> list[Seed]:
     new, base = w.tobytes(), rows.tobytes()
     back = raw_way_back(base, step=7, newer_step=8, digest=chunk_digest(base), newer_digest=chunk_digest(new))
     result.append(Seed("raw", back, new, base))
+    return result + lossy_seeds(n)
+
+
+def lossy_seeds(n: int) -> list[Seed]:
+    """Of the codecs that a trainer must ask for."""
+    result = []
+    for coding in (pb.MOMENTUM_CODING_INDEX8, pb.MOMENTUM_CODING_INDEX4):
+        unit = adam_unit(n, adam_step())
+        plan = ChunkPlan(12 * n, (unit,), pb.Precision(momentum=coding, weights_bound=1e-2))
+        older, newer = (bytearray(joined(arrays)) for arrays in adam_arrays(n, adam_step()))
+        quantise(memoryview(older), None, plan)
+        quantise(memoryview(newer), memoryview(older), plan)
+        encoded = encode_chunk(bytes(newer), bytes(older), plan)
+        assert encoded is not None
+        result.append(Seed("lossy", encoded.payload, bytes(older), bytes(newer)))
+        back = turn_around(encoded.payload, bytes(older), bytes(newer))
+        result.append(Seed("lossy back", back, bytes(newer), bytes(older)))
     return result
 
 
