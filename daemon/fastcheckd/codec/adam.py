@@ -35,6 +35,7 @@ from .scratch import BLOCK, SCRATCH
 F32: TypeAlias = NDArray[np.float32]
 
 _NO_RUN = 0xFFFFFFFF
+_NAN = 0x7FC00000
 #: Offsets of m, v, max v (or _NO_RUN), then `Constants`.
 _EXTRA = struct.Struct("<III4x7f")
 
@@ -130,19 +131,19 @@ class _Block:
         np.multiply(y, x, out=y)
         return y
 
-    def next_v(self, m0: F32, m1: F32, v0: F32) -> F32:
+    def next_v(self, m0: F32, m1: F32, v0: F32) -> Ints:
         """v1 as predicted."""
         term = self.gradient_term(m0, m1)
         np.multiply(v0, self._c.beta2, out=self._x)
         np.add(self._x, term, out=self._x)
-        return self._x
+        return settled(self._x)
 
-    def previous_v(self, m0: F32, m1: F32, v1: F32) -> F32:
+    def previous_v(self, m0: F32, m1: F32, v1: F32) -> Ints:
         """v0 as predicted."""
         term = self.gradient_term(m0, m1)
         np.subtract(v1, term, out=self._x)
         np.divide(self._x, self._c.beta2, out=self._x)
-        return self._x
+        return settled(self._x)
 
     def update(self, m1: F32, v1: F32) -> F32:
         """step_size * m1 / (sqrt(v1) / correction2 + eps)"""
@@ -154,33 +155,49 @@ class _Block:
         np.divide(y, x, out=y)
         return y
 
-    def next_w(self, w0: F32, m1: F32, v1: F32) -> F32:
+    def next_w(self, w0: F32, m1: F32, v1: F32) -> Ints:
         """w1 as predicted."""
         update = self.update(m1, v1)
         np.multiply(w0, self._c.decay, out=self._x)
         np.subtract(self._x, update, out=self._x)
-        return self._x
+        return settled(self._x)
 
-    def previous_w(self, w1: F32, m1: F32, v1: F32) -> F32:
+    def previous_w(self, w1: F32, m1: F32, v1: F32) -> Ints:
         """w0 as predicted."""
         update = self.update(m1, v1)
         np.add(w1, update, out=self._x)
         np.divide(self._x, self._c.decay, out=self._x)
-        return self._x
+        return settled(self._x)
 
 
-def residual(truth: Ints, predicted: F32, out: Ints) -> None:
+def settled(predicted: F32) -> Ints:
+    """Bits of a prediction, in place, with one NaN for all.
+
+    Which NaN an operation makes of others depends on the CPU, its vector width, even on where an array lies.
+    """
+    bits = predicted.view(np.int32)
+    if np.isnan(predicted.max()):
+        bits[np.isnan(predicted)] = _NAN
+    return bits
+
+
+def next_v_max(v_max0: Ints, v1: Ints) -> Ints:
+    """The larger, by bits: they are ordered as second moments are, which have no sign, and a NaN wins."""
+    return np.maximum(v_max0, v1)
+
+
+def residual(truth: Ints, predicted: Ints, out: Ints) -> None:
     """Units in the last place between truth and prediction, zigzag."""
     mask = SCRATCH.array("mask", len(truth), np.int32)
-    np.subtract(truth, predicted.view(np.int32), out=out)
+    np.subtract(truth, predicted, out=out)
     zigzag(out, mask)
 
 
-def apply_residual(values: Ints, predicted: F32, out: Ints) -> None:
+def apply_residual(values: Ints, predicted: Ints, out: Ints) -> None:
     """Inverse of `residual`; destroys `values`."""
     mask = SCRATCH.array("mask", len(values), np.int32)
     unzigzag(values, mask)
-    np.add(values, predicted.view(np.int32), out=out)
+    np.add(values, predicted, out=out)
 
 
 def encode_adam(runs: Runs, constants: Constants, new: Any, base: Any) -> Section:
@@ -200,7 +217,7 @@ def encode_adam(runs: Runs, constants: Constants, new: Any, base: Any) -> Sectio
         residual(a1[2], block.next_v(f0[1], f1[1], f0[2]), values)
         splitters[2].add(start, values)
         if runs.v_max:
-            residual(a1[3], np.maximum(f0[3], f1[2]), values)
+            residual(a1[3], next_v_max(a0[3], a1[2]), values)
             splitters[3].add(start, values)
         residual(a1[0], block.next_w(f0[0], f1[1], f1[-1]), values)
         splitters[0].add(start, values)
@@ -230,7 +247,7 @@ def _forth(block: _Block, take: Callable[[int], Ints], a0: list[Ints], a1: list[
     add_difference(DType.FLOAT32, take(1), a0[1], a1[1], 0)
     apply_residual(take(2), block.next_v(f0[1], f1[1], f0[2]), a1[2])
     if len(a0) == 4:
-        apply_residual(take(3), np.maximum(f0[3], f1[2]), a1[3])
+        apply_residual(take(3), next_v_max(a0[3], a1[2]), a1[3])
     apply_residual(take(0), block.next_w(f0[0], f1[1], f1[-1]), a1[0])
 
 
@@ -240,13 +257,16 @@ def _back(block: _Block, take: Callable[[int], Ints], a1: list[Ints], a0: list[I
     add_difference(DType.FLOAT32, take(1), a1[1], a0[1], REVERSED)
     apply_residual(take(2), block.previous_v(f0[1], f1[1], f1[2]), a0[2])
     if len(a0) == 4:
-        apply_residual(take(3), f1[3], a0[3])
+        apply_residual(take(3), a1[3], a0[3])
     apply_residual(take(0), block.previous_w(f1[0], f1[1], f1[-1]), a0[0])
 
 
 def reverse_adam(section: Section, base: Any, new: Any) -> Section:
     """The section that leads from `new` back to `base`: m's body as it is, own residuals for the others."""
     runs, constants = parse_extra(section, len(new))
+    if section.flags & REVERSED:
+        w, m, v, *v_max = runs
+        return encode_adam(Runs(w, m, v, v_max[0] if v_max else None), constants, base, new)
     n = section.elements
     i1 = [signed(new, DType.FLOAT32, run.offset, n) for run in runs]
     i0 = [signed(base, DType.FLOAT32, run.offset, n) for run in runs]
@@ -259,7 +279,7 @@ def reverse_adam(section: Section, base: Any, new: Any) -> Section:
         residual(a0[2], block.previous_v(f0[1], f1[1], f1[2]), values)
         splitters[1].add(start, values)
         if len(runs) == 4:
-            residual(a0[3], f1[3], values)
+            residual(a0[3], a1[3], values)
             splitters[2].add(start, values)
         residual(a0[0], block.previous_w(f1[0], f1[1], f1[-1]), values)
         splitters[0].add(start, values)

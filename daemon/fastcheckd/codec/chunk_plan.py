@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from fastcheck_proto.conventions import LAYOUT_SCHEMA
 from fastcheck_proto.v1 import layout_pb2 as pb
@@ -79,7 +80,6 @@ def _chunk(
         dtype = BY_NAME.get(run.dtype)
         if dtype is None:
             _fail(f"dtype {run.dtype[:40]!r} is not known")
-        assert dtype is not None
         if run.offset < end or run.offset % dtype.bytes:
             _fail("runs overlap, are out of order or not aligned")
         end = run.offset + run.elements * dtype.bytes
@@ -101,5 +101,5 @@ def _unit(runs: list[pb.Run], steps: Sequence[pb.OptimizerStep]) -> Unit:
     )
 
 
-def _fail(why: str) -> None:
+def _fail(why: str) -> NoReturn:
     raise InvalidRequestError(f"malformed state layout: {why}; report this defect of the SDK")

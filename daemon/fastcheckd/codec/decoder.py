@@ -59,9 +59,8 @@ def decode(payload: Any, base: Any | None, out: Any, *, base_digest: bytes | Non
             `base` is not what it was.
     """
     header, sections = parse(payload)
-    _check_use(header, base, out, base_digest)
-    runs = [runs_of(section, header.raw_bytes) for section in sections]
-    _clear_gaps([run for of_section in runs for run in of_section], out)
+    base = _check_use(header, base, out, base_digest)
+    _clear_gaps(_covered(sections, header.raw_bytes), out)
     _decode_sections(sections, base, out)
     if chunk_digest(out) != header.digest:
         raise MispredictedError(
@@ -79,15 +78,17 @@ def decode_range(payload: Any, base: Any | None, out: Any, start: int, stop: int
         CodecError: malformed, or it needs a base and there is none.
     """
     header, sections = parse(payload)
-    _check_use(header, base, out, None)
-    covered = [runs_of(section, header.raw_bytes) for section in sections]
-    _clear_gaps([run for of_section in covered for run in of_section], out)
-    wanted = [any(r.offset < stop and start < r.stop for r in runs) for runs in covered]
+    base = _check_use(header, base, out, None)
+    _clear_gaps(_covered(sections, header.raw_bytes), out)
+    runs = [runs_of(section, header.raw_bytes) for section in sections]
+    wanted = [any(r.offset < stop and start < r.stop for r in of_section) for of_section in runs]
+    index_at = {run.offset: index for index, of_section in enumerate(runs) for run in of_section}
     for index, section in enumerate(sections):
         if wanted[index] and section.codec == CodecId.ROUNDED:
-            offset = master_of(section)
-            for other, runs in enumerate(covered):
-                wanted[other] |= any(r.offset <= offset < r.stop for r in runs)
+            master = index_at.get(master_of(section, header.raw_bytes).offset)
+            if master is None:
+                raise CodecError("an encoded chunk is malformed: a master that no section holds")
+            wanted[master] = True
     _decode_sections([s for s, yes in zip(sections, wanted, strict=True) if yes], base, out)
 
 
@@ -103,12 +104,9 @@ def turn_around(payload: Any, base: Any, new: Any) -> bytes:
     if len(base) != header.raw_bytes or len(new) != header.raw_bytes:
         raise CodecError("an encoded chunk is malformed: it is for a chunk of another size")
     SCRATCH.empty_arena(header.raw_bytes + 4096)
-    back: list[Section] = []
-    covered: list[Run] = []
+    covered = _covered(sections, header.raw_bytes)
     with np.errstate(all="ignore"):
-        for section in sections:
-            covered += runs_of(section, header.raw_bytes)
-            back.append(_reverse(section, base, new))
+        back = [_reverse(section, base, new) for section in sections]
         back += encode_gaps(covered, base, new)
     back.sort(key=lambda s: (s.codec == CodecId.ROUNDED, s.offset))
     old_digest = header.base_digest if header.needs_base else chunk_digest(base)
@@ -139,27 +137,34 @@ def runs_of(section: Section, chunk_bytes: int) -> list[Run]:
     return [Run(section.offset, section.elements, section.dtype, pb.ROLE_UNSPECIFIED)]
 
 
-def _check_use(header: Header, base: Any | None, out: Any, base_digest: bytes | None) -> None:
+def _check_use(header: Header, base: Any | None, out: Any, base_digest: bytes | None) -> Any | None:
+    """The base that sections may use: none where the header says that they need none."""
     if len(out) != header.raw_bytes:
         raise CodecError(f"an encoded chunk holds {header.raw_bytes} bytes, {len(out)} were expected")
     if not header.needs_base:
-        return
+        return None
     if base is None or len(base) != header.raw_bytes:
         raise CodecError(
             f"a chunk is encoded against step {header.base_step}, which is not here in that size"
         )
     if base_digest is not None and base_digest != header.base_digest:
         raise CodecError(f"a chunk is encoded against other bytes of step {header.base_step} than are here")
+    return base
+
+
+def _covered(sections: list[Section], chunk_bytes: int) -> list[Run]:
+    """All runs of all sections, by offset; CodecError when two would write to one place."""
+    runs = sorted((run for s in sections for run in runs_of(s, chunk_bytes)), key=lambda r: r.offset)
+    if any(a.stop > b.offset for a, b in pairwise(runs)):
+        raise CodecError("an encoded chunk is malformed: its sections overlap")
+    return runs
 
 
 def _clear_gaps(runs: list[Run], out: Any) -> None:
-    """Zeros wherever no section writes; CodecError when two would write to one place."""
-    ordered = sorted(runs, key=lambda r: r.offset)
-    if any(a.stop > b.offset for a, b in pairwise(ordered)):
-        raise CodecError("an encoded chunk is malformed: its sections overlap")
+    """Zeros wherever no section writes; `runs` by offset."""
     whole = np.frombuffer(out, np.uint8)
     at = 0
-    for run in ordered:
+    for run in runs:
         whole[at : run.offset] = 0
         at = run.stop
     whole[at:] = 0
@@ -189,7 +194,7 @@ def _reverse(section: Section, base: Any, new: Any) -> Section:
         return sgd.reverse_sgd(section, base, new)
     run = Run(section.offset, section.elements, section.dtype, pb.ROLE_UNSPECIFIED)
     if section.codec == CodecId.ROUNDED:
-        master = Run(master_of(section), section.elements, DType.FLOAT32, pb.ROLE_UNSPECIFIED)
+        master = master_of(section, len(new))
         return encode_rounded(run, master, base) or encode_run(run, base, new)
     return reverse_run(section, run, base, new)
 

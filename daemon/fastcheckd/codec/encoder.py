@@ -22,7 +22,7 @@ from .fitting import Fits, fit_adam_lr, fit_sgd_lr
 from .format import HEADER_BYTES, NO_DIGEST, SECTIONS_MAX, CodecId, Header, Section, pack
 from .lossy import encode_lossy
 from .rounding import encode_rounded
-from .runs import encode_run, is_same
+from .runs import encode_run, is_same, raw
 from .scratch import SCRATCH
 
 #: An encoding must save this much of the chunk, or it travels raw.
@@ -116,7 +116,7 @@ def covered_bytes(section: Section) -> int:
 def _encode_unit(
     unit: Unit, new: Any, base: Any | None, fits: Fits | None, precision: pb.Precision | None
 ) -> list[Section]:
-    rest = list(unit.runs)
+    rest = [run for run in unit.runs if run.elements]
     sections = []
     if fits is not None:
         master = next((r for r in rest if r.role == pb.ROLE_PARAM), None)
@@ -133,9 +133,10 @@ def _encode_unit(
             predicted = _predict_adam(unit, new, base, fits) or _predict_sgd(unit, new, base, fits)
             if predicted is not None:
                 section, runs = predicted
-                sections.append(section)
-                rest = [run for run in rest if run not in runs]
-    return sections + [encode_run(run, new, base) for run in rest if run.elements]
+                if section.encoded_bytes < sum(raw(run, new).encoded_bytes for run in runs):
+                    sections.append(section)
+                    rest = [run for run in rest if run not in runs]
+    return sections + [encode_run(run, new, base) for run in rest]
 
 
 def _encode_lossy(runs: list[Run], new: Any, base: Any | None, precision: pb.Precision) -> dict[Run, Section]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from fastcheck_proto.v1 import layout_pb2 as pb
+
 from ..errors import CodecError
 from .chunk_plan import Run
 from .dtypes import DType
@@ -21,7 +23,7 @@ def round_to(dtype: DType, master: Ints) -> Any:
     """Bits of fp32 numbers (int32) rounded to nearest even, as int16; valid until the next call."""
     bits = master.view(np.uint32)
     if dtype == DType.FLOAT16:
-        # Values too large become infinite, NaNs whatever this CPU makes of them: then the check fails.
+        # Values too large become infinite, NaNs whatever this CPU makes of them: nobody may rely on those.
         return bits.view(np.float32).astype(np.float16).view(np.int16)
     half = SCRATCH.array("rounding", len(bits), np.uint32)
     np.right_shift(bits, 16, out=half)
@@ -38,6 +40,8 @@ def encode_rounded(low: Run, master: Run, chunk: Any) -> Section | None:
         return None
     copy = signed(chunk, low.dtype, low.offset, low.elements)
     numbers = signed(chunk, master.dtype, master.offset, master.elements)
+    if low.dtype == DType.FLOAT16 and np.isnan(numbers.view(np.float32).max()):
+        return None
     for start in range(0, low.elements, BLOCK):
         if not np.array_equal(
             round_to(low.dtype, numbers[start : start + BLOCK]), copy[start : start + BLOCK]
@@ -48,20 +52,21 @@ def encode_rounded(low: Run, master: Run, chunk: Any) -> Section | None:
 
 def decode_rounded(section: Section, out: Any) -> None:
     """Write the copy; its master stands in `out` already."""
-    offset = master_of(section)
+    master = master_of(section, len(out))
     n = section.elements
-    low_stop = section.offset + 2 * n
-    if offset % 4 or offset + 4 * n > len(out) or (offset < low_stop and section.offset < offset + 4 * n):
-        raise CodecError("an encoded chunk is malformed: a master that does not fit")
     copy = signed(out, section.dtype, section.offset, n)
-    numbers = signed(out, DType.FLOAT32, offset, n)
+    numbers = signed(out, DType.FLOAT32, master.offset, n)
     for start in range(0, n, BLOCK):
         copy[start : start + BLOCK] = round_to(section.dtype, numbers[start : start + BLOCK])
 
 
-def master_of(section: Section) -> int:
-    """Offset of the master's run; CodecError when the section names none."""
+def master_of(section: Section, chunk_bytes: int) -> Run:
+    """The master's run; CodecError when the section names none that lies in the chunk, apart from its copy."""
     if len(section.extra) != _EXTRA.size or section.dtype not in (DType.BFLOAT16, DType.FLOAT16):
         raise CodecError("an encoded chunk is malformed: a rounded section without its master")
     offset: int = _EXTRA.unpack(section.extra)[0]
-    return offset
+    master = Run(offset, section.elements, DType.FLOAT32, pb.ROLE_UNSPECIFIED)
+    low_stop = section.offset + 2 * section.elements
+    if offset % 4 or master.stop > chunk_bytes or (offset < low_stop and section.offset < master.stop):
+        raise CodecError("an encoded chunk is malformed: a master that does not fit")
+    return master

@@ -7,6 +7,7 @@ Which codec a run gets is tried out on a sample: data and gap decide, not the ro
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ _SAMPLE = 8192
 _WORTH = 0.97
 #: Rows are sent one by one if at most this part of them changed.
 _ROWS_MAX = 0.5
+#: Shorter rows are not worth their numbers; and those take no more memory than the rows.
+_ROW_BYTES_MIN = 32
 _ROWS = struct.Struct("<IIB3x")
 
 
@@ -42,16 +45,13 @@ def encode_run(run: Run, new: Any, base: Any | None) -> Section:
         return Section(CodecId.SAME, run.dtype, run.offset, run.elements)
     bits = signed(new, run.dtype, run.offset, run.elements)
     old = None if base is None else signed(base, run.dtype, run.offset, run.elements)
-    if old is not None and run.row_elements > 1:
-        section = _encode_rows(run, bits, old)
-        if section is not None:
-            return section
-    codec = _choose(run.dtype, bits, old)
-    if codec == CodecId.RAW:
-        return raw(run, new)
-    planes = _split(run.dtype, bits, old if codec == CodecId.DELTA else None)
-    section = Section(codec, run.dtype, run.offset, run.elements, planes=planes)
-    return section if section.body_bytes < _WORTH * bits.nbytes else raw(run, new)
+    section = None if old is None else _encode_rows(run, bits, old)
+    if section is None:
+        section = _encode_planes(run, bits, old)
+    plain = raw(run, new)
+    if section is None or section.encoded_bytes >= _WORTH * plain.encoded_bytes:
+        return plain
+    return section
 
 
 def raw(run: Run, new: Any) -> Section:
@@ -88,15 +88,16 @@ def decode_run(section: Section, base: Any | None, out: Any) -> None:
 
 def reverse_run(section: Section, run: Run, base: Any, new: Any) -> Section:
     """The section that leads from `new` back to `base`, given the one that led forth."""
-    if section.codec in (CodecId.SAME, CodecId.DELTA) or (
-        section.codec == CodecId.ROWS and _rows_head(section)[2] == CodecId.DELTA
-    ):
+    row_elements, codec = 0, section.codec
+    if codec == CodecId.ROWS:
+        row_elements, _, codec = _rows_head(section)
+    if codec in (CodecId.SAME, CodecId.DELTA):
         # Subtracting what was added: the same body serves both ways.
         return Section(
             section.codec, section.dtype, section.offset, section.elements, section.flags ^ REVERSED,
             section.extra, section.planes,
         )  # fmt: skip
-    return encode_run(run, base, new)
+    return encode_run(replace(run, row_elements=row_elements), base, new)
 
 
 def need_base(base: Any | None) -> Any:
@@ -107,6 +108,14 @@ def need_base(base: Any | None) -> Any:
 
 
 # --- planes of numbers, or of their differences ---------------------------------------------------
+
+
+def _encode_planes(run: Run, bits: Ints, old: Ints | None) -> Section | None:
+    codec = _choose(run.dtype, bits, old)
+    if codec == CodecId.RAW:
+        return None
+    planes = _split(run.dtype, bits, old if codec == CodecId.DELTA else None)
+    return Section(codec, run.dtype, run.offset, run.elements, planes=planes)
 
 
 def _choose(dtype: DType, bits: Ints, old: Ints | None) -> CodecId:
@@ -206,6 +215,8 @@ def _rotate_back(dtype: DType, values: Ints, out: Ints) -> None:
 
 
 def _encode_rows(run: Run, bits: Ints, old: Ints) -> Section | None:
+    if run.row_elements * run.dtype.bytes < _ROW_BYTES_MIN:
+        return None
     rows, rest = divmod(len(bits), run.row_elements)
     if rest or rows < 2:
         return None
@@ -238,7 +249,7 @@ def _rows_head(section: Section) -> tuple[int, int, CodecId]:
     if len(section.extra) != _ROWS.size:
         raise CodecError("an encoded chunk is malformed: a rows section without its numbers")
     row_elements, changed, codec = _ROWS.unpack(section.extra)
-    if not 0 < row_elements <= section.elements or section.elements % row_elements or changed == 0:
+    if row_elements * section.dtype.bytes < _ROW_BYTES_MIN or section.elements % row_elements or changed == 0:
         raise CodecError("an encoded chunk is malformed: rows that do not fit")
     if changed > section.elements // row_elements or codec not in (CodecId.PLANES, CodecId.DELTA):
         raise CodecError("an encoded chunk is malformed: rows that do not fit")
@@ -251,7 +262,7 @@ def _decode_rows(section: Section, old: Ints, out: Ints) -> None:
     gaps = np.empty(changed, np.uint32)
     PlaneMerger(section.planes[:4], changed, 4).block(0, changed, gaps.view(np.int32))
     numbers = np.cumsum(gaps.astype(np.uint64) + 1) - 1
-    if int(numbers[-1]) >= rows or int(gaps.max()) >= rows:
+    if int(numbers[-1]) >= rows:  # the largest: 64 bits hold the sum of as many gaps as a chunk has rows
         raise CodecError("an encoded chunk is malformed: a row that is not there")
     index = numbers.astype(np.intp)
     out[...] = old

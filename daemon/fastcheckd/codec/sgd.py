@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fastcheck_proto.v1 import layout_pb2 as pb
 
 from ..errors import CodecError
-from .adam import apply_residual, check_runs, residual
+from .adam import apply_residual, check_runs, residual, settled
 from .chunk_plan import Run, Unit
 from .dtypes import DType
 from .format import REVERSED, CodecId, Section
@@ -87,17 +87,17 @@ class _Block:
             np.add(self._x, self._y, out=self._x)
         return self._x
 
-    def next_w(self, w0: F32, b0: F32, b1: F32) -> F32:
+    def next_w(self, w0: F32, b0: F32, b1: F32) -> Ints:
         """w1 as predicted."""
         np.subtract(w0, self._update(b0, b1), out=self._x)
         self._out[...] = self._x
-        return self._out
+        return settled(self._out)
 
-    def previous_w(self, w1: F32, b0: F32, b1: F32) -> F32:
+    def previous_w(self, w1: F32, b0: F32, b1: F32) -> Ints:
         """w0 as predicted."""
         np.add(w1, self._update(b0, b1), out=self._x)
         self._out[...] = self._x
-        return self._out
+        return settled(self._out)
 
 
 def encode_sgd(runs: Runs, constants: Constants, new: Any, base: Any) -> Section:
@@ -149,6 +149,8 @@ def decode_sgd(section: Section, base: Any, out: Any) -> None:
 def reverse_sgd(section: Section, base: Any, new: Any) -> Section:
     """The section that leads from `new` back to `base`."""
     (w_run, b_run), constants = parse_extra(section, len(new))
+    if section.flags & REVERSED:
+        return encode_sgd(Runs(w_run, b_run), constants, base, new)
     n = section.elements
     w1, b1, w0, b0 = (
         signed(chunk, DType.FLOAT32, run.offset, n) for chunk in (new, base) for run in (w_run, b_run)
