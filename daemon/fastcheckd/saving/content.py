@@ -68,4 +68,3 @@ def of_manifests(manifests: Sequence[pb.ShardManifest]) -> Content:
         plans += [opaque(length) for length in ChunkTable.of(manifest).lengths]
         shards.append(range(first, len(plans)))
     return Content(tuple(plans), listed=True, lossy=any(m.lossy for m in manifests), shards=tuple(shards))
-
