@@ -24,6 +24,7 @@ from fastcheck.local import LocalCluster
 from . import codec, lossy_resume
 from .codec_rows import print_rows
 from .limits import FramedTcp, Memcpy
+from .links import links
 from .machine import describe
 from .report import Figure, print_table
 from .seed_noise import print_experiment
@@ -176,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--idle-seconds", type=float, default=30.0)
-    parser.add_argument("--only", choices=("transfer", "idle", "codec", "lossy"))
+    parser.add_argument("--only", choices=("transfer", "idle", "links", "codec", "lossy"))
     parser.add_argument("--seeds", type=int, default=8, help="of the lossy experiment")
     parser.add_argument(
         "--quick",
@@ -195,7 +196,7 @@ def main() -> None:
         print_experiment(experiment)
         results["lossy"] = experiment.to_json()
     else:
-        figures = cluster_figures(arguments)
+        figures = links(arguments.rounds) if arguments.only == "links" else cluster_figures(arguments)
         print_table(figures)
         results["figures"] = [f.to_json() for f in figures]
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -68,6 +68,7 @@ def encode(
     `new` and `base` are buffers of `plan.bytes` bytes, the digests those of their bytes. Without `predict`, no section
     depends on arithmetic. `fits` is shared by the chunks of one save.
     """
+    assert base is None or base_digest != NO_DIGEST, "a base is known by its digest"
     sections = encode_sections(new, base, plan, predict=predict, fits=fits or Fits())
     if len(sections) > SECTIONS_MAX:
         return None
@@ -200,7 +201,8 @@ def _find_rate(
     if found > _EXPLAINED_BITS:
         fits.failed(step)
         return None
-    fits.found(step, best)
+    if found <= _RIGHT_BITS:
+        fits.found(step, best)
     return best
 
 

@@ -39,8 +39,9 @@ class Fits:
         return self._failures.get(id(step), 0) < _HOPELESS
 
     def found(self, step: pb.OptimizerStep, rate: float) -> None:
-        """A rate explains a chunk. The step object must live as long as this."""
+        """A rate explains a chunk fully. The step object must live as long as this."""
         self._rates[id(step)] = rate
+        self._failures.pop(id(step), None)
 
     def failed(self, step: pb.OptimizerStep) -> None:
         """No rate explains a chunk."""

@@ -122,7 +122,16 @@ def test_a_step_that_no_rate_explains_is_given_up_after_some_chunks():
     tried = 0
     while fits.worth_trying(step):
         new, base = noise(12 * N, tried), noise(12 * N, tried + 1)
-        encode(new, base, whole(adam_unit(N, step)), step=8, base_step=7, digest=bytes(16), fits=fits)
+        encode(
+            new,
+            base,
+            whole(adam_unit(N, step)),
+            step=8,
+            base_step=7,
+            digest=bytes(16),
+            base_digest=b"b" * 16,
+            fits=fits,
+        )
         tried += 1
         assert tried <= 3
     assert tried == 3
