@@ -27,8 +27,8 @@ from .report import Figure
 #: Gbit/s; None: the loopback as it is, faster than any network.
 RATES: tuple[float | None, ...] = (1.0, 2.5, 10.0, None)
 KINDS = ("never", "auto", "always")
-#: First steps find cold memory, no base, and a planner that has measured nothing.
-WARM_UP = 4
+#: First steps find cold memory, no base, and a planner that tries both ways before it settles.
+WARM_UP = 12
 TIMEOUT_S = 1800
 
 

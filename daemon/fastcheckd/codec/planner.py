@@ -13,7 +13,8 @@ That formula knows nothing of what else the cores do. On a loopback link with fe
 sending and receiving; the holder decodes, and writes the way back. So the formula only says what is worth
 trying, and the clock decides. The rule, `auto`:
 
-1. Without a base: raw. That happens once in a while, and measures the link.
+1. Without a base: raw. That happens once in a while, and measures the link, but for puts into memory that the holder
+   had never used: those take several times as long and do not count.
 2. With one: encode a few chunks to know ratio and speed. If the formula then promises less than `SPEEDUP_MIN`,
    stay raw, without a base, which costs nobody anything.
 3. Otherwise try it twice, each time with the formula's share, and go on with what took less time for the whole
@@ -37,6 +38,10 @@ from enum import Enum
 SPEEDUP_MIN = 1.1
 #: Times in a row that a way is tried before it is judged: the first may meet cold memory.
 TRIALS = 2
+#: Raw puts that may not count for the holder's fresh memory, before they are believed all the same.
+FRESH_MAX = 4
+#: Steps by which a trial of raw grows for them: a holder that patches keeps no memory to spare.
+FRESH_TRIALS = 2
 #: Chunks of a shard encoded to learn what they give.
 PROBE_CHUNKS = 1
 #: Steps between two looks at the way not in use, at most, and right after a switch.
@@ -91,6 +96,8 @@ class Sent:
     encode_s: float
     #: Every holder took the base.
     patched: bool
+    #: A holder met memory that it had never used: the time says nothing about later puts.
+    fresh_memory: bool = False
 
 
 def best_fraction(*, link: float, encode: float, ratio: float, changed: float = 1.0) -> tuple[float, float]:
@@ -175,6 +182,8 @@ class _Course:
     #: Share of the bytes that differ from the base.
     changed: float = 1.0
     probe_age: int = 0
+    #: Raw puts in a row into fresh memory.
+    fresh: int = 0
     #: Steps without a sample after which the other way is tried.
     patience: int = REMEASURE_STEPS
     #: Pace of the way in use when the other was last tried.
@@ -240,13 +249,22 @@ class Planner:
         if plan.offer_base and chosen:
             encoded = max(1, sent.sent_bytes - (changed - chosen))
             course.ratio = _blend(course.ratio, max(1.0, chosen / encoded))
+        if sent.fresh_memory and not plan.offer_base:
+            course.fresh += 1
+            if course.in_use is Way.CODED and course.fresh <= FRESH_TRIALS:
+                course.trials_left += 1
+            if course.fresh <= FRESH_MAX:
+                self._account(course, plan, sent.seconds, sample=False)
+                return
+        else:
+            course.fresh = 0
         if not plan.offer_base and sent.sent_bytes:
             small = plan.shard_bytes < _LINK_SAMPLE_BYTES_MIN
             busy_s = sent.seconds if small or sent.send_s <= 0 else sent.send_s
             course.link.add(busy_s / sent.sent_bytes)
-        self._account(course, plan, sent.seconds)
+        self._account(course, plan, sent.seconds, sample=True)
 
-    def _account(self, course: _Course, plan: Plan, seconds: float) -> None:
+    def _account(self, course: _Course, plan: Plan, seconds: float, *, sample: bool) -> None:
         used = course.in_use
         usual = course.arm(used).pace
         first_trials = plan.way is Way.CODED and course.coded.pace is None
@@ -258,7 +276,7 @@ class Planner:
         for arm in (course.raw, course.coded):
             arm.age += 1
         course.probe_age += 1
-        if plan.way is not Way.PROBE:
+        if plan.way is not Way.PROBE and sample:
             course.arm(plan.way).add(seconds / plan.shard_bytes)
         if course.in_use is not used:
             course.patience = REMEASURE_STEPS_MIN

@@ -60,6 +60,7 @@ class Shard:
             send_s=max(copy.outcome.send_s for copy in copies),
             encode_s=self.source.encode_s,
             patched=all(copy.outcome.base_step is not None for copy in copies),
+            fresh_memory=any(copy.outcome.fresh_memory for copy in copies),
         )
 
 

@@ -296,6 +296,7 @@ class SegmentPools:
         assert segment.references == 0 and not segment.allocated
         segment.references = 1
         segment.allocated = True
+        segment.tenants += 1
         self._in_use.add(segment)
 
     def _drop_reference(self, segment: PooledFile) -> list[PooledFile]:

@@ -54,6 +54,8 @@ class PooledFile:
         self.references = 0
         #: Whether `references` includes one of an allocation.
         self.allocated = False
+        #: Times that it was allocated. The first tenant meets fresh pages.
+        self.tenants = 0
         #: False once its bytes were found damaged: its memory is then given back, not used again.
         self.recyclable = True
 
@@ -110,7 +112,9 @@ class Segment(PooledFile):
             raise CorruptError(f"segment {path} has holes that cannot be filled: {error.strerror}") from None
         finally:
             os.close(fd)
-        return cls(path, found.st_size, pool)
+        segment = cls(path, found.st_size, pool)
+        segment.tenants = 1
+        return segment
 
     @property
     def view(self) -> memoryview:

@@ -137,7 +137,9 @@ class PeerClient:
             except BaseException:
                 self._later(self._abort(stub, begun.transfer_id, whom))
                 raise
-        return tally.outcome(digest=digest, base_step=base_step, raw_bytes=manifest.bytes)
+        return tally.outcome(
+            digest=digest, base_step=base_step, raw_bytes=manifest.bytes, fresh_memory=begun.fresh_memory
+        )
 
     async def get_shard(
         self,

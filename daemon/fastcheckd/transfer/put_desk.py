@@ -228,7 +228,10 @@ class PutDesk:
             self.abort(transfer.transfer_id)
             raise
         return peer_pb2.BeginPutResponse(
-            transfer_id=transfer.transfer_id, tickets=tickets, base_step=transfer.base_step
+            transfer_id=transfer.transfer_id,
+            tickets=tickets,
+            base_step=transfer.base_step,
+            fresh_memory=isinstance(target, WholeTarget) and target.fresh_memory,
         )
 
     def _open_target(

@@ -21,6 +21,8 @@ class PutOutcome:
     sent_bytes: int
     #: Size of the shard.
     raw_bytes: int
+    #: The holder had to use memory for the first time, which says nothing about later puts.
+    fresh_memory: bool
     #: Longest time that one of the connections was inside socket sends.
     send_s: float
     #: By codec; repeats count in place of what arrived bad.
@@ -51,7 +53,9 @@ class PutTally:
         with self._lock:
             self._uses[index] = uses
 
-    def outcome(self, *, digest: bytes, base_step: int | None, raw_bytes: int) -> PutOutcome:
+    def outcome(
+        self, *, digest: bytes, base_step: int | None, raw_bytes: int, fresh_memory: bool
+    ) -> PutOutcome:
         """The put is acknowledged."""
         with self._lock:
             return PutOutcome(
@@ -59,6 +63,7 @@ class PutTally:
                 base_step=base_step,
                 sent_bytes=self._sent_bytes,
                 raw_bytes=raw_bytes,
+                fresh_memory=fresh_memory,
                 send_s=max(self._sending_s.values(), default=0.0),
                 uses=summed(use for uses in self._uses.values() for use in uses),
             )

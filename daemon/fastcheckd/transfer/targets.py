@@ -57,6 +57,8 @@ class WholeTarget:
         self._segment = segment
         self._view = segment.view[: table.shard_bytes]
         self._step = step
+        #: Whether its pages were never touched before.
+        self.fresh_memory = segment.tenants == 1
 
     def place(self, header: FrameHeader) -> memoryview | None:
         """Raw chunks go straight to their place."""

@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 from fastcheck_proto.v1 import common_pb2 as fastcheck__proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x66\x61stcheck_proto/v1/peer.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\"\xd9\x01\n\x0f\x42\x65ginPutRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1a\n\x12holder_incarnation\x18\x03 \x01(\x04\x12$\n\x05owner\x18\x04 \x01(\x0b\x32\x15.fastcheck.v1.NodeRef\x12-\n\x08manifest\x18\x05 \x01(\x0b\x32\x1b.fastcheck.v1.ShardManifest\x12\x0f\n\x07streams\x18\x06 \x01(\r\x12!\n\x05\x62\x61ses\x18\x07 \x03(\x0b\x32\x12.fastcheck.v1.Base\"$\n\x04\x42\x61se\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"^\n\x10\x42\x65ginPutResponse\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07tickets\x18\x02 \x03(\x0c\x12\x16\n\tbase_step\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x0c\n\n_base_step\"N\n\x10\x46inishPutRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x15\n\rchunk_digests\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"#\n\x11\x46inishPutResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"&\n\x0f\x41\x62ortPutRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"\x12\n\x10\x41\x62ortPutResponse\"k\n\x0f\x42\x65ginGetRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0f\n\x07streams\x18\x04 \x01(\r\"R\n\x10\x42\x65ginGetResponse\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.fastcheck.v1.ShardManifest\x12\x0f\n\x07tickets\x18\x02 \x03(\x0c\">\n\x13ListReplicasRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"?\n\x14ListReplicasResponse\x12\'\n\x08replicas\x18\x01 \x03(\x0b\x32\x15.fastcheck.v1.Replica\"\xea\x01\n\x07Replica\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\'\n\x04kind\x18\x02 \x01(\x0e\x32\x19.fastcheck.v1.ReplicaKind\x12\r\n\x05owner\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x16\n\x0everified_at_ms\x18\x06 \x01(\x04\x12&\n\x06\x63odecs\x18\x07 \x03(\x0b\x32\x16.fastcheck.v1.CodecUse\x12\r\n\x05lossy\x18\x08 \x01(\x08\x12\x14\n\x0cstored_bytes\x18\t \x01(\x04\"K\n\x14ReportCorruptRequest\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"(\n\x15ReportCorruptResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\x08\"\x11\n\x0fGetStatsRequest\"\xb5\x01\n\x10GetStatsResponse\x12\x16\n\x0eram_used_bytes\x18\x01 \x01(\x04\x12\x18\n\x10ram_budget_bytes\x18\x02 \x01(\x04\x12>\n\x08\x63ounters\x18\x03 \x03(\x0b\x32,.fastcheck.v1.GetStatsResponse.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\xb8\x04\n\x0bPeerService\x12I\n\x08\x42\x65ginPut\x12\x1d.fastcheck.v1.BeginPutRequest\x1a\x1e.fastcheck.v1.BeginPutResponse\x12L\n\tFinishPut\x12\x1e.fastcheck.v1.FinishPutRequest\x1a\x1f.fastcheck.v1.FinishPutResponse\x12I\n\x08\x41\x62ortPut\x12\x1d.fastcheck.v1.AbortPutRequest\x1a\x1e.fastcheck.v1.AbortPutResponse\x12I\n\x08\x42\x65ginGet\x12\x1d.fastcheck.v1.BeginGetRequest\x1a\x1e.fastcheck.v1.BeginGetResponse\x12U\n\x0cListReplicas\x12!.fastcheck.v1.ListReplicasRequest\x1a\".fastcheck.v1.ListReplicasResponse\x12X\n\rReportCorrupt\x12\".fastcheck.v1.ReportCorruptRequest\x1a#.fastcheck.v1.ReportCorruptResponse\x12I\n\x08GetStats\x12\x1d.fastcheck.v1.GetStatsRequest\x1a\x1e.fastcheck.v1.GetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x66\x61stcheck_proto/v1/peer.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\"\xd9\x01\n\x0f\x42\x65ginPutRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1a\n\x12holder_incarnation\x18\x03 \x01(\x04\x12$\n\x05owner\x18\x04 \x01(\x0b\x32\x15.fastcheck.v1.NodeRef\x12-\n\x08manifest\x18\x05 \x01(\x0b\x32\x1b.fastcheck.v1.ShardManifest\x12\x0f\n\x07streams\x18\x06 \x01(\r\x12!\n\x05\x62\x61ses\x18\x07 \x03(\x0b\x32\x12.fastcheck.v1.Base\"$\n\x04\x42\x61se\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"t\n\x10\x42\x65ginPutResponse\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07tickets\x18\x02 \x03(\x0c\x12\x16\n\tbase_step\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x0c\x66resh_memory\x18\x04 \x01(\x08\x42\x0c\n\n_base_step\"N\n\x10\x46inishPutRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x15\n\rchunk_digests\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"#\n\x11\x46inishPutResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"&\n\x0f\x41\x62ortPutRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"\x12\n\x10\x41\x62ortPutResponse\"k\n\x0f\x42\x65ginGetRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0f\n\x07streams\x18\x04 \x01(\r\"R\n\x10\x42\x65ginGetResponse\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.fastcheck.v1.ShardManifest\x12\x0f\n\x07tickets\x18\x02 \x03(\x0c\">\n\x13ListReplicasRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"?\n\x14ListReplicasResponse\x12\'\n\x08replicas\x18\x01 \x03(\x0b\x32\x15.fastcheck.v1.Replica\"\xea\x01\n\x07Replica\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\'\n\x04kind\x18\x02 \x01(\x0e\x32\x19.fastcheck.v1.ReplicaKind\x12\r\n\x05owner\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x16\n\x0everified_at_ms\x18\x06 \x01(\x04\x12&\n\x06\x63odecs\x18\x07 \x03(\x0b\x32\x16.fastcheck.v1.CodecUse\x12\r\n\x05lossy\x18\x08 \x01(\x08\x12\x14\n\x0cstored_bytes\x18\t \x01(\x04\"K\n\x14ReportCorruptRequest\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"(\n\x15ReportCorruptResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\x08\"\x11\n\x0fGetStatsRequest\"\xb5\x01\n\x10GetStatsResponse\x12\x16\n\x0eram_used_bytes\x18\x01 \x01(\x04\x12\x18\n\x10ram_budget_bytes\x18\x02 \x01(\x04\x12>\n\x08\x63ounters\x18\x03 \x03(\x0b\x32,.fastcheck.v1.GetStatsResponse.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\xb8\x04\n\x0bPeerService\x12I\n\x08\x42\x65ginPut\x12\x1d.fastcheck.v1.BeginPutRequest\x1a\x1e.fastcheck.v1.BeginPutResponse\x12L\n\tFinishPut\x12\x1e.fastcheck.v1.FinishPutRequest\x1a\x1f.fastcheck.v1.FinishPutResponse\x12I\n\x08\x41\x62ortPut\x12\x1d.fastcheck.v1.AbortPutRequest\x1a\x1e.fastcheck.v1.AbortPutResponse\x12I\n\x08\x42\x65ginGet\x12\x1d.fastcheck.v1.BeginGetRequest\x1a\x1e.fastcheck.v1.BeginGetResponse\x12U\n\x0cListReplicas\x12!.fastcheck.v1.ListReplicasRequest\x1a\".fastcheck.v1.ListReplicasResponse\x12X\n\rReportCorrupt\x12\".fastcheck.v1.ReportCorruptRequest\x1a#.fastcheck.v1.ReportCorruptResponse\x12I\n\x08GetStats\x12\x1d.fastcheck.v1.GetStatsRequest\x1a\x1e.fastcheck.v1.GetStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -29,35 +29,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BASE']._serialized_start=300
   _globals['_BASE']._serialized_end=336
   _globals['_BEGINPUTRESPONSE']._serialized_start=338
-  _globals['_BEGINPUTRESPONSE']._serialized_end=432
-  _globals['_FINISHPUTREQUEST']._serialized_start=434
-  _globals['_FINISHPUTREQUEST']._serialized_end=512
-  _globals['_FINISHPUTRESPONSE']._serialized_start=514
-  _globals['_FINISHPUTRESPONSE']._serialized_end=549
-  _globals['_ABORTPUTREQUEST']._serialized_start=551
-  _globals['_ABORTPUTREQUEST']._serialized_end=589
-  _globals['_ABORTPUTRESPONSE']._serialized_start=591
-  _globals['_ABORTPUTRESPONSE']._serialized_end=609
-  _globals['_BEGINGETREQUEST']._serialized_start=611
-  _globals['_BEGINGETREQUEST']._serialized_end=718
-  _globals['_BEGINGETRESPONSE']._serialized_start=720
-  _globals['_BEGINGETRESPONSE']._serialized_end=802
-  _globals['_LISTREPLICASREQUEST']._serialized_start=804
-  _globals['_LISTREPLICASREQUEST']._serialized_end=866
-  _globals['_LISTREPLICASRESPONSE']._serialized_start=868
-  _globals['_LISTREPLICASRESPONSE']._serialized_end=931
-  _globals['_REPLICA']._serialized_start=934
-  _globals['_REPLICA']._serialized_end=1168
-  _globals['_REPORTCORRUPTREQUEST']._serialized_start=1170
-  _globals['_REPORTCORRUPTREQUEST']._serialized_end=1245
-  _globals['_REPORTCORRUPTRESPONSE']._serialized_start=1247
-  _globals['_REPORTCORRUPTRESPONSE']._serialized_end=1287
-  _globals['_GETSTATSREQUEST']._serialized_start=1289
-  _globals['_GETSTATSREQUEST']._serialized_end=1306
-  _globals['_GETSTATSRESPONSE']._serialized_start=1309
-  _globals['_GETSTATSRESPONSE']._serialized_end=1490
-  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_start=1443
-  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_end=1490
-  _globals['_PEERSERVICE']._serialized_start=1493
-  _globals['_PEERSERVICE']._serialized_end=2061
+  _globals['_BEGINPUTRESPONSE']._serialized_end=454
+  _globals['_FINISHPUTREQUEST']._serialized_start=456
+  _globals['_FINISHPUTREQUEST']._serialized_end=534
+  _globals['_FINISHPUTRESPONSE']._serialized_start=536
+  _globals['_FINISHPUTRESPONSE']._serialized_end=571
+  _globals['_ABORTPUTREQUEST']._serialized_start=573
+  _globals['_ABORTPUTREQUEST']._serialized_end=611
+  _globals['_ABORTPUTRESPONSE']._serialized_start=613
+  _globals['_ABORTPUTRESPONSE']._serialized_end=631
+  _globals['_BEGINGETREQUEST']._serialized_start=633
+  _globals['_BEGINGETREQUEST']._serialized_end=740
+  _globals['_BEGINGETRESPONSE']._serialized_start=742
+  _globals['_BEGINGETRESPONSE']._serialized_end=824
+  _globals['_LISTREPLICASREQUEST']._serialized_start=826
+  _globals['_LISTREPLICASREQUEST']._serialized_end=888
+  _globals['_LISTREPLICASRESPONSE']._serialized_start=890
+  _globals['_LISTREPLICASRESPONSE']._serialized_end=953
+  _globals['_REPLICA']._serialized_start=956
+  _globals['_REPLICA']._serialized_end=1190
+  _globals['_REPORTCORRUPTREQUEST']._serialized_start=1192
+  _globals['_REPORTCORRUPTREQUEST']._serialized_end=1267
+  _globals['_REPORTCORRUPTRESPONSE']._serialized_start=1269
+  _globals['_REPORTCORRUPTRESPONSE']._serialized_end=1309
+  _globals['_GETSTATSREQUEST']._serialized_start=1311
+  _globals['_GETSTATSREQUEST']._serialized_end=1328
+  _globals['_GETSTATSRESPONSE']._serialized_start=1331
+  _globals['_GETSTATSRESPONSE']._serialized_end=1512
+  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_start=1465
+  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_end=1512
+  _globals['_PEERSERVICE']._serialized_start=1515
+  _globals['_PEERSERVICE']._serialized_end=2083
 # @@protoc_insertion_point(module_scope)

@@ -91,9 +91,12 @@ class BeginPutResponse(google.protobuf.message.Message):
     TRANSFER_ID_FIELD_NUMBER: builtins.int
     TICKETS_FIELD_NUMBER: builtins.int
     BASE_STEP_FIELD_NUMBER: builtins.int
+    FRESH_MEMORY_FIELD_NUMBER: builtins.int
     transfer_id: builtins.str
     base_step: builtins.int
     """The offered step that this node holds and will change in place. Unset: send without a base."""
+    fresh_memory: builtins.bool
+    """The copy goes into memory that was never used before, which is several times slower than any later one."""
     @property
     def tickets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
@@ -102,9 +105,10 @@ class BeginPutResponse(google.protobuf.message.Message):
         transfer_id: builtins.str = ...,
         tickets: collections.abc.Iterable[builtins.bytes] | None = ...,
         base_step: builtins.int | None = ...,
+        fresh_memory: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_base_step", b"_base_step", "base_step", b"base_step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_base_step", b"_base_step", "base_step", b"base_step", "tickets", b"tickets", "transfer_id", b"transfer_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_base_step", b"_base_step", "base_step", b"base_step", "fresh_memory", b"fresh_memory", "tickets", b"tickets", "transfer_id", b"transfer_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_base_step", b"_base_step"]) -> typing.Literal["base_step"] | None: ...
 
 Global___BeginPutResponse: typing_extensions.TypeAlias = BeginPutResponse

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcheckd.codec.planner import (
+    FRESH_MAX,
     PROBE_CHUNKS,
     REMEASURE_STEPS,
+    TRIALS,
     Planner,
     Route,
     Sent,
@@ -122,6 +124,37 @@ def test_the_warm_up_costs_a_few_steps():
         extra = sum(s for _, s in told) / world.raw_s() - WARM_UP
         # Two trials; at worst every thread competes with what sends.
         assert extra < 2 * (1 + world.threads), world
+
+
+def test_fresh_memory_at_the_holder_is_not_taken_for_a_slow_link():
+    planner = Planner("auto", LOOPBACK.threads)
+    raw_s = LOOPBACK.raw_s()
+    for step in range(3):
+        plan = planner.plan(ROUTE, LENGTHS, has_base=step > 0)
+        assert plan.way is Way.RAW
+        planner.learn(
+            plan,
+            Sent(
+                seconds=6 * raw_s,
+                sent_bytes=BYTES,
+                send_s=6 * raw_s,
+                encode_s=0,
+                patched=False,
+                fresh_memory=True,
+            ),
+        )
+    told = train(planner, LOOPBACK, 40, first=3)
+    assert all(way is Way.RAW for way, _ in told[WARM_UP:])
+
+
+def test_memory_that_is_always_fresh_is_believed_in_the_end():
+    planner = Planner("auto", 1)
+    for step in range(FRESH_MAX + TRIALS + 1):
+        plan = planner.plan(ROUTE, LENGTHS, has_base=step > 0)
+        planner.learn(
+            plan, Sent(seconds=9, sent_bytes=BYTES, send_s=9, encode_s=0, patched=False, fresh_memory=True)
+        )
+    assert planner.plan(ROUTE, LENGTHS, has_base=True).way is Way.PROBE
 
 
 SLOW_LINK = World(link=1e8, encode=7e8, threads=4, ratio=3.5)
