@@ -189,7 +189,7 @@ def test_a_broken_frame_after_a_good_hello_fails_the_put_before_a_payload_is_rea
     with standing() as stand:
         failed = threading.Event()
         released: list[object] = []
-        segment: Any = SimpleNamespace(view=memoryview(bytearray(b"." * len(DATA))))
+        segment: Any = SimpleNamespace(view=memoryview(bytearray(b"." * len(DATA))), tenants=2)
         store: Any = SimpleNamespace(release=released.append)
         target = WholeTarget(store, segment, ChunkTable.of(stand.manifest), step=5)
         incoming = IncomingShard(stand.manifest, target, streams=1)
