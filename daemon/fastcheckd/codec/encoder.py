@@ -22,7 +22,7 @@ from .fitting import Fits, fit_adam_lr, fit_sgd_lr
 from .format import HEADER_BYTES, NO_DIGEST, SECTIONS_MAX, CodecId, Header, Section, pack
 from .lossy import encode_lossy
 from .rounding import encode_rounded
-from .runs import encode_run, is_same, raw
+from .runs import TINY_PART, encode_run, is_same, raw
 from .scratch import SCRATCH
 
 #: An encoding must save this much of the chunk, or it travels raw.
@@ -130,7 +130,8 @@ def _encode_unit(
         sections += lossy.values()
         rest = [run for run in rest if run not in lossy]
         # A unit that lost something is no optimizer step any more: nothing predicts it.
-        if base is not None and not lossy and not all(is_same(run, new, base) for run in rest):
+        large = any((run.stop - run.offset) * TINY_PART > len(new) for run in rest)
+        if base is not None and large and not lossy and not all(is_same(run, new, base) for run in rest):
             predicted = _predict_adam(unit, new, base, fits) or _predict_sgd(unit, new, base, fits)
             if predicted is not None:
                 section, runs = predicted

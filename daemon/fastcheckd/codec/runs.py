@@ -22,6 +22,10 @@ from .scratch import BLOCK, SCRATCH
 
 #: Elements that a codec is tried on.
 _SAMPLE = 8192
+_GLANCE_BYTES = 4096
+#: A changed run that is no more than this part of its chunk is sent as it is: the chunk would hardly be smaller,
+#: and a codec's fixed cost is that of coding a hundred times as much.
+TINY_PART = 2048
 #: A codec must save this much of the run, or the run stays as it is.
 _WORTH = 0.97
 #: Rows are sent one by one if at most this part of them changed.
@@ -35,14 +39,19 @@ def is_same(run: Run, new: Any, base: Any) -> bool:
     """Whether the run's bytes are those of the base. Mostly seen in its first block."""
     a = np.frombuffer(new, np.uint8, run.elements * run.dtype.bytes, run.offset)
     b = np.frombuffer(base, np.uint8, len(a), run.offset)
+    # What changed mostly did so everywhere: a glance tells.
+    if not np.array_equal(a[:_GLANCE_BYTES], b[:_GLANCE_BYTES]):
+        return False
     step = 4 * BLOCK
-    return all(np.array_equal(a[i : i + step], b[i : i + step]) for i in range(0, len(a), step))
+    return all(np.array_equal(a[i : i + step], b[i : i + step]) for i in range(_GLANCE_BYTES, len(a), step))
 
 
 def encode_run(run: Run, new: Any, base: Any | None) -> Section:
     """The smallest that pays for one run; `base` is the base's chunk, None without one."""
     if base is not None and is_same(run, new, base):
         return Section(CodecId.SAME, run.dtype, run.offset, run.elements)
+    if (run.stop - run.offset) * TINY_PART <= len(new):
+        return raw(run, new)
     bits = signed(new, run.dtype, run.offset, run.elements)
     old = None if base is None else signed(base, run.dtype, run.offset, run.elements)
     section = None if old is None else _encode_rows(run, bits, old)

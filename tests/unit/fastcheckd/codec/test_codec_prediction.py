@@ -188,6 +188,13 @@ def test_a_unit_is_predicted_where_that_is_worth_its_header(n):
     )
 
 
+def test_a_unit_that_is_next_to_nothing_in_its_chunk_is_not_worth_the_time():
+    older, newer = adam_arrays(100, adam_step())
+    plan = ChunkPlan(1 << 20, (adam_unit(100, adam_step()),))
+    rest = (1 << 20) - 1200
+    assert round_trip(joined(newer) + bytes(rest), joined(older) + bytes(rest), plan) == {"raw"}
+
+
 def test_a_frozen_parameter_costs_nothing():
     older, _ = adam_arrays(N, adam_step())
     assert round_trip(joined(older), joined(older), whole(adam_unit(N, adam_step()))) == {"same"}
