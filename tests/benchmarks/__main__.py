@@ -1,6 +1,6 @@
-"""`make bench`: saves, replicates and restores 1.5 GB on a local cluster. Needs about 16 GB of memory; run it alone.
+"""`make bench`: idling, saving and restoring 1.5 GB, shaped links, the codec. Needs 16 GB of memory; run it alone.
 
-`--only codec` and `--only lossy` train small models in this process instead and need no cluster.
+The codec's part, and `--only lossy`, train small models in this process and need no cluster.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,24 +153,48 @@ def local_cluster(nodes: int, ram_budget: str, **settings: Any) -> Any:
         yield cluster
 
 
-def cluster_figures(arguments: argparse.Namespace) -> list[Figure]:
-    """What needs a cluster: transfers, or idling, or both."""
+def transfers(rounds: int) -> list[Figure]:
+    """Saving, replicating and restoring on three voters, as in earnest; spread 1, so that all goes to one peer."""
+    with local_cluster(3, "7GiB", spread=1) as cluster:
+        return saving(cluster, rounds) + restoring(cluster, rounds)
+
+
+def idle(seconds: float) -> list[Figure]:
+    """A cluster of four nodes that does nothing."""
+    with local_cluster(4, "256MiB") as cluster:
+        return idling(cluster, seconds)
+
+
+#: What can be asked for alone, in the order in which it runs: idling first, since after gigabytes of transfers the
+#: machine itself is busy for a while. The last takes a quarter of an hour and runs only when asked for.
+PARTS = ("idle", "transfer", "links", "codec", "lossy")
+
+
+def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
+    """Run the parts and print their tables; everything measured, as JSON."""
+    results: dict[str, Any] = {}
     figures: list[Figure] = []
-    parts: list[Callable[[LocalCluster], list[Figure]]] = [
-        lambda c: saving(c, arguments.rounds),
-        lambda c: restoring(c, arguments.rounds),
-    ]
-    if (
-        arguments.only != "transfer"
-    ):  # first: after gigabytes of transfers the machine itself is busy for a while
-        with local_cluster(4, "256MiB") as cluster:
-            figures += idling(cluster, arguments.idle_seconds)
-    if arguments.only != "idle":
-        # Three voters as in earnest; spread 1, so that all goes to one peer.
-        with local_cluster(3, "7GiB", spread=1) as cluster:
-            for part in parts:
-                figures += part(cluster)
-    return figures
+    if "idle" in parts:
+        figures += idle(arguments.idle_seconds)
+    if "transfer" in parts:
+        figures += transfers(arguments.rounds)
+    if "links" in parts:
+        if os.geteuid() == 0:
+            figures += links(arguments.rounds)
+        else:
+            say("links are left out: shaping them takes root, for network namespaces")
+    if figures:
+        print_table(figures)
+        results["figures"] = [f.to_json() for f in figures]
+    if "codec" in parts:
+        rows = list(codec.measure(1 if arguments.quick else arguments.rounds, arguments.quick, say))
+        print_rows(rows)
+        results["codec"] = [row.to_json() for row in rows]
+    if "lossy" in parts:
+        experiment = lossy_resume.run(2 if arguments.quick else arguments.seeds, arguments.quick, say)
+        print_experiment(experiment)
+        results["lossy"] = experiment.to_json()
+    return results
 
 
 def main() -> None:
@@ -177,7 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--idle-seconds", type=float, default=30.0)
-    parser.add_argument("--only", choices=("transfer", "idle", "links", "codec", "lossy"))
+    parser.add_argument("--only", choices=PARTS, help="one part; without it, all but 'lossy'")
     parser.add_argument("--seeds", type=int, default=8, help="of the lossy experiment")
     parser.add_argument(
         "--quick",
@@ -186,19 +211,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()
-    results: dict[str, Any] = {}
-    if arguments.only == "codec":
-        rows = list(codec.measure(1 if arguments.quick else arguments.rounds, arguments.quick, say))
-        print_rows(rows)
-        results["codec"] = [row.to_json() for row in rows]
-    elif arguments.only == "lossy":
-        experiment = lossy_resume.run(2 if arguments.quick else arguments.seeds, arguments.quick, say)
-        print_experiment(experiment)
-        results["lossy"] = experiment.to_json()
-    else:
-        figures = links(arguments.rounds) if arguments.only == "links" else cluster_figures(arguments)
-        print_table(figures)
-        results["figures"] = [f.to_json() for f in figures]
+    results = measure(arguments, [arguments.only] if arguments.only else PARTS[:-1])
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / time.strftime("%Y%m%d-%H%M%S.json")
     path.write_text(json.dumps({"machine": describe()} | results, indent=2) + "\n")

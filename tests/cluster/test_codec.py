@@ -1,10 +1,11 @@
 """The codec on a real cluster: steps of real training travel small, whatever dies, and come back bit for bit."""
 
+import pytest
 import torch
 from tests.cluster.harness import DEADLINE_S, counters, node_states, process_of, until
 from torch import nn
 
-from fastcheck import Checkpointer
+from fastcheck import Checkpointer, LossyCheckpointError
 from fastcheck.admin import AdminClient
 
 #: Steps must be this much smaller than the state; what real training gives is in docs/benchmarks.md.
@@ -130,3 +131,32 @@ def test_never_sends_everything_as_it_is(make_cluster):
             stats = save(ckpt, training, step)
             assert stats["codecs"].keys() == {"raw"} and stats["encoded_bytes"] == stats["bytes"]
     assert counters(cluster, "node-1")["patches_applied"] == counters(cluster, "node-0")["bytes_saved"] == 0
+
+
+def test_a_lossy_step_is_the_same_everywhere_says_so_and_is_not_loaded_by_mistake(make_cluster):
+    cluster = make_cluster(3, codec="always")
+    training = Training()
+    lossy = {"momentum": "index8", "weights": "bounded(1e-3)"}
+    with Checkpointer("gpt", rank=0, world_size=1, address=cluster.address("node-0"), **lossy) as ckpt:
+        for step in (1, 2, 3):
+            stats = save(ckpt, training, step)
+            assert stats["lossy"]
+        assert stats["ratio"] > 2 * RATIO_MIN and {"index8", "bounded"} <= stats["codecs"].keys()
+        near = Training(seed=2)
+        assert ckpt.load(near.state) == 3  # whoever saves lossy may load lossy
+    for name, exact in training.tensors().items():
+        spread = exact.std() if exact.dim() else 0
+        assert torch.allclose(near.tensors()[name], exact, atol=float(spread) / 50, rtol=0.05), name
+    with AdminClient(cluster.address("node-1"), timeout_s=5) as admin:
+        assert all(c["lossy"] for c in admin.checkpoints("gpt")["checkpoints"])
+
+    cluster.kill("node-0", wipe=True)  # the next reader gets the holders' bytes: the very same
+    cluster.start("node-0")
+    fresh = Training(seed=3)
+    untouched = fresh.bits()
+    with checkpointer(cluster) as exact_only:
+        with pytest.raises(LossyCheckpointError):
+            exact_only.load(fresh.state)
+        assert_bits(fresh.bits(), untouched)
+        assert exact_only.load(fresh.state, allow_lossy=True) == 3
+    assert_bits(fresh.bits(), near.bits())
