@@ -22,7 +22,7 @@ from .scratch import SCRATCH, U8
 _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(1, window_log=17, hash_log=6, min_match=7)
 #: Shorter planes are not worth a compressor's header.
 _COMPRESS_MIN = 64
-_SAMPLE = 16384
+_SAMPLE = 8192
 #: A plane must shrink to this part of itself, or it is kept as it is: decoding it costs time as well.
 _WORTH = 0.97
 

@@ -21,8 +21,9 @@ from .planes import PlaneMerger, PlaneSplitter, cost, pack_plane, unpack_plane
 from .scratch import BLOCK, SCRATCH
 
 #: Elements that a codec is tried on.
-_SAMPLE = 8192
+_SAMPLE = 4096
 _GLANCE_BYTES = 4096
+_GLANCE_ROWS = 16
 #: A changed run that is no more than this part of its chunk is sent as it is: the chunk would hardly be smaller,
 #: and a codec's fixed cost is that of coding a hundred times as much.
 TINY_PART = 2048
@@ -229,6 +230,10 @@ def _encode_rows(run: Run, bits: Ints, old: Ints) -> Section | None:
     rows, rest = divmod(len(bits), run.row_elements)
     if rest or rows < 2:
         return None
+    if rows > 4 * _GLANCE_ROWS:
+        some, before = (n.reshape(rows, -1)[:: rows // _GLANCE_ROWS] for n in (bits, old))
+        if np.not_equal(some, before).any(axis=1).all():
+            return None  # every one of those: no need to look at the others
     changed = np.flatnonzero(_changed_rows(bits, old, rows))
     if len(changed) > _ROWS_MAX * rows:
         return None
