@@ -145,8 +145,10 @@ def test_a_lossy_step_is_the_same_everywhere_says_so_and_is_not_loaded_by_mistak
         near = Training(seed=2)
         assert ckpt.load(near.state) == 3  # whoever saves lossy may load lossy
     for name, exact in training.tensors().items():
-        spread = exact.std() if exact.dim() else 0
-        assert torch.allclose(near.tensors()[name], exact, atol=float(spread) / 50, rtol=0.05), name
+        error = (near.tensors()[name] - exact).abs().max()
+        # docs/codec.md, "Lossy": second moments to 3 bits, first ones to a step of their group's largest.
+        bound = 1 / 16 if name.endswith("exp_avg_sq") else 1 / 100
+        assert error <= bound * exact.abs().max(), name
     with AdminClient(cluster.address("node-1"), timeout_s=5) as admin:
         assert all(c["lossy"] for c in admin.checkpoints("gpt")["checkpoints"])
 

@@ -2,26 +2,30 @@
 
 from pathlib import Path
 
+import pytest
 from tests.cluster.harness import Job, counters, node_states, replicas_on_disk, until
 
 
 def ram(cluster, node):
     directory = next(n["ram_dir"] for n in cluster.status()["nodes"] if n["node_id"] == node)
-    return sum(p.stat().st_size for p in Path(directory).glob("segments/*"))
+    return sum(
+        p.stat().st_size for folder in ("segments", "ways") for p in Path(directory).glob(f"{folder}/*")
+    )
 
 
-def test_steps_come_and_go_but_memory_stays_the_same(make_cluster):
-    cluster = make_cluster(2)
+@pytest.mark.parametrize("codec", ["never", "always", "auto"])
+def test_steps_come_and_go_but_memory_stays_the_same(make_cluster, codec):
+    cluster = make_cluster(2, codec=codec)
     job = Job(cluster, ["node-0"], megabytes=4)
-    for step in range(1, 6):
+    for step in range(1, 13):  # by then the planner has tried both ways
         job.commit(step)
     owner, holder = ram(cluster, "node-0"), ram(cluster, "node-1")
-    for step in range(6, 16):
+    for step in range(13, 25):
         job.commit(step)
     assert ram(cluster, "node-0") <= owner + (5 << 20)
     assert ram(cluster, "node-1") <= holder + (5 << 20)
     until(
-        lambda: {p.name.split("-")[0] for p in replicas_on_disk(cluster, "node-1")} == {"14", "15"},
+        lambda: {p.name.split("-")[0] for p in replicas_on_disk(cluster, "node-1")} == {"23", "24"},
         "the holder to keep the newest two steps",
     )
 
