@@ -2,8 +2,9 @@
 
 Rooms, from the pure to the busy; imports go upwards in this list only (checked by import-linter):
 
-    errors, config, counters, digests      values and pure functions
+    errors, config, counters, digests, chunks      values and pure functions
     identity, rpc, supervise, log          small things that several processes need
+    codec/                                 encoded chunks, both ways; what is worth encoding (pure)
     store/, placement                      the RAM directory; where shards go (pure)
     health/, transfer/                     signs of life and verdicts (pure); the bulk lane
     registry/                              consensus: a pure state machine and the shells around it
@@ -13,5 +14,11 @@ Rooms, from the pure to the busy; imports go upwards in this list only (checked 
     agent, registry_server                 one process each
     node, main                             wiring; the command line
 """
+
+import os
+
+# numpy comes with a BLAS that starts a thread for every core when it is imported, in each of our processes.
+# Nothing here multiplies matrices. It must be said before the first import of numpy.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 __version__ = "0.1.0"
