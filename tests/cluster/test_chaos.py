@@ -101,8 +101,9 @@ class Story:
 
 
 @pytest.mark.timeout(60 + 30 * FAULTS)
-def test_no_committed_step_is_lost_whatever_happens(make_cluster):
-    cluster = make_cluster(5)
+@pytest.mark.parametrize("codec", ["auto", "always"])  # whole puts for the most part; and replicas changed in place
+def test_no_committed_step_is_lost_whatever_happens(make_cluster, codec):
+    cluster = make_cluster(5, codec=codec)
     story = Story(cluster, SEED)
     faults = [
         story.lose_a_machine, story.lose_a_machine_in_the_middle_of_a_save, story.restart_a_node,
