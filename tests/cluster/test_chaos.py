@@ -101,7 +101,9 @@ class Story:
 
 
 @pytest.mark.timeout(60 + 30 * FAULTS)
-@pytest.mark.parametrize("codec", ["auto", "always"])  # whole puts for the most part; and replicas changed in place
+@pytest.mark.parametrize(
+    "codec", ["auto", "always"]
+)  # whole puts for the most part; and replicas changed in place
 def test_no_committed_step_is_lost_whatever_happens(make_cluster, codec):
     cluster = make_cluster(5, codec=codec)
     story = Story(cluster, SEED)
