@@ -42,11 +42,15 @@ class StepHook:
 
     def __init__(self) -> None:
         self.groups: list[Recorded | None] = []
+        self._complained = False
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """After a step."""
         if torch.compiler.is_compiling():
             return  # a compiled step runs without us: better nothing recorded than a break in its graph
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self.groups = []  # the graph's replays will not run the hook: what is recorded now would be stale
+            return
         try:
             before = [*self.groups, *[None] * len(optimizer.param_groups)]
             self.groups = [
@@ -54,8 +58,13 @@ class StepHook:
                 for group, last in zip(optimizer.param_groups, before, strict=False)
             ]
         except Exception:
+            # G4: nothing of ours ends a training step. What is not observed is fitted by the daemon.
             self.groups = []
-            logger.debug("could not record an optimizer's settings", exc_info=True)
+            if not self._complained:
+                logger.warning(
+                    "cannot record what an optimizer steps with, saves may be larger", exc_info=True
+                )
+                self._complained = True
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """After load_state_dict: what was recorded is about other numbers."""
@@ -79,8 +88,6 @@ def _held(value: Any) -> Any:
         return tuple(_held(item) for item in value)
     if not isinstance(value, torch.Tensor):
         return value
-    if value.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a step that is captured into a graph does not run the hook again")
     return local_of(value).detach().clone()
 
 
@@ -109,7 +116,8 @@ class StepRecorder:
             self._handles.append(optimizer.register_load_state_dict_post_hook(hook.forget))
             self._hooks[id(optimizer)] = weakref.ref(optimizer), hook
         except Exception:
-            logger.debug("an optimizer takes no hooks", exc_info=True)
+            # An optimizer of somebody's own: its settings are read when it is saved, as without a hook.
+            logger.info("%s takes no step hook", type(optimizer).__qualname__, exc_info=True)
             return None
         return hook
 

@@ -217,6 +217,7 @@ def test_optimizers_with_hooks_can_be_copied_and_pickled(kind):
     layouts = Layouts()
     layouts.watch(optimizer)
     train(net, optimizer)
+    # Programs do pickle their optimizers (torch.save): our hooks must not be what fails then.
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         other.step()
         assert [s.observed for s in steps({"o": other}, layouts)] == [False]
