@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
 from concurrent.futures import Executor
 
 from fastcheck_proto.v1 import common_pb2 as pb
@@ -41,6 +40,7 @@ from ..transfer.codec_pool import CodecPool
 from ..transfer.peer_client import PeerClient
 from ..transfer.shard_source import ShardSource
 from ..view import ViewFollower
+from .holders import Quarantine, pick_holders
 from .save import Save
 from .shards import Bases, Copy, Preparation, Shard, uses_per_copy
 
@@ -54,42 +54,6 @@ PUT_ATTEMPTS_MAX = 30
 REGISTRY_TIMEOUT_S = 3.0
 #: How long the leader keeps a report waiting before it says for whom.
 REPORT_WAIT_S = 1.0
-
-
-class Quarantine:
-    """Peers that just failed us and get nothing from us for a while."""
-
-    def __init__(self, rest_s: float) -> None:
-        self._rest_s = rest_s
-        self._until: dict[str, float] = {}
-
-    def add(self, node_id: str) -> None:
-        """Give a peer a rest."""
-        self._until[node_id] = time.monotonic() + self._rest_s
-
-    def members(self) -> list[str]:
-        """Peers resting now."""
-        now = time.monotonic()
-        self._until = {n: t for n, t in self._until.items() if t > now}
-        return sorted(self._until)
-
-
-def pick_holders(
-    shard: int, wanted: int, taken: Iterable[str], placement: rpb.PlaceResponse
-) -> list[pb.Holder]:
-    """Choose up to `wanted` holders for a shard from a placement, none of them in `taken`.
-
-    The placement's own choice for the shard comes first; others of the group follow, rotated by
-    the shard's index so that several shards in need do not all go to one node. Pure.
-    """
-    own = [h for s in placement.shards if s.shard == shard for h in s.holders]
-    everyone = [h for s in placement.shards for h in s.holders]
-    turn = shard % len(everyone) if everyone else 0
-    chosen: dict[str, pb.Holder] = {}
-    for holder in own + everyone[turn:] + everyone[:turn]:
-        if len(chosen) < wanted and holder.node.node_id not in taken:
-            chosen.setdefault(holder.node.node_id, holder)
-    return list(chosen.values())
 
 
 class Replicator:

@@ -3,7 +3,7 @@ from hypothesis import strategies as st
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheckd.saving.replicate import Quarantine, pick_holders
+from fastcheckd.saving.holders import Quarantine, pick_holders
 
 
 def placement(holders: list[list[str]]) -> rpb.PlaceResponse:
