@@ -13,17 +13,6 @@ import xxhash
 DIGEST_BYTES = 16
 
 
-def chunk_count(shard_bytes: int, chunk_bytes: int) -> int:
-    """Number of chunks in a shard; a shard of zero bytes has none."""
-    return -(-shard_bytes // chunk_bytes)
-
-
-def chunk_range(index: int, shard_bytes: int, chunk_bytes: int) -> tuple[int, int]:
-    """Byte range [start, stop) of a chunk within its shard."""
-    start = index * chunk_bytes
-    return start, min(start + chunk_bytes, shard_bytes)
-
-
 def chunk_digest(data: memoryview | bytes) -> bytes:
     """16-byte digest of one chunk. Releases the GIL."""
     return xxhash.xxh3_128_digest(data)

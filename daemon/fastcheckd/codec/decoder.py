@@ -21,7 +21,6 @@ from .chunk_plan import Run
 from .dtypes import DType
 from .encoder import Use, encode_gaps, uses
 from .format import (
-    NO_DIGEST,
     OVERHEAD_BYTES_MAX,
     SECTIONS_MAX,
     CodecId,
@@ -197,6 +196,3 @@ def _reverse(section: Section, base: Any, new: Any) -> Section:
         master = master_of(section, len(new))
         return encode_rounded(run, master, base) or encode_run(run, base, new)
     return reverse_run(section, run, base, new)
-
-
-__all__ = ["NO_DIGEST", "decode", "decode_range", "raw_way_back", "read_header", "runs_of", "turn_around"]

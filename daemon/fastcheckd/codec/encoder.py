@@ -60,16 +60,15 @@ def encode(
     base_step: int,
     digest: bytes,
     base_digest: bytes = NO_DIGEST,
-    predict: bool = True,
     fits: Fits | None = None,
 ) -> Encoded | None:
     """Encode the chunk `new`, against `base` if there is one; None when it would not shrink.
 
-    `new` and `base` are buffers of `plan.bytes` bytes, the digests those of their bytes. Without `predict`, no section
-    depends on arithmetic. `fits` is shared by the chunks of one save.
+    `new` and `base` are buffers of `plan.bytes` bytes, the digests those of their bytes. `fits` is
+    shared by the chunks of one save.
     """
     assert base is None or base_digest != NO_DIGEST, "a base is known by its digest"
-    sections = encode_sections(new, base, plan, predict=predict, fits=fits or Fits())
+    sections = encode_sections(new, base, plan, fits or Fits())
     if len(sections) > SECTIONS_MAX:
         return None
     size = HEADER_BYTES + sum(section.encoded_bytes for section in sections)
@@ -89,15 +88,13 @@ def unchanged(size: int, *, step: int, base_step: int, digest: bytes) -> Encoded
     return Encoded(payload, (Use("same", size, len(payload)),))
 
 
-def encode_sections(
-    new: Any, base: Any | None, plan: ChunkPlan, *, predict: bool, fits: Fits
-) -> list[Section]:
+def encode_sections(new: Any, base: Any | None, plan: ChunkPlan, fits: Fits) -> list[Section]:
     """Sections for all bytes of the chunk."""
     SCRATCH.empty_arena(plan.bytes + 4096)
     sections: list[Section] = []
     with np.errstate(all="ignore"):
         for unit in plan.units:
-            sections += _encode_unit(unit, new, base, fits if predict else None, plan.precision)
+            sections += _encode_unit(unit, new, base, fits, plan.precision)
     sections += encode_gaps([run for unit in plan.units for run in unit.runs], new, base)
     # A rounded copy comes after its master; all else stands alone.
     return sorted(sections, key=lambda s: (s.codec == CodecId.ROUNDED, s.offset))
@@ -115,29 +112,28 @@ def covered_bytes(section: Section) -> int:
 
 
 def _encode_unit(
-    unit: Unit, new: Any, base: Any | None, fits: Fits | None, precision: pb.Precision | None
+    unit: Unit, new: Any, base: Any | None, fits: Fits, precision: pb.Precision | None
 ) -> list[Section]:
     rest = [run for run in unit.runs if run.elements]
     sections = []
-    if fits is not None:
-        master = next((r for r in rest if r.role == pb.ROLE_PARAM), None)
-        for run in [r for r in rest if r.role == pb.ROLE_LOW_PRECISION_PARAM and master is not None]:
-            assert master is not None
-            if (section := encode_rounded(run, master, new)) is not None:
+    master = next((r for r in rest if r.role == pb.ROLE_PARAM), None)
+    for run in [r for r in rest if r.role == pb.ROLE_LOW_PRECISION_PARAM and master is not None]:
+        assert master is not None
+        if (section := encode_rounded(run, master, new)) is not None:
+            sections.append(section)
+            rest.remove(run)
+    lossy = {} if precision is None else _encode_lossy(rest, new, base, precision)
+    sections += lossy.values()
+    rest = [run for run in rest if run not in lossy]
+    large = any((run.stop - run.offset) * TINY_PART > len(new) for run in rest)
+    # A unit that lost something is no optimizer step any more: nothing predicts it.
+    if base is not None and large and not lossy and not all(is_same(run, new, base) for run in rest):
+        predicted = _predict_adam(unit, new, base, fits) or _predict_sgd(unit, new, base, fits)
+        if predicted is not None:
+            section, runs = predicted
+            if section.encoded_bytes < sum(raw(run, new).encoded_bytes for run in runs):
                 sections.append(section)
-                rest.remove(run)
-        lossy = {} if precision is None else _encode_lossy(rest, new, base, precision)
-        sections += lossy.values()
-        rest = [run for run in rest if run not in lossy]
-        # A unit that lost something is no optimizer step any more: nothing predicts it.
-        large = any((run.stop - run.offset) * TINY_PART > len(new) for run in rest)
-        if base is not None and large and not lossy and not all(is_same(run, new, base) for run in rest):
-            predicted = _predict_adam(unit, new, base, fits) or _predict_sgd(unit, new, base, fits)
-            if predicted is not None:
-                section, runs = predicted
-                if section.encoded_bytes < sum(raw(run, new).encoded_bytes for run in runs):
-                    sections.append(section)
-                    rest = [run for run in rest if run not in runs]
+                rest = [run for run in rest if run not in runs]
     return sections + [encode_run(run, new, base) for run in rest]
 
 

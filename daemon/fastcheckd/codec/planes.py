@@ -46,7 +46,6 @@ class PlaneSplitter:
     def __init__(self, storage: U8, elements: int, width: int) -> None:
         """`storage`: elements * width bytes for the planes; `width`: bytes of a number."""
         self._planes = storage.reshape(width, elements)
-        self._elements = elements
         self._width = width
         self._used = 0
 

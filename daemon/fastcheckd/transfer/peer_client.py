@@ -23,7 +23,7 @@ from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
 from ..chunks import ChunkTable
 from ..config import Config
 from ..counters import Counters
-from ..digests import DIGEST_BYTES, chunk_count, shard_digest
+from ..digests import DIGEST_BYTES, shard_digest
 from ..errors import CorruptError, FastCheckdError, InvalidRequestError, PeerError
 from ..rpc import CHANNEL_OPTIONS, from_rpc_error
 from .frames import TICKET_BYTES, Hello
@@ -162,7 +162,7 @@ class PeerClient:
         whom = _name(holder)
         stub = self._stub(holder.data_address)
         moved = LoopProgress(asyncio.get_running_loop(), progress)
-        streams = min(self._config.lane_streams, chunk_count(len(into), self._config.chunk_bytes))
+        streams = min(self._config.lane_streams, -(-len(into) // self._config.chunk_bytes))
         try:
             async with hired(self._executor, streams) as crew:
                 request = peer_pb2.BeginGetRequest(

@@ -1,19 +1,7 @@
 import pytest
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastcheckd import digests
-
-
-@given(st.integers(0, 1 << 20), st.integers(1 << 10, 1 << 16))
-def test_chunks_tile_the_shard(shard_bytes, chunk_bytes):
-    position = 0
-    for index in range(digests.chunk_count(shard_bytes, chunk_bytes)):
-        start, stop = digests.chunk_range(index, shard_bytes, chunk_bytes)
-        assert start == position and 0 < stop - start <= chunk_bytes
-        position = stop
-    assert position == shard_bytes
 
 
 def test_digests_are_xxh3_128_big_endian():

@@ -62,11 +62,11 @@ def single(elements: int, dtype: DType = DType.FLOAT32, rows: int = 0) -> ChunkP
     return ChunkPlan(elements * dtype.bytes, (Unit((run(0, elements, dtype, rows=rows),)),))
 
 
-def encode_chunk(new: bytes, base: bytes | None, plan: ChunkPlan, predict: bool = True) -> Encoded | None:
+def encode_chunk(new: bytes, base: bytes | None, plan: ChunkPlan) -> Encoded | None:
     digests = {"digest": chunk_digest(new)}
     if base is not None:
         digests["base_digest"] = chunk_digest(base)
-    return encode(new, base, plan, step=8, base_step=7, predict=predict, **digests)
+    return encode(new, base, plan, step=8, base_step=7, **digests)
 
 
 def decoded(payload: bytes, base: bytes | None, size: int) -> bytes:
@@ -76,9 +76,9 @@ def decoded(payload: bytes, base: bytes | None, size: int) -> bytes:
     return bytes(out)
 
 
-def round_trip(new: bytes, base: bytes | None, plan: ChunkPlan, predict: bool = True) -> set[str]:
+def round_trip(new: bytes, base: bytes | None, plan: ChunkPlan) -> set[str]:
     """Everything that holds for any chunk; the codecs that were used (none: it travels raw)."""
-    encoded = encode_chunk(new, base, plan, predict)
+    encoded = encode_chunk(new, base, plan)
     if encoded is None:
         return set()
     payload = encoded.payload

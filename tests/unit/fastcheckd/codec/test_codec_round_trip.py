@@ -46,11 +46,11 @@ SLOW_INPUTS = settings(
 
 
 @SLOW_INPUTS
-@given(case=cases(), predict=st.booleans())
-@example(case=Case(opaque(1), b"\0", None), predict=True)
-@example(case=Case(opaque(1), b"x", b"y"), predict=True)
-def test_any_chunk_comes_back(case, predict):
-    round_trip(case.new, case.base, case.plan, predict)
+@given(case=cases())
+@example(case=Case(opaque(1), b"\0", None))
+@example(case=Case(opaque(1), b"x", b"y"))
+def test_any_chunk_comes_back(case):
+    round_trip(case.new, case.base, case.plan)
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
@@ -111,13 +111,9 @@ def test_every_codec_is_chosen_where_it_belongs():
     for step in (adam_step(), adam_step(amsgrad=True)):
         older, newer = adam_arrays(n, step)
         assert round_trip(joined(newer), joined(older), whole(adam_unit(n, step))) == {"adam"}
-        assert "adam" not in round_trip(
-            joined(newer), joined(older), whole(adam_unit(n, step)), predict=False
-        )
     for step in (sgd_step(), sgd_step(nesterov=True)):
         older, newer = sgd_arrays(n, step)
         assert round_trip(joined(newer), joined(older), whole(sgd_unit(n, step))) == {"sgd"}
-        assert "sgd" not in round_trip(joined(newer), joined(older), whole(sgd_unit(n, step)), predict=False)
     bf16 = (w.view(np.uint32) >> 16).astype(np.uint16)
     truncated = (bf16.astype(np.uint32) << 16).view(np.float32)
     unit = Unit((run(0, n, DType.BFLOAT16, LOW), run(2 * n, n, role=PARAM)))

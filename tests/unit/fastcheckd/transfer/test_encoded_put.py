@@ -109,6 +109,15 @@ async def put(holder: Holder, owner: Owner, saved: Saved, port: int | None = Non
     return await owner.send(holder.ref(port), saved.source, saved.manifest)
 
 
+async def one_put_one_to_go(holder: Holder, owner: Owner) -> tuple[TrainedState, Saved, Saved]:
+    """A state, the step of it that the holder has, and the next one, to be put against it."""
+    state = TrainedState()
+    first = save(owner, state)
+    await put(holder, owner, first)
+    state.train()
+    return state, first, save(owner, state, base=first)
+
+
 def copy_of(holder: Holder, saved: Saved) -> HeldShard:
     held = holder.store.find(saved.manifest.key, pb.REPLICA_KIND_COPY)
     assert held is not None
@@ -195,11 +204,7 @@ def test_a_planner_that_mixes_sends_some_chunks_raw_into_the_patch(tmp_path: Pat
 def test_of_two_holders_each_is_sent_what_it_can_use(tmp_path: Path) -> None:
     async def story(holder: Holder, owner: Owner) -> None:
         async with running_holder(tmp_path / "other") as other:
-            state = TrainedState()
-            first = save(owner, state)
-            await put(holder, owner, first)
-            state.train()
-            second = save(owner, state, base=first)
+            state, first, second = await one_put_one_to_go(holder, owner)
             with_base, without = await asyncio.gather(put(holder, owner, second), put(other, owner, second))
             assert with_base.base_step == first.manifest.key.step
             assert without.base_step is None
@@ -229,11 +234,7 @@ Change = Callable[[Saved], BaseSource]
 )
 def test_a_base_that_the_holder_does_not_have_is_not_used(tmp_path: Path, change: Change) -> None:
     async def story(holder: Holder, owner: Owner) -> None:
-        state = TrainedState()
-        first = save(owner, state)
-        await put(holder, owner, first)
-        state.train()
-        second = save(owner, state, base=first)
+        _, first, second = await one_put_one_to_go(holder, owner)
         second.source.base = change(first)
         assert (await put(holder, owner, second)).base_step is None
         assert copy_of(holder, second).view == second.data
@@ -244,11 +245,7 @@ def test_a_base_that_the_holder_does_not_have_is_not_used(tmp_path: Path, change
 
 def test_a_base_that_is_cut_otherwise_is_refused_by_either_end(tmp_path: Path) -> None:
     async def story(holder: Holder, owner: Owner) -> None:
-        state = TrainedState()
-        first = save(owner, state)
-        await put(holder, owner, first)
-        state.train()
-        second = save(owner, state, base=first)
+        _, first, second = await one_put_one_to_go(holder, owner)
         second.manifest.ClearField("chunk_lengths")
         uniform = source_of(second.data, second.manifest, owner.codec, base=first.as_base(), choose=ALWAYS)
         assert uniform.base is None
@@ -261,11 +258,7 @@ def test_a_base_that_is_cut_otherwise_is_refused_by_either_end(tmp_path: Path) -
 
 def test_a_base_that_is_being_read_stays_and_the_put_is_whole(tmp_path: Path) -> None:
     async def story(holder: Holder, owner: Owner) -> None:
-        state = TrainedState()
-        first = save(owner, state)
-        await put(holder, owner, first)
-        state.train()
-        second = save(owner, state, base=first)
+        _, first, second = await one_put_one_to_go(holder, owner)
         with holder.store.pinned(copy_of(holder, first)):
             assert (await put(holder, owner, second)).base_step is None
         assert copy_of(holder, first).view == first.data
@@ -276,11 +269,7 @@ def test_a_base_that_is_being_read_stays_and_the_put_is_whole(tmp_path: Path) ->
 
 def test_a_step_that_is_put_again_comes_whole_and_takes_the_place_of_the_other(tmp_path: Path) -> None:
     async def story(holder: Holder, owner: Owner) -> None:
-        state = TrainedState()
-        first = save(owner, state)
-        await put(holder, owner, first)
-        state.train()
-        second = save(owner, state, base=first)
+        _, first, second = await one_put_one_to_go(holder, owner)
         await put(holder, owner, second)
         assert (await put(holder, owner, second)).base_step is None
         assert copy_of(holder, second).view == second.data
@@ -316,11 +305,7 @@ def test_an_owner_whose_base_is_not_what_it_says_is_found_out_and_the_chunk_come
     """Well-formed chunks, encoded against other bytes than the digests say: as if both ends computed differently."""
 
     async def story(holder: Holder, owner: Owner) -> None:
-        state = TrainedState()
-        first = save(owner, state)
-        await put(holder, owner, first)
-        state.train()
-        second = save(owner, state, base=first)
+        _, first, second = await one_put_one_to_go(holder, owner)
         base = first.as_base()
         other = bytearray(base.view)
         other[5 : 12 * 8192 : 64] = bytes(len(range(5, 12 * 8192, 64)))
@@ -429,11 +414,7 @@ def test_memory_goes_back_only_when_the_decoder_has_let_go(
 
 def test_a_reader_ends_a_patch_and_gets_the_older_step(tmp_path: Path) -> None:
     async def story(holder: Holder, owner: Owner) -> None:
-        state = TrainedState()
-        first = save(owner, state)
-        await put(holder, owner, first)
-        state.train()
-        second = save(owner, state, base=first)
+        _, first, second = await one_put_one_to_go(holder, owner)
         with BadWire(holder.lane.port) as wire:
             wire.stall_at = 64 + 64 + 60_000
             task = asyncio.create_task(put(holder, owner, second, wire.port))
@@ -514,11 +495,7 @@ def test_a_closed_codec_pool_ends_puts_at_either_end(tmp_path: Path) -> None:
 
 def test_a_fenced_patch_is_refused_and_a_new_life_undoes_it(tmp_path: Path) -> None:
     async def story(holder: Holder, owner: Owner) -> None:
-        state = TrainedState()
-        first = save(owner, state)
-        await put(holder, owner, first)
-        state.train()
-        second = save(owner, state, base=first)
+        _, first, second = await one_put_one_to_go(holder, owner)
         with pytest.raises(FastCheckdError):
             await owner.send(holder.ref(incarnation=INCARNATION - 1), second.source, second.manifest)
         assert copy_of(holder, first).view == first.data
@@ -637,11 +614,7 @@ def test_encoded_chunks_that_are_not_what_they_should_be_are_named_and_counted(
     tmp_path: Path, against: bool
 ) -> None:
     async def story(holder: Holder, owner: Owner) -> None:
-        state = TrainedState()
-        first = save(owner, state)
-        await put(holder, owner, first)
-        state.train()
-        second = save(owner, state, base=first)
+        _, first, second = await one_put_one_to_go(holder, owner)
         base = first if against else None
         good = encoded(second, base, 0)
         damaged = bytearray(good)
@@ -683,11 +656,7 @@ def test_encoded_chunks_that_are_not_what_they_should_be_are_named_and_counted(
 @pytest.mark.parametrize("against", [False, True])
 def test_a_chunk_that_came_already_ends_the_put(tmp_path: Path, against: bool) -> None:
     async def story(holder: Holder, owner: Owner) -> None:
-        state = TrainedState()
-        first = save(owner, state)
-        await put(holder, owner, first)
-        state.train()
-        second = save(owner, state, base=first)
+        _, first, second = await one_put_one_to_go(holder, owner)
         base = first if against else None
         for again in (raw_frame(second, 0), frame(second, 0, encoded(second, base, 0))):
             lane, ticket, _ = await connected(holder, owner, second, base)
