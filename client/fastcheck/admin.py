@@ -126,7 +126,6 @@ class AdminClient:
         """A job's steps that can be loaded or are under way."""
         request = admin_pb2.CheckpointsRequest(job=job)
         reply = self._ask(lambda t: self._admin.Checkpoints(request, timeout=t))
-        lossy = set(reply.lossy_steps)
         return {
             "checkpoints": [
                 {
@@ -136,7 +135,7 @@ class AdminClient:
                     "world_size": step.world_size,
                     "bytes": step.bytes,
                     "copies": step.copies,
-                    "lossy": step.step in lossy,
+                    "lossy": step.lossy,
                 }
                 for step in sorted(reply.steps, key=lambda s: s.step)
             ]

@@ -56,6 +56,8 @@ def test_from_placement_to_commit_to_lookup(registry):
         assert (await ranks[0].report(1, placement)).state == COMMITTED, "asking again is harmless"
         for step in (2, 5):
             assert {r.state for r in await asyncio.gather(*(r.save(step) for r in ranks))} == {COMMITTED}
+        listed = await client.list_job_steps(registry_pb2.ListJobStepsRequest(job="flow"), timeout_s=5)
+        assert [(s.step, s.lossy) for s in listed.steps] == [(2, False), (5, False)]
 
         found = await client.lookup(registry_pb2.LookupRequest(job="flow"), timeout_s=5)
         assert found.record.step == 5 and list(found.kept_steps) == [2, 5] and found.record.copies == 1

@@ -6,6 +6,7 @@ log holds: everything is parsed anew, by these functions, before anything change
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fastcheck_proto.conventions import RANK_MAX, STEP_MAX, check_name
@@ -125,3 +126,8 @@ def node_fields(value: Any) -> Json:
         "voter": value["voter"],
         "ram_budget_bytes": integer(value, "ram_budget_bytes", 0, STEP_MAX),
     }
+
+
+def is_lossy(ranks: Iterable[Json]) -> bool:
+    """Whether the record of at least one rank says that its state is the outcome of a lossy coding."""
+    return any(rank.get("lossy", False) for rank in ranks)

@@ -112,9 +112,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         listed = await self._registry.list_job_steps(
             registry_pb2.ListJobStepsRequest(job=job), CALL_TIMEOUT_S
         )
-        committed = [s.step for s in listed.steps if s.state == registry_pb2.STEP_STATE_COMMITTED]
-        records = await self._records(job, committed)
-        return admin_pb2.CheckpointsResponse(steps=listed.steps, lossy_steps=reports.lossy_steps(records))
+        return admin_pb2.CheckpointsResponse(steps=listed.steps)
 
     @answers
     async def Replicas(

@@ -96,11 +96,6 @@ def replica_reports(
     return reports
 
 
-def lossy_steps(records: Iterable[registry_pb2.StepRecord]) -> list[int]:
-    """Steps of which at least one rank is lossy."""
-    return [record.step for record in records if any(rank.lossy for rank in record.ranks)]
-
-
 def sum_uses(uses: Iterable[common_pb2.CodecUse]) -> list[common_pb2.CodecUse]:
     """One entry per codec, by name, with the bytes of all."""
     raw: Counter[str] = Counter()

@@ -26,7 +26,7 @@ from ..registry import records, wire
 from ..registry.commits import find_step
 from ..registry.leading import Leader
 from ..registry.raft import Raft
-from ..registry.records import Json
+from ..registry.records import Json, is_lossy
 from ..registry.reporting import Reports
 from ..registry.view import cluster_view, job_view
 from ..rpc import abort, answers
@@ -260,6 +260,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
                     world_size=kept["world_size"],
                     bytes=sum(record["state_bytes"] for record in kept["ranks"]),
                     copies=kept["copies"],
+                    lossy=is_lossy(kept["ranks"]),
                 )
                 for kept in ([] if job is None else job["steps"])
             ]
@@ -278,6 +279,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
                         ranks=len(under_way.reports),
                         world_size=under_way.world_size,
                         bytes=sum(sizes.values()),
+                        lossy=is_lossy(under_way.reports.values()),
                     )
                 )
         return registry_pb2.ListJobStepsResponse(steps=steps)

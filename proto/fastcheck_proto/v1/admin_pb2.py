@@ -16,7 +16,7 @@ from fastcheck_proto.v1 import common_pb2 as fastcheck__proto_dot_v1_dot_common_
 from fastcheck_proto.v1 import registry_pb2 as fastcheck__proto_dot_v1_dot_registry__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x66\x61stcheck_proto/v1/admin.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\x1a!fastcheck_proto/v1/registry.proto\"b\n\nHealthCode\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x0e\n\x06remedy\x18\x03 \x01(\t\x12&\n\x08severity\x18\x04 \x01(\x0e\x32\x14.fastcheck.v1.Health\"\x0f\n\rStatusRequest\"\xc9\x01\n\x0eStatusResponse\x12$\n\x06health\x18\x01 \x01(\x0e\x32\x14.fastcheck.v1.Health\x12\'\n\x05\x63odes\x18\x02 \x03(\x0b\x32\x18.fastcheck.v1.HealthCode\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06leader\x18\x04 \x01(\t\x12\x10\n\x08nodes_up\x18\x05 \x01(\r\x12\x13\n\x0bnodes_total\x18\x06 \x01(\r\x12\x12\n\ncluster_id\x18\x07 \x01(\t\x12\x0e\n\x06voters\x18\x08 \x03(\t\"\x0e\n\x0cNodesRequest\"8\n\rNodesResponse\x12\'\n\x05nodes\x18\x01 \x03(\x0b\x32\x18.fastcheck.v1.NodeReport\"\xb4\x01\n\nNodeReport\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.fastcheck.v1.NodeRecord\x12\x11\n\treachable\x18\x02 \x01(\x08\x12\x38\n\x08\x63ounters\x18\x03 \x03(\x0b\x32&.fastcheck.v1.NodeReport.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\r\n\x0bJobsRequest\"3\n\x0cJobsResponse\x12#\n\x04jobs\x18\x01 \x03(\x0b\x32\x15.fastcheck.v1.JobView\"!\n\x12\x43heckpointsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"T\n\x13\x43heckpointsResponse\x12(\n\x05steps\x18\x01 \x03(\x0b\x32\x19.fastcheck.v1.StepSummary\x12\x13\n\x0blossy_steps\x18\x02 \x03(\x04\":\n\x0fReplicasRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"V\n\x10ReplicasResponse\x12-\n\x08replicas\x18\x01 \x03(\x0b\x32\x1b.fastcheck.v1.ReplicaReport\x12\x13\n\x0bunreachable\x18\x02 \x03(\t\"\x83\x02\n\rReplicaReport\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05shard\x18\x03 \x01(\r\x12\r\n\x05owner\x18\x04 \x01(\t\x12\x0f\n\x07holders\x18\x05 \x03(\t\x12\x0e\n\x06placed\x18\x06 \x03(\t\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x0c\x12\x16\n\x0everified_at_ms\x18\t \x01(\x04\x12\x13\n\x0bowner_holds\x18\n \x01(\x08\x12\r\n\x05lossy\x18\x0b \x01(\x08\x12\x14\n\x0cstored_bytes\x18\x0c \x01(\x04\x12&\n\x06\x63odecs\x18\r \x03(\x0b\x32\x16.fastcheck.v1.CodecUse\"+\n\x0eInspectRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\"\x7f\n\x0fInspectResponse\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.fastcheck.v1.StepRecord\x12-\n\x08replicas\x18\x02 \x03(\x0b\x32\x1b.fastcheck.v1.ReplicaReport\x12\x13\n\x0bunreachable\x18\x03 \x03(\t*Y\n\x06Health\x12\x16\n\x12HEALTH_UNSPECIFIED\x10\x00\x12\r\n\tHEALTH_OK\x10\x01\x12\x13\n\x0fHEALTH_DEGRADED\x10\x02\x12\x13\n\x0fHEALTH_CRITICAL\x10\x03\x32\xbb\x03\n\x0c\x41\x64minService\x12\x43\n\x06Status\x12\x1b.fastcheck.v1.StatusRequest\x1a\x1c.fastcheck.v1.StatusResponse\x12@\n\x05Nodes\x12\x1a.fastcheck.v1.NodesRequest\x1a\x1b.fastcheck.v1.NodesResponse\x12=\n\x04Jobs\x12\x19.fastcheck.v1.JobsRequest\x1a\x1a.fastcheck.v1.JobsResponse\x12R\n\x0b\x43heckpoints\x12 .fastcheck.v1.CheckpointsRequest\x1a!.fastcheck.v1.CheckpointsResponse\x12I\n\x08Replicas\x12\x1d.fastcheck.v1.ReplicasRequest\x1a\x1e.fastcheck.v1.ReplicasResponse\x12\x46\n\x07Inspect\x12\x1c.fastcheck.v1.InspectRequest\x1a\x1d.fastcheck.v1.InspectResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x66\x61stcheck_proto/v1/admin.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\x1a!fastcheck_proto/v1/registry.proto\"b\n\nHealthCode\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x0e\n\x06remedy\x18\x03 \x01(\t\x12&\n\x08severity\x18\x04 \x01(\x0e\x32\x14.fastcheck.v1.Health\"\x0f\n\rStatusRequest\"\xc9\x01\n\x0eStatusResponse\x12$\n\x06health\x18\x01 \x01(\x0e\x32\x14.fastcheck.v1.Health\x12\'\n\x05\x63odes\x18\x02 \x03(\x0b\x32\x18.fastcheck.v1.HealthCode\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06leader\x18\x04 \x01(\t\x12\x10\n\x08nodes_up\x18\x05 \x01(\r\x12\x13\n\x0bnodes_total\x18\x06 \x01(\r\x12\x12\n\ncluster_id\x18\x07 \x01(\t\x12\x0e\n\x06voters\x18\x08 \x03(\t\"\x0e\n\x0cNodesRequest\"8\n\rNodesResponse\x12\'\n\x05nodes\x18\x01 \x03(\x0b\x32\x18.fastcheck.v1.NodeReport\"\xb4\x01\n\nNodeReport\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.fastcheck.v1.NodeRecord\x12\x11\n\treachable\x18\x02 \x01(\x08\x12\x38\n\x08\x63ounters\x18\x03 \x03(\x0b\x32&.fastcheck.v1.NodeReport.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\r\n\x0bJobsRequest\"3\n\x0cJobsResponse\x12#\n\x04jobs\x18\x01 \x03(\x0b\x32\x15.fastcheck.v1.JobView\"!\n\x12\x43heckpointsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"?\n\x13\x43heckpointsResponse\x12(\n\x05steps\x18\x01 \x03(\x0b\x32\x19.fastcheck.v1.StepSummary\":\n\x0fReplicasRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"V\n\x10ReplicasResponse\x12-\n\x08replicas\x18\x01 \x03(\x0b\x32\x1b.fastcheck.v1.ReplicaReport\x12\x13\n\x0bunreachable\x18\x02 \x03(\t\"\x83\x02\n\rReplicaReport\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05shard\x18\x03 \x01(\r\x12\r\n\x05owner\x18\x04 \x01(\t\x12\x0f\n\x07holders\x18\x05 \x03(\t\x12\x0e\n\x06placed\x18\x06 \x03(\t\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x0c\x12\x16\n\x0everified_at_ms\x18\t \x01(\x04\x12\x13\n\x0bowner_holds\x18\n \x01(\x08\x12\r\n\x05lossy\x18\x0b \x01(\x08\x12\x14\n\x0cstored_bytes\x18\x0c \x01(\x04\x12&\n\x06\x63odecs\x18\r \x03(\x0b\x32\x16.fastcheck.v1.CodecUse\"+\n\x0eInspectRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\"\x7f\n\x0fInspectResponse\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.fastcheck.v1.StepRecord\x12-\n\x08replicas\x18\x02 \x03(\x0b\x32\x1b.fastcheck.v1.ReplicaReport\x12\x13\n\x0bunreachable\x18\x03 \x03(\t*Y\n\x06Health\x12\x16\n\x12HEALTH_UNSPECIFIED\x10\x00\x12\r\n\tHEALTH_OK\x10\x01\x12\x13\n\x0fHEALTH_DEGRADED\x10\x02\x12\x13\n\x0fHEALTH_CRITICAL\x10\x03\x32\xbb\x03\n\x0c\x41\x64minService\x12\x43\n\x06Status\x12\x1b.fastcheck.v1.StatusRequest\x1a\x1c.fastcheck.v1.StatusResponse\x12@\n\x05Nodes\x12\x1a.fastcheck.v1.NodesRequest\x1a\x1b.fastcheck.v1.NodesResponse\x12=\n\x04Jobs\x12\x19.fastcheck.v1.JobsRequest\x1a\x1a.fastcheck.v1.JobsResponse\x12R\n\x0b\x43heckpoints\x12 .fastcheck.v1.CheckpointsRequest\x1a!.fastcheck.v1.CheckpointsResponse\x12I\n\x08Replicas\x12\x1d.fastcheck.v1.ReplicasRequest\x1a\x1e.fastcheck.v1.ReplicasResponse\x12\x46\n\x07Inspect\x12\x1c.fastcheck.v1.InspectRequest\x1a\x1d.fastcheck.v1.InspectResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -25,8 +25,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_NODEREPORT_COUNTERSENTRY']._loaded_options = None
   _globals['_NODEREPORT_COUNTERSENTRY']._serialized_options = b'8\001'
-  _globals['_HEALTH']._serialized_start=1467
-  _globals['_HEALTH']._serialized_end=1556
+  _globals['_HEALTH']._serialized_start=1446
+  _globals['_HEALTH']._serialized_end=1535
   _globals['_HEALTHCODE']._serialized_start=116
   _globals['_HEALTHCODE']._serialized_end=214
   _globals['_STATUSREQUEST']._serialized_start=216
@@ -48,17 +48,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHECKPOINTSREQUEST']._serialized_start=762
   _globals['_CHECKPOINTSREQUEST']._serialized_end=795
   _globals['_CHECKPOINTSRESPONSE']._serialized_start=797
-  _globals['_CHECKPOINTSRESPONSE']._serialized_end=881
-  _globals['_REPLICASREQUEST']._serialized_start=883
-  _globals['_REPLICASREQUEST']._serialized_end=941
-  _globals['_REPLICASRESPONSE']._serialized_start=943
-  _globals['_REPLICASRESPONSE']._serialized_end=1029
-  _globals['_REPLICAREPORT']._serialized_start=1032
-  _globals['_REPLICAREPORT']._serialized_end=1291
-  _globals['_INSPECTREQUEST']._serialized_start=1293
-  _globals['_INSPECTREQUEST']._serialized_end=1336
-  _globals['_INSPECTRESPONSE']._serialized_start=1338
-  _globals['_INSPECTRESPONSE']._serialized_end=1465
-  _globals['_ADMINSERVICE']._serialized_start=1559
-  _globals['_ADMINSERVICE']._serialized_end=2002
+  _globals['_CHECKPOINTSRESPONSE']._serialized_end=860
+  _globals['_REPLICASREQUEST']._serialized_start=862
+  _globals['_REPLICASREQUEST']._serialized_end=920
+  _globals['_REPLICASRESPONSE']._serialized_start=922
+  _globals['_REPLICASRESPONSE']._serialized_end=1008
+  _globals['_REPLICAREPORT']._serialized_start=1011
+  _globals['_REPLICAREPORT']._serialized_end=1270
+  _globals['_INSPECTREQUEST']._serialized_start=1272
+  _globals['_INSPECTREQUEST']._serialized_end=1315
+  _globals['_INSPECTRESPONSE']._serialized_start=1317
+  _globals['_INSPECTRESPONSE']._serialized_end=1444
+  _globals['_ADMINSERVICE']._serialized_start=1538
+  _globals['_ADMINSERVICE']._serialized_end=1981
 # @@protoc_insertion_point(module_scope)

@@ -229,20 +229,14 @@ class CheckpointsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STEPS_FIELD_NUMBER: builtins.int
-    LOSSY_STEPS_FIELD_NUMBER: builtins.int
     @property
     def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.registry_pb2.StepSummary]: ...
-    @property
-    def lossy_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Committed ones among them that a trainer allowed to be lossy, of at least one rank."""
-
     def __init__(
         self,
         *,
         steps: collections.abc.Iterable[fastcheck_proto.v1.registry_pb2.StepSummary] | None = ...,
-        lossy_steps: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lossy_steps", b"lossy_steps", "steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["steps", b"steps"]) -> None: ...
 
 Global___CheckpointsResponse: typing_extensions.TypeAlias = CheckpointsResponse
 

@@ -734,6 +734,7 @@ class StepSummary(google.protobuf.message.Message):
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     COPIES_FIELD_NUMBER: builtins.int
+    LOSSY_FIELD_NUMBER: builtins.int
     step: builtins.int
     state: Global___StepState.ValueType
     ranks: builtins.int
@@ -741,6 +742,8 @@ class StepSummary(google.protobuf.message.Message):
     bytes: builtins.int
     copies: builtins.int
     """Copies on other nodes than the owner."""
+    lossy: builtins.bool
+    """At least one rank's state is the outcome of a lossy coding."""
     def __init__(
         self,
         *,
@@ -750,8 +753,9 @@ class StepSummary(google.protobuf.message.Message):
         world_size: builtins.int = ...,
         bytes: builtins.int = ...,
         copies: builtins.int = ...,
+        lossy: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "copies", b"copies", "ranks", b"ranks", "state", b"state", "step", b"step", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "copies", b"copies", "lossy", b"lossy", "ranks", b"ranks", "state", b"state", "step", b"step", "world_size", b"world_size"]) -> None: ...
 
 Global___StepSummary: typing_extensions.TypeAlias = StepSummary
 

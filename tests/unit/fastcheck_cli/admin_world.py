@@ -80,7 +80,13 @@ class World:
         self._maybe_fail()
         steps = [
             registry_pb2.StepSummary(
-                step=s, state=registry_pb2.STEP_STATE_COMMITTED, ranks=1, world_size=1, bytes=9, copies=1
+                step=s,
+                state=registry_pb2.STEP_STATE_COMMITTED,
+                ranks=1,
+                world_size=1,
+                bytes=9,
+                copies=1,
+                lossy=s in self.lossy,
             )
             for s in self.kept_steps
         ]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import fastcheckd.registry.state as state_module
 from fastcheckd.registry import wire
 from fastcheckd.registry.commits import Standing, standing
+from fastcheckd.registry.records import is_lossy
 from fastcheckd.registry.state import (
     JOBS_MAX,
     NODES_MAX,
@@ -94,6 +95,8 @@ def test_a_lossy_rank_stays_lossy_and_an_exact_one_is_as_before_there_was_such_a
     assert first["lossy"] is True and "lossy" not in second
     message = wire.step_message("gpt", state["jobs"]["gpt"]["steps"][0], None)
     assert [rank.lossy for rank in message.ranks] == [True, False]
+    assert is_lossy([first, second]), "one lossy rank makes a lossy step"
+    assert not is_lossy([second])
     assert [wire.rank_record(rank)["lossy"] for rank in message.ranks] == [True, False]
     assert apply(state, commit(1, [lossy, RANKS[1]]))["ok"]  # a repetition, as an older version would make it
 
