@@ -153,6 +153,7 @@ _BY_CODE: dict[int, type[FastCheckError]] = {
     pb.ERROR_CODE_SUPERSEDED: SupersededError,
     pb.ERROR_CODE_UNREACHABLE: ReplicationError,
     pb.ERROR_CODE_HOLDER_LOST: ReplicationError,
+    pb.ERROR_CODE_NO_LEASE: ReplicationError,
 }
 
 

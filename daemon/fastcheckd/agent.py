@@ -181,7 +181,7 @@ class Agent:
         return rpb.HeartbeatRequest(
             node=pb.NodeRef(node_id=self._config.node_id, incarnation=self._incarnation),
             ram_used_bytes=self._data.ram_used_bytes,
-            data_ready=self._data.ready,
+            data=rpb.DATA_HEALTH_OK if self._data.ready else rpb.DATA_HEALTH_GONE,
         )
 
     async def stop(self) -> None:

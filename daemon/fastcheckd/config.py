@@ -26,6 +26,7 @@ from fastcheck_proto.conventions import check_name, default_runtime_dir
 
 from .errors import ConfigError
 
+LABELS_MAX = 16
 CODEC_POLICIES = ("auto", "always", "never")
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
@@ -76,6 +77,11 @@ class Config:
     #: File with the 32+ byte secret that voters share, mode 0600. Required as soon as there is more than one
     #: voter or one is not on loopback; a voter alone on loopback makes its own.
     raft_key_file: Path | None = None
+    #: This node's certificate, its key, and the authority that signs all nodes' certificates, in PEM. With them
+    #: voters prove who they are to each other; all three or none.
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    tls_ca_file: Path | None = None
 
     #: Sockets; small, may vanish with a reboot.
     runtime_dir: Path = field(default_factory=default_runtime_dir)
@@ -85,6 +91,11 @@ class Config:
     ram_dir: Path = field(default_factory=_default_ram_dir)
     #: Most that the RAM store may take. Half of the memory: the other half is the trainer's.
     ram_budget_bytes: int = field(default_factory=lambda: psutil.virtual_memory().total // 2)
+
+    #: What this node says of itself, such as {rack: a1, zone: b}; `failure_domain` names the one that counts.
+    labels: dict[str, str] = field(default_factory=dict)
+    #: Label whose values fail together: copies of a shard go to different ones. Empty: every node by itself.
+    failure_domain: str = ""
 
     #: Node losses at once that a committed step survives, owner included: copies on other nodes.
     tolerate: int = 1
@@ -113,13 +124,23 @@ class Config:
     codec_nice: int = 10
 
     #: A sign of life to every voter this often.
-    heartbeat_interval_s: float = 0.2
+    heartbeat_interval_s: float = 0.1
     #: Silence after which a node is suspected and probed.
-    suspect_after_s: float = 0.8
-    #: Silence after which a node that refuses its connections is DOWN at once, and one that
-    #: merely does not answer is DOWN too. Long enough for a machine whose cores are all taken.
-    down_after_s: float = 3.0
-    probe_timeout_s: float = 0.5
+    suspect_after_s: float = 0.4
+    #: Silence at a majority of the voters after which a node that other nodes cannot reach either is DOWN.
+    down_after_s: float = 0.8
+    #: A node's own right to take copies, counted from the last heartbeat that a majority answered. Shorter
+    #: than `down_after_s`: when the others may call it DOWN, it has already stopped by itself.
+    lease_s: float = 0.6
+    probe_timeout_s: float = 0.25
+    #: A data process that makes no progress for this long is hung; before, it is just busy.
+    data_hung_after_s: float = 10.0
+    #: Without an answer of the registry for this long, steps are replicated provisionally.
+    provisional_after_s: float = 1.0
+    #: Most that a node fetches per second to make lost copies anew. A quarter of a 10 Gbit/s link.
+    repair_bytes_per_s: int = 300_000_000
+    #: Every replica is checked against its digest again within this time.
+    scrub_period_s: float = 3600.0
     #: A transfer that moves no byte for this long has failed.
     transfer_timeout_s: float = 10.0
     #: A peer that just failed us gets nothing from us for this long.
@@ -163,8 +184,22 @@ class Config:
         need(0 <= self.codec_nice <= 19, "codec_nice", "must be from 0 to 19")
         need(self.ram_budget_bytes >= 1 << 20, "ram_budget_bytes", "must be at least 1 MiB")
         need(self.log_format in {"human", "json"}, "log_format", "must be 'human' or 'json'")
+        for label, value in self.labels.items():
+            for part in (label, value):
+                try:
+                    check_name("labels", part)
+                except ValueError as error:
+                    raise ConfigError(f"config key 'labels': {error}") from None
+        need(len(self.labels) <= LABELS_MAX, "labels", f"must be at most {LABELS_MAX}")
+        need(
+            not self.failure_domain or self.failure_domain in self.labels,
+            "failure_domain",
+            "must be one of this node's labels",
+        )
+        need(self.repair_bytes_per_s >= 1 << 20, "repair_bytes_per_s", "must be at least 1 MiB")
+        need(60 <= self.scrub_period_s <= 30 * 86400, "scrub_period_s", "must be from a minute to 30 days")
         for f in dataclasses.fields(self):
-            if f.name.endswith("_s"):
+            if f.name.endswith("_s") and not f.name.endswith("_per_s") and f.name != "scrub_period_s":
                 need(0 < getattr(self, f.name) <= 3600, f.name, "must be above 0 and at most 3600 seconds")
         need(
             self.heartbeat_interval_s * 2 <= self.suspect_after_s,
@@ -172,6 +207,13 @@ class Config:
             "must be at least twice heartbeat_interval_s",
         )
         need(self.suspect_after_s <= self.down_after_s, "down_after_s", "must be at least suspect_after_s")
+        need(
+            self.heartbeat_interval_s * 2 <= self.lease_s <= self.down_after_s * 0.8,
+            "lease_s",
+            "must be at least twice heartbeat_interval_s and at most 0.8 of down_after_s",
+        )
+        tls = [self.tls_cert_file, self.tls_key_file, self.tls_ca_file]
+        need(all(tls) or not any(tls), "tls_cert_file", "needs tls_key_file and tls_ca_file, or none of them")
         self._check_voters(need)
 
     def _check_voters(self, need: Any) -> None:
@@ -315,13 +357,15 @@ def load_config(
     return Config(**{key: _convert(key, value) for key, value in values.items()})
 
 
-def _convert(key: str, value: Any) -> Any:
+def _convert(key: str, value: Any) -> Any:  # noqa: PLR0911  one line per kind of field
     """Turn a YAML value into the field's type, or say which key is wrong."""
     wanted = str(next(f.type for f in dataclasses.fields(Config) if f.name == key))
     try:
         if key == "voters":
             return tuple(_voter(v) for v in value or ())
-        if key.endswith("_bytes"):
+        if key == "labels":
+            return _labels(value)
+        if key.endswith(("_bytes", "_bytes_per_s")):
             return parse_size(value)
         if wanted.startswith("Path"):
             return None if value is None else Path(str(value))
@@ -345,3 +389,15 @@ def _voter(value: Any) -> Voter:
     if not isinstance(value, dict) or set(value) != names:
         raise ValueError(f"each voter needs exactly the keys {', '.join(sorted(names))}")
     return Voter(**{k: str(v) for k, v in value.items()})
+
+
+def _labels(value: Any) -> dict[str, str]:
+    """A mapping, or text such as `rack=a1,zone=b`."""
+    if isinstance(value, str):
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        if any(not separator for _, separator, _ in pairs):
+            raise ValueError(f"{value!r} is not of the form rack=a1,zone=b")
+        return {name.strip(): text.strip() for name, _, text in pairs}
+    if not isinstance(value or {}, dict):
+        raise ValueError("must be a mapping, such as {rack: a1}")
+    return {str(name): str(text) for name, text in (value or {}).items()}

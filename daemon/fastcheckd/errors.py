@@ -12,6 +12,7 @@
     ├── CodecError             an encoded chunk is malformed, or for another base
     │   └── MispredictedError  well-formed, but the outcome is not what was encoded
     ├── TransferError
+    │   ├── NoLeaseError       this node may have been declared DOWN: it takes nothing
     │   ├── FrameError         the other end of a lane broke the protocol
     │   └── PeerError          a peer cannot be reached, or refused
     ├── RegistryError
@@ -20,6 +21,7 @@
     │   ├── HolderLostError    a holder died between its acknowledgement and the commit
     │   ├── NotNewerError      step is not newer than the newest committed one
     │   ├── SupersededError    a newer step took this one's place
+    │   ├── UnsafeError        committed bytes or the quorum would be lost
     │   └── WorldSizeError     ranks disagree about their number
     └── RestoreError
         ├── StepGoneError      the asked-for step is not kept
@@ -83,6 +85,10 @@ class TransferError(FastCheckdError):
     code = pb.ERROR_CODE_UNREACHABLE
 
 
+class NoLeaseError(TransferError):
+    code = pb.ERROR_CODE_NO_LEASE
+
+
 class FrameError(TransferError):
     code = pb.ERROR_CODE_INVALID
 
@@ -125,6 +131,10 @@ class SupersededError(RegistryError):
     code = pb.ERROR_CODE_SUPERSEDED
 
 
+class UnsafeError(RegistryError):
+    code = pb.ERROR_CODE_UNSAFE
+
+
 class WorldSizeError(RegistryError):
     code = pb.ERROR_CODE_WORLD_SIZE
 
@@ -146,7 +156,7 @@ _BY_CODE: dict[int, type[FastCheckdError]] = {
     for cls in (
         InvalidRequestError, FencedError, OverBudgetError, StoreFullError, NotHeldError, CorruptError,
         NoQuorumError, PlacementError, HolderLostError, NotNewerError, SupersededError, WorldSizeError,
-        LostError,
+        LostError, NoLeaseError, UnsafeError,
     )
 }  # fmt: skip
 

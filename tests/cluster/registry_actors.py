@@ -49,7 +49,7 @@ class Node(node_pb2_grpc.NodeServiceServicer):
         self.node_id = node_id
         self.incarnation = 0
         self.fenced = asyncio.Event()
-        self.data_ready = True
+        self.data = registry_pb2.DATA_HEALTH_OK
         self._lives = 0
 
     async def Probe(self, request, context):
@@ -82,7 +82,7 @@ class Node(node_pb2_grpc.NodeServiceServicer):
         self.heartbeats = asyncio.create_task(sender.run())
 
     def _beat(self) -> registry_pb2.HeartbeatRequest:
-        return registry_pb2.HeartbeatRequest(node=self.ref, ram_used_bytes=77, data_ready=self.data_ready)
+        return registry_pb2.HeartbeatRequest(node=self.ref, ram_used_bytes=77, data=self.data)
 
     @property
     def ref(self) -> common_pb2.NodeRef:

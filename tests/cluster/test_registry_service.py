@@ -218,7 +218,7 @@ def test_a_node_whose_data_process_hangs_gets_nothing_new(registry):
         await rank.open("c")
         before = {h.node.node_id for s in (await rank.place(1)).shards for h in s.holders}
         assert before == {"n1", "n2", "n3"}
-        started[2].data_ready = False
+        started[2].data = registry_pb2.DATA_HEALTH_HUNG
 
         async def suspected():
             states = {n.node_id: n.state for n in (await client.view(5)).nodes}

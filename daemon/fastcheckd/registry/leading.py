@@ -16,7 +16,7 @@ from ..health.detector import FailureDetector, Life, Verdict
 from ..health.probing import ProbeResult, probe
 from ..placement import PlannedShard, place
 from .commits import Standing, check_session, standing
-from .raft import Raft
+from .engine import Engine
 from .records import SHARDS_MAX, Json
 from .reporting import Reports
 
@@ -42,7 +42,7 @@ class Leader:
     def __init__(
         self,
         config: Config,
-        raft: Raft,
+        raft: Engine,
         reports: Reports,
         detector: FailureDetector,
         on_suspects: Callable[[], None],

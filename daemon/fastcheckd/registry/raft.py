@@ -392,6 +392,11 @@ class Raft:
         node = self._engine._getLeader()
         return None if node is None else self._by_raft_address.get(node.id)
 
+    @property
+    def voters(self) -> tuple[Voter, ...]:
+        """All voters, this one included."""
+        return tuple(self._by_raft_address.values())
+
     def read(self, reader: Callable[[Json], T]) -> T:
         """Call `reader` with the state as applied here. It must be quick and keep nothing of it."""
         with self._machine.lock:

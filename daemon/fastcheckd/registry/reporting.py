@@ -16,7 +16,7 @@ from ..config import Config
 from ..errors import InvalidRequestError, NoQuorumError
 from .collector import Collection, Collector, WorldSizeConflictError
 from .commits import Standing, check_rank, check_session, refusal, standing
-from .raft import Raft
+from .engine import Engine
 from .records import Json
 from .wire import error_code, ref_message
 
@@ -42,7 +42,7 @@ def _superseded(job: str, step: int) -> Response:
 class Reports:
     """The leader's reports under way, and who waits for them."""
 
-    def __init__(self, raft: Raft, config: Config) -> None:
+    def __init__(self, raft: Engine, config: Config) -> None:
         self._raft = raft
         self._config = config
         self.collector = Collector()

@@ -8,6 +8,7 @@ registry and, side by side with a deadline each, the nodes.
 import builtins
 import collections.abc
 import fastcheck_proto.v1.common_pb2
+import fastcheck_proto.v1.node_pb2
 import fastcheck_proto.v1.registry_pb2
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
@@ -90,6 +91,7 @@ class StatusResponse(google.protobuf.message.Message):
     NODES_TOTAL_FIELD_NUMBER: builtins.int
     CLUSTER_ID_FIELD_NUMBER: builtins.int
     VOTERS_FIELD_NUMBER: builtins.int
+    REDUNDANCY_FIELD_NUMBER: builtins.int
     health: Global___Health.ValueType
     epoch: builtins.int
     leader: builtins.str
@@ -100,6 +102,10 @@ class StatusResponse(google.protobuf.message.Message):
     def codes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HealthCode]: ...
     @property
     def voters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def redundancy(self) -> fastcheck_proto.v1.registry_pb2.GetRedundancyResponse:
+        """Unset: no leader answered."""
+
     def __init__(
         self,
         *,
@@ -111,8 +117,10 @@ class StatusResponse(google.protobuf.message.Message):
         nodes_total: builtins.int = ...,
         cluster_id: builtins.str = ...,
         voters: collections.abc.Iterable[builtins.str] | None = ...,
+        redundancy: fastcheck_proto.v1.registry_pb2.GetRedundancyResponse | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "codes", b"codes", "epoch", b"epoch", "health", b"health", "leader", b"leader", "nodes_total", b"nodes_total", "nodes_up", b"nodes_up", "voters", b"voters"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["redundancy", b"redundancy"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "codes", b"codes", "epoch", b"epoch", "health", b"health", "leader", b"leader", "nodes_total", b"nodes_total", "nodes_up", b"nodes_up", "redundancy", b"redundancy", "voters", b"voters"]) -> None: ...
 
 Global___StatusResponse: typing_extensions.TypeAlias = StatusResponse
 
@@ -390,3 +398,224 @@ class InspectResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["record", b"record", "replicas", b"replicas", "unreachable", b"unreachable"]) -> None: ...
 
 Global___InspectResponse: typing_extensions.TypeAlias = InspectResponse
+
+@typing.final
+class VerifyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    step: builtins.int
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        step: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_step", b"_step", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_step", b"_step", "job", b"job", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
+
+Global___VerifyRequest: typing_extensions.TypeAlias = VerifyRequest
+
+@typing.final
+class VerifyResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKED_FIELD_NUMBER: builtins.int
+    CHECKED_BYTES_FIELD_NUMBER: builtins.int
+    BAD_FIELD_NUMBER: builtins.int
+    UNREACHABLE_FIELD_NUMBER: builtins.int
+    checked: builtins.int
+    """Replicas and bytes that were checked, and those found bad, which were dropped."""
+    checked_bytes: builtins.int
+    @property
+    def bad(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___VerifyFinding]: ...
+    @property
+    def unreachable(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        checked: builtins.int = ...,
+        checked_bytes: builtins.int = ...,
+        bad: collections.abc.Iterable[Global___VerifyFinding] | None = ...,
+        unreachable: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bad", b"bad", "checked", b"checked", "checked_bytes", b"checked_bytes", "unreachable", b"unreachable"]) -> None: ...
+
+Global___VerifyResponse: typing_extensions.TypeAlias = VerifyResponse
+
+@typing.final
+class VerifyFinding(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    @property
+    def key(self) -> fastcheck_proto.v1.common_pb2.ShardKey: ...
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        key: fastcheck_proto.v1.common_pb2.ShardKey | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "node_id", b"node_id"]) -> None: ...
+
+Global___VerifyFinding: typing_extensions.TypeAlias = VerifyFinding
+
+@typing.final
+class DrainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    UNDO_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    undo: builtins.bool
+    """End the draining."""
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        undo: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id", "undo", b"undo"]) -> None: ...
+
+Global___DrainRequest: typing_extensions.TypeAlias = DrainRequest
+
+@typing.final
+class DrainResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
+
+@typing.final
+class CheckStopRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id"]) -> None: ...
+
+Global___CheckStopRequest: typing_extensions.TypeAlias = CheckStopRequest
+
+@typing.final
+class CheckStopResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERDICT_FIELD_NUMBER: builtins.int
+    @property
+    def verdict(self) -> fastcheck_proto.v1.registry_pb2.SafeToStopResponse: ...
+    def __init__(
+        self,
+        *,
+        verdict: fastcheck_proto.v1.registry_pb2.SafeToStopResponse | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["verdict", b"verdict"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["verdict", b"verdict"]) -> None: ...
+
+Global___CheckStopResponse: typing_extensions.TypeAlias = CheckStopResponse
+
+@typing.final
+class ForgetNodeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id"]) -> None: ...
+
+Global___ForgetNodeRequest: typing_extensions.TypeAlias = ForgetNodeRequest
+
+@typing.final
+class ForgetNodeResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ForgetNodeResponse: typing_extensions.TypeAlias = ForgetNodeResponse
+
+@typing.final
+class NodeHistoryRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    """Empty: all nodes."""
+    limit: builtins.int
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        limit: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["limit", b"limit", "node_id", b"node_id"]) -> None: ...
+
+Global___NodeHistoryRequest: typing_extensions.TypeAlias = NodeHistoryRequest
+
+@typing.final
+class NodeHistoryResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRANSITIONS_FIELD_NUMBER: builtins.int
+    @property
+    def transitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.registry_pb2.Transition]: ...
+    def __init__(
+        self,
+        *,
+        transitions: collections.abc.Iterable[fastcheck_proto.v1.registry_pb2.Transition] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["transitions", b"transitions"]) -> None: ...
+
+Global___NodeHistoryResponse: typing_extensions.TypeAlias = NodeHistoryResponse
+
+@typing.final
+class ChangeVoterRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHANGE_FIELD_NUMBER: builtins.int
+    @property
+    def change(self) -> fastcheck_proto.v1.registry_pb2.ReplaceVoterRequest: ...
+    def __init__(
+        self,
+        *,
+        change: fastcheck_proto.v1.registry_pb2.ReplaceVoterRequest | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["change", b"change"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["change", b"change"]) -> None: ...
+
+Global___ChangeVoterRequest: typing_extensions.TypeAlias = ChangeVoterRequest
+
+@typing.final
+class ChangeVoterResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VOTERS_FIELD_NUMBER: builtins.int
+    @property
+    def voters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.node_pb2.VoterRecord]: ...
+    def __init__(
+        self,
+        *,
+        voters: collections.abc.Iterable[fastcheck_proto.v1.node_pb2.VoterRecord] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["voters", b"voters"]) -> None: ...
+
+Global___ChangeVoterResponse: typing_extensions.TypeAlias = ChangeVoterResponse

@@ -69,6 +69,36 @@ class AdminServiceStub(object):
                 request_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.InspectRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.InspectResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/fastcheck.v1.AdminService/Drain',
+                request_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.CheckStop = channel.unary_unary(
+                '/fastcheck.v1.AdminService/CheckStop',
+                request_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.CheckStopRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.CheckStopResponse.FromString,
+                _registered_method=True)
+        self.ForgetNode = channel.unary_unary(
+                '/fastcheck.v1.AdminService/ForgetNode',
+                request_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.ForgetNodeRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.ForgetNodeResponse.FromString,
+                _registered_method=True)
+        self.NodeHistory = channel.unary_unary(
+                '/fastcheck.v1.AdminService/NodeHistory',
+                request_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.NodeHistoryRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.NodeHistoryResponse.FromString,
+                _registered_method=True)
+        self.ChangeVoter = channel.unary_unary(
+                '/fastcheck.v1.AdminService/ChangeVoter',
+                request_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.ChangeVoterRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.ChangeVoterResponse.FromString,
+                _registered_method=True)
+        self.Verify = channel.unary_unary(
+                '/fastcheck.v1.AdminService/Verify',
+                request_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -110,6 +140,45 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """A node gets nothing new and its copies are made elsewhere, or that ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckStop(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetNode(self, request, context):
+        """Takes a DOWN node off the list.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def NodeHistory(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeVoter(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Has every node check what it holds of a job, or of one step, now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -142,6 +211,36 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Inspect,
                     request_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.InspectRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.InspectResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'CheckStop': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckStop,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.CheckStopRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.CheckStopResponse.SerializeToString,
+            ),
+            'ForgetNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetNode,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.ForgetNodeRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.ForgetNodeResponse.SerializeToString,
+            ),
+            'NodeHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.NodeHistory,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.NodeHistoryRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.NodeHistoryResponse.SerializeToString,
+            ),
+            'ChangeVoter': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeVoter,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.ChangeVoterRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.ChangeVoterResponse.SerializeToString,
+            ),
+            'Verify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.VerifyRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.VerifyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -305,6 +404,168 @@ class AdminService(object):
             '/fastcheck.v1.AdminService/Inspect',
             fastcheck__proto_dot_v1_dot_admin__pb2.InspectRequest.SerializeToString,
             fastcheck__proto_dot_v1_dot_admin__pb2.InspectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.AdminService/Drain',
+            fastcheck__proto_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckStop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.AdminService/CheckStop',
+            fastcheck__proto_dot_v1_dot_admin__pb2.CheckStopRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_admin__pb2.CheckStopResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.AdminService/ForgetNode',
+            fastcheck__proto_dot_v1_dot_admin__pb2.ForgetNodeRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_admin__pb2.ForgetNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NodeHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.AdminService/NodeHistory',
+            fastcheck__proto_dot_v1_dot_admin__pb2.NodeHistoryRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_admin__pb2.NodeHistoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeVoter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.AdminService/ChangeVoter',
+            fastcheck__proto_dot_v1_dot_admin__pb2.ChangeVoterRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_admin__pb2.ChangeVoterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.AdminService/Verify',
+            fastcheck__proto_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -123,7 +123,103 @@ _AdminServiceInspectType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceNodesType, _AdminServiceJobsType, _AdminServiceCheckpointsType, _AdminServiceReplicasType, _AdminServiceInspectType]):
+_AdminServiceDrainType = typing_extensions.TypeVar(
+    '_AdminServiceDrainType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.DrainRequest,
+        fastcheck_proto.v1.admin_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.DrainRequest,
+        fastcheck_proto.v1.admin_pb2.DrainResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.DrainRequest,
+        fastcheck_proto.v1.admin_pb2.DrainResponse,
+    ],
+)
+
+_AdminServiceCheckStopType = typing_extensions.TypeVar(
+    '_AdminServiceCheckStopType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.CheckStopRequest,
+        fastcheck_proto.v1.admin_pb2.CheckStopResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.CheckStopRequest,
+        fastcheck_proto.v1.admin_pb2.CheckStopResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.CheckStopRequest,
+        fastcheck_proto.v1.admin_pb2.CheckStopResponse,
+    ],
+)
+
+_AdminServiceForgetNodeType = typing_extensions.TypeVar(
+    '_AdminServiceForgetNodeType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.ForgetNodeRequest,
+        fastcheck_proto.v1.admin_pb2.ForgetNodeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.ForgetNodeRequest,
+        fastcheck_proto.v1.admin_pb2.ForgetNodeResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.ForgetNodeRequest,
+        fastcheck_proto.v1.admin_pb2.ForgetNodeResponse,
+    ],
+)
+
+_AdminServiceNodeHistoryType = typing_extensions.TypeVar(
+    '_AdminServiceNodeHistoryType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.NodeHistoryRequest,
+        fastcheck_proto.v1.admin_pb2.NodeHistoryResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.NodeHistoryRequest,
+        fastcheck_proto.v1.admin_pb2.NodeHistoryResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.NodeHistoryRequest,
+        fastcheck_proto.v1.admin_pb2.NodeHistoryResponse,
+    ],
+)
+
+_AdminServiceChangeVoterType = typing_extensions.TypeVar(
+    '_AdminServiceChangeVoterType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.ChangeVoterRequest,
+        fastcheck_proto.v1.admin_pb2.ChangeVoterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.ChangeVoterRequest,
+        fastcheck_proto.v1.admin_pb2.ChangeVoterResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.ChangeVoterRequest,
+        fastcheck_proto.v1.admin_pb2.ChangeVoterResponse,
+    ],
+)
+
+_AdminServiceVerifyType = typing_extensions.TypeVar(
+    '_AdminServiceVerifyType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.VerifyRequest,
+        fastcheck_proto.v1.admin_pb2.VerifyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.VerifyRequest,
+        fastcheck_proto.v1.admin_pb2.VerifyResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.VerifyRequest,
+        fastcheck_proto.v1.admin_pb2.VerifyResponse,
+    ],
+)
+
+class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceNodesType, _AdminServiceJobsType, _AdminServiceCheckpointsType, _AdminServiceReplicasType, _AdminServiceInspectType, _AdminServiceDrainType, _AdminServiceCheckStopType, _AdminServiceForgetNodeType, _AdminServiceNodeHistoryType, _AdminServiceChangeVoterType, _AdminServiceVerifyType]):
     @typing.overload
     def __init__(self: AdminServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -149,6 +245,30 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceNode
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.admin_pb2.InspectRequest,
             fastcheck_proto.v1.admin_pb2.InspectResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.DrainRequest,
+            fastcheck_proto.v1.admin_pb2.DrainResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.CheckStopRequest,
+            fastcheck_proto.v1.admin_pb2.CheckStopResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.ForgetNodeRequest,
+            fastcheck_proto.v1.admin_pb2.ForgetNodeResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.NodeHistoryRequest,
+            fastcheck_proto.v1.admin_pb2.NodeHistoryResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.ChangeVoterRequest,
+            fastcheck_proto.v1.admin_pb2.ChangeVoterResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.VerifyRequest,
+            fastcheck_proto.v1.admin_pb2.VerifyResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -178,6 +298,30 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceNode
             fastcheck_proto.v1.admin_pb2.InspectRequest,
             fastcheck_proto.v1.admin_pb2.InspectResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.DrainRequest,
+            fastcheck_proto.v1.admin_pb2.DrainResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.CheckStopRequest,
+            fastcheck_proto.v1.admin_pb2.CheckStopResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.ForgetNodeRequest,
+            fastcheck_proto.v1.admin_pb2.ForgetNodeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.NodeHistoryRequest,
+            fastcheck_proto.v1.admin_pb2.NodeHistoryResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.ChangeVoterRequest,
+            fastcheck_proto.v1.admin_pb2.ChangeVoterResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.VerifyRequest,
+            fastcheck_proto.v1.admin_pb2.VerifyResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Status: _AdminServiceStatusType
@@ -191,6 +335,21 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceNode
     Replicas: _AdminServiceReplicasType
 
     Inspect: _AdminServiceInspectType
+
+    Drain: _AdminServiceDrainType
+    """A node gets nothing new and its copies are made elsewhere, or that ends."""
+
+    CheckStop: _AdminServiceCheckStopType
+
+    ForgetNode: _AdminServiceForgetNodeType
+    """Takes a DOWN node off the list."""
+
+    NodeHistory: _AdminServiceNodeHistoryType
+
+    ChangeVoter: _AdminServiceChangeVoterType
+
+    Verify: _AdminServiceVerifyType
+    """Has every node check what it holds of a job, or of one step, now."""
 
 AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -216,6 +375,30 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.admin_pb2.InspectRequest,
         fastcheck_proto.v1.admin_pb2.InspectResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.DrainRequest,
+        fastcheck_proto.v1.admin_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.CheckStopRequest,
+        fastcheck_proto.v1.admin_pb2.CheckStopResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.ForgetNodeRequest,
+        fastcheck_proto.v1.admin_pb2.ForgetNodeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.NodeHistoryRequest,
+        fastcheck_proto.v1.admin_pb2.NodeHistoryResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.ChangeVoterRequest,
+        fastcheck_proto.v1.admin_pb2.ChangeVoterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.VerifyRequest,
+        fastcheck_proto.v1.admin_pb2.VerifyResponse,
     ],
 ]
 
@@ -261,5 +444,50 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: fastcheck_proto.v1.admin_pb2.InspectRequest,
         context: _ServicerContext,
     ) -> typing.Union[fastcheck_proto.v1.admin_pb2.InspectResponse, collections.abc.Awaitable[fastcheck_proto.v1.admin_pb2.InspectResponse]]: ...
+
+    @abc.abstractmethod
+    def Drain(
+        self,
+        request: fastcheck_proto.v1.admin_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.admin_pb2.DrainResponse, collections.abc.Awaitable[fastcheck_proto.v1.admin_pb2.DrainResponse]]:
+        """A node gets nothing new and its copies are made elsewhere, or that ends."""
+
+    @abc.abstractmethod
+    def CheckStop(
+        self,
+        request: fastcheck_proto.v1.admin_pb2.CheckStopRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.admin_pb2.CheckStopResponse, collections.abc.Awaitable[fastcheck_proto.v1.admin_pb2.CheckStopResponse]]: ...
+
+    @abc.abstractmethod
+    def ForgetNode(
+        self,
+        request: fastcheck_proto.v1.admin_pb2.ForgetNodeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.admin_pb2.ForgetNodeResponse, collections.abc.Awaitable[fastcheck_proto.v1.admin_pb2.ForgetNodeResponse]]:
+        """Takes a DOWN node off the list."""
+
+    @abc.abstractmethod
+    def NodeHistory(
+        self,
+        request: fastcheck_proto.v1.admin_pb2.NodeHistoryRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.admin_pb2.NodeHistoryResponse, collections.abc.Awaitable[fastcheck_proto.v1.admin_pb2.NodeHistoryResponse]]: ...
+
+    @abc.abstractmethod
+    def ChangeVoter(
+        self,
+        request: fastcheck_proto.v1.admin_pb2.ChangeVoterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.admin_pb2.ChangeVoterResponse, collections.abc.Awaitable[fastcheck_proto.v1.admin_pb2.ChangeVoterResponse]]: ...
+
+    @abc.abstractmethod
+    def Verify(
+        self,
+        request: fastcheck_proto.v1.admin_pb2.VerifyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.admin_pb2.VerifyResponse, collections.abc.Awaitable[fastcheck_proto.v1.admin_pb2.VerifyResponse]]:
+        """Has every node check what it holds of a job, or of one step, now."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -56,6 +56,10 @@ class _ErrorCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """A holder named in a report is not UP in that incarnation any more: place that shard again."""
     ERROR_CODE_INTERNAL: _ErrorCode.ValueType  # 15
     """A defect in FastCheck itself."""
+    ERROR_CODE_NO_LEASE: _ErrorCode.ValueType  # 16
+    """The holder's own lease has run out: it may have been declared DOWN. Ask another one, or again shortly."""
+    ERROR_CODE_UNSAFE: _ErrorCode.ValueType  # 17
+    """What was asked for would lose committed bytes or the registry's quorum."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """A stable reason that programs may branch on. It travels in the trailing
@@ -94,6 +98,10 @@ ERROR_CODE_HOLDER_LOST: ErrorCode.ValueType  # 14
 """A holder named in a report is not UP in that incarnation any more: place that shard again."""
 ERROR_CODE_INTERNAL: ErrorCode.ValueType  # 15
 """A defect in FastCheck itself."""
+ERROR_CODE_NO_LEASE: ErrorCode.ValueType  # 16
+"""The holder's own lease has run out: it may have been declared DOWN. Ask another one, or again shortly."""
+ERROR_CODE_UNSAFE: ErrorCode.ValueType  # 17
+"""What was asked for would lose committed bytes or the registry's quorum."""
 Global___ErrorCode: typing_extensions.TypeAlias = ErrorCode
 
 class _ReplicaKind:
@@ -233,6 +241,7 @@ class ShardManifest(google.protobuf.message.Message):
     CHUNK_LENGTHS_FIELD_NUMBER: builtins.int
     LOSSY_FIELD_NUMBER: builtins.int
     CODECS_FIELD_NUMBER: builtins.int
+    PROVISIONAL_FIELD_NUMBER: builtins.int
     shard_count: builtins.int
     world_size: builtins.int
     owner: builtins.str
@@ -257,6 +266,8 @@ class ShardManifest(google.protobuf.message.Message):
     """Which part of the shard this replica holds (0: all of it)."""
     lossy: builtins.bool
     """The trainer allowed a lossy coding, and these bytes are its outcome."""
+    provisional: builtins.bool
+    """Replicated while the registry had no quorum: nobody has committed this step yet."""
     @property
     def key(self) -> Global___ShardKey: ...
     @property
@@ -288,9 +299,10 @@ class ShardManifest(google.protobuf.message.Message):
         chunk_lengths: collections.abc.Iterable[builtins.int] | None = ...,
         lossy: builtins.bool = ...,
         codecs: collections.abc.Iterable[Global___CodecUse] | None = ...,
+        provisional: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "chunk_bytes", b"chunk_bytes", "chunk_digests", b"chunk_digests", "chunk_lengths", b"chunk_lengths", "codecs", b"codecs", "digest", b"digest", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "key", b"key", "kind", b"kind", "lossy", b"lossy", "offset", b"offset", "owner", b"owner", "part", b"part", "session", b"session", "shard_count", b"shard_count", "state_bytes", b"state_bytes", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "chunk_bytes", b"chunk_bytes", "chunk_digests", b"chunk_digests", "chunk_lengths", b"chunk_lengths", "codecs", b"codecs", "digest", b"digest", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "key", b"key", "kind", b"kind", "lossy", b"lossy", "offset", b"offset", "owner", b"owner", "part", b"part", "provisional", b"provisional", "session", b"session", "shard_count", b"shard_count", "state_bytes", b"state_bytes", "world_size", b"world_size"]) -> None: ...
 
 Global___ShardManifest: typing_extensions.TypeAlias = ShardManifest
 

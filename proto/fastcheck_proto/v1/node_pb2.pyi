@@ -6,7 +6,11 @@ data process.
 """
 
 import builtins
+import collections.abc
+import fastcheck_proto.v1.common_pb2
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import sys
 import typing
@@ -17,6 +21,30 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _ProbeFinding:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ProbeFindingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ProbeFinding.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PROBE_FINDING_UNSPECIFIED: _ProbeFinding.ValueType  # 0
+    PROBE_FINDING_ANSWERED: _ProbeFinding.ValueType  # 1
+    PROBE_FINDING_REFUSED: _ProbeFinding.ValueType  # 2
+    """Nobody listens at that address, or another life does: the one asked for is over."""
+    PROBE_FINDING_SILENT: _ProbeFinding.ValueType  # 3
+    """No answer in time: dead, cut off, or busy."""
+
+class ProbeFinding(_ProbeFinding, metaclass=_ProbeFindingEnumTypeWrapper):
+    """What a direct question to a node's agent found."""
+
+PROBE_FINDING_UNSPECIFIED: ProbeFinding.ValueType  # 0
+PROBE_FINDING_ANSWERED: ProbeFinding.ValueType  # 1
+PROBE_FINDING_REFUSED: ProbeFinding.ValueType  # 2
+"""Nobody listens at that address, or another life does: the one asked for is over."""
+PROBE_FINDING_SILENT: ProbeFinding.ValueType  # 3
+"""No answer in time: dead, cut off, or busy."""
+Global___ProbeFinding: typing_extensions.TypeAlias = ProbeFinding
 
 @typing.final
 class DescribeRequest(google.protobuf.message.Message):
@@ -93,6 +121,101 @@ class ProbeResponse(google.protobuf.message.Message):
 Global___ProbeResponse: typing_extensions.TypeAlias = ProbeResponse
 
 @typing.final
+class ProbeForRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    AGENT_ADDRESS_FIELD_NUMBER: builtins.int
+    TIMEOUT_S_FIELD_NUMBER: builtins.int
+    agent_address: builtins.str
+    timeout_s: builtins.float
+    """At most 2 s."""
+    @property
+    def node(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
+    def __init__(
+        self,
+        *,
+        node: fastcheck_proto.v1.common_pb2.NodeRef | None = ...,
+        agent_address: builtins.str = ...,
+        timeout_s: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["agent_address", b"agent_address", "node", b"node", "timeout_s", b"timeout_s"]) -> None: ...
+
+Global___ProbeForRequest: typing_extensions.TypeAlias = ProbeForRequest
+
+@typing.final
+class ProbeForResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FINDING_FIELD_NUMBER: builtins.int
+    finding: Global___ProbeFinding.ValueType
+    def __init__(
+        self,
+        *,
+        finding: Global___ProbeFinding.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["finding", b"finding"]) -> None: ...
+
+Global___ProbeForResponse: typing_extensions.TypeAlias = ProbeForResponse
+
+@typing.final
+class VoterRecord(google.protobuf.message.Message):
+    """A voter and how to reach it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    REGISTRY_ADDRESS_FIELD_NUMBER: builtins.int
+    RAFT_ADDRESS_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    registry_address: builtins.str
+    """host:port of its registry process' gRPC face."""
+    raft_address: builtins.str
+    """host:port of its Raft listener."""
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        registry_address: builtins.str = ...,
+        raft_address: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id", "raft_address", b"raft_address", "registry_address", b"registry_address"]) -> None: ...
+
+Global___VoterRecord: typing_extensions.TypeAlias = VoterRecord
+
+@typing.final
+class BecomeVoterRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLUSTER_ID_FIELD_NUMBER: builtins.int
+    VOTERS_FIELD_NUMBER: builtins.int
+    cluster_id: builtins.str
+    @property
+    def voters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___VoterRecord]:
+        """All voters from now on, this node among them."""
+
+    def __init__(
+        self,
+        *,
+        cluster_id: builtins.str = ...,
+        voters: collections.abc.Iterable[Global___VoterRecord] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "voters", b"voters"]) -> None: ...
+
+Global___BecomeVoterRequest: typing_extensions.TypeAlias = BecomeVoterRequest
+
+@typing.final
+class BecomeVoterResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___BecomeVoterResponse: typing_extensions.TypeAlias = BecomeVoterResponse
+
+@typing.final
 class AssumeRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -128,3 +251,37 @@ class AssumeResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["progress", b"progress", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes"]) -> None: ...
 
 Global___AssumeResponse: typing_extensions.TypeAlias = AssumeResponse
+
+@typing.final
+class HoldRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    DEADLINE_MONOTONIC_NS_FIELD_NUMBER: builtins.int
+    HAS_QUORUM_FIELD_NUMBER: builtins.int
+    incarnation: builtins.int
+    """Life that the lease is for."""
+    deadline_monotonic_ns: builtins.int
+    """On this machine's monotonic clock, which all its processes share."""
+    has_quorum: builtins.bool
+    """A majority of the voters answers this node: without one, puts may be provisional."""
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.int = ...,
+        deadline_monotonic_ns: builtins.int = ...,
+        has_quorum: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deadline_monotonic_ns", b"deadline_monotonic_ns", "has_quorum", b"has_quorum", "incarnation", b"incarnation"]) -> None: ...
+
+Global___HoldRequest: typing_extensions.TypeAlias = HoldRequest
+
+@typing.final
+class HoldResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___HoldResponse: typing_extensions.TypeAlias = HoldResponse

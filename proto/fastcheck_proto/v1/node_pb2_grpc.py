@@ -50,6 +50,16 @@ class NodeServiceStub(object):
                 request_serializer=fastcheck__proto_dot_v1_dot_node__pb2.ProbeRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_node__pb2.ProbeResponse.FromString,
                 _registered_method=True)
+        self.ProbeFor = channel.unary_unary(
+                '/fastcheck.v1.NodeService/ProbeFor',
+                request_serializer=fastcheck__proto_dot_v1_dot_node__pb2.ProbeForRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_node__pb2.ProbeForResponse.FromString,
+                _registered_method=True)
+        self.BecomeVoter = channel.unary_unary(
+                '/fastcheck.v1.NodeService/BecomeVoter',
+                request_serializer=fastcheck__proto_dot_v1_dot_node__pb2.BecomeVoterRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_node__pb2.BecomeVoterResponse.FromString,
+                _registered_method=True)
 
 
 class NodeServiceServicer(object):
@@ -70,6 +80,20 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ProbeFor(self, request, context):
+        """Asks another node's agent directly whether it lives, on behalf of a leader that does not hear it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BecomeVoter(self, request, context):
+        """Makes this node a voter, in place of one that is gone for good. The caller has already removed that one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -82,6 +106,16 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.Probe,
                     request_deserializer=fastcheck__proto_dot_v1_dot_node__pb2.ProbeRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_node__pb2.ProbeResponse.SerializeToString,
+            ),
+            'ProbeFor': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProbeFor,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_node__pb2.ProbeForRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_node__pb2.ProbeForResponse.SerializeToString,
+            ),
+            'BecomeVoter': grpc.unary_unary_rpc_method_handler(
+                    servicer.BecomeVoter,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_node__pb2.BecomeVoterRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_node__pb2.BecomeVoterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -148,6 +182,60 @@ class NodeService(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def ProbeFor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.NodeService/ProbeFor',
+            fastcheck__proto_dot_v1_dot_node__pb2.ProbeForRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_node__pb2.ProbeForResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BecomeVoter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.NodeService/BecomeVoter',
+            fastcheck__proto_dot_v1_dot_node__pb2.BecomeVoterRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_node__pb2.BecomeVoterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class DataControlServiceStub(object):
     """Served by the data process on its Unix socket only.
@@ -164,6 +252,11 @@ class DataControlServiceStub(object):
                 request_serializer=fastcheck__proto_dot_v1_dot_node__pb2.AssumeRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_node__pb2.AssumeResponse.FromString,
                 _registered_method=True)
+        self.Hold = channel.stream_unary(
+                '/fastcheck.v1.DataControlService/Hold',
+                request_serializer=fastcheck__proto_dot_v1_dot_node__pb2.HoldRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_node__pb2.HoldResponse.FromString,
+                _registered_method=True)
 
 
 class DataControlServiceServicer(object):
@@ -177,6 +270,13 @@ class DataControlServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hold(self, request_iterator, context):
+        """The node's lease, as often as it is renewed. Ends with the process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DataControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -184,6 +284,11 @@ def add_DataControlServiceServicer_to_server(servicer, server):
                     servicer.Assume,
                     request_deserializer=fastcheck__proto_dot_v1_dot_node__pb2.AssumeRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_node__pb2.AssumeResponse.SerializeToString,
+            ),
+            'Hold': grpc.stream_unary_rpc_method_handler(
+                    servicer.Hold,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_node__pb2.HoldRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_node__pb2.HoldResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -213,6 +318,33 @@ class DataControlService(object):
             '/fastcheck.v1.DataControlService/Assume',
             fastcheck__proto_dot_v1_dot_node__pb2.AssumeRequest.SerializeToString,
             fastcheck__proto_dot_v1_dot_node__pb2.AssumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hold(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/fastcheck.v1.DataControlService/Hold',
+            fastcheck__proto_dot_v1_dot_node__pb2.HoldRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_node__pb2.HoldResponse.FromString,
             options,
             channel_credentials,
             insecure,

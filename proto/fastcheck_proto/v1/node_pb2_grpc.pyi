@@ -59,7 +59,39 @@ _NodeServiceProbeType = typing_extensions.TypeVar(
     ],
 )
 
-class NodeServiceStub(typing.Generic[_NodeServiceDescribeType, _NodeServiceProbeType]):
+_NodeServiceProbeForType = typing_extensions.TypeVar(
+    '_NodeServiceProbeForType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.node_pb2.ProbeForRequest,
+        fastcheck_proto.v1.node_pb2.ProbeForResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.node_pb2.ProbeForRequest,
+        fastcheck_proto.v1.node_pb2.ProbeForResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.node_pb2.ProbeForRequest,
+        fastcheck_proto.v1.node_pb2.ProbeForResponse,
+    ],
+)
+
+_NodeServiceBecomeVoterType = typing_extensions.TypeVar(
+    '_NodeServiceBecomeVoterType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.node_pb2.BecomeVoterRequest,
+        fastcheck_proto.v1.node_pb2.BecomeVoterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.node_pb2.BecomeVoterRequest,
+        fastcheck_proto.v1.node_pb2.BecomeVoterResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.node_pb2.BecomeVoterRequest,
+        fastcheck_proto.v1.node_pb2.BecomeVoterResponse,
+    ],
+)
+
+class NodeServiceStub(typing.Generic[_NodeServiceDescribeType, _NodeServiceProbeType, _NodeServiceProbeForType, _NodeServiceBecomeVoterType]):
     """Served by the agent on its TCP port and on the node's Unix socket."""
 
     @typing.overload
@@ -71,6 +103,14 @@ class NodeServiceStub(typing.Generic[_NodeServiceDescribeType, _NodeServiceProbe
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.node_pb2.ProbeRequest,
             fastcheck_proto.v1.node_pb2.ProbeResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.node_pb2.ProbeForRequest,
+            fastcheck_proto.v1.node_pb2.ProbeForResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.node_pb2.BecomeVoterRequest,
+            fastcheck_proto.v1.node_pb2.BecomeVoterResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -84,6 +124,14 @@ class NodeServiceStub(typing.Generic[_NodeServiceDescribeType, _NodeServiceProbe
             fastcheck_proto.v1.node_pb2.ProbeRequest,
             fastcheck_proto.v1.node_pb2.ProbeResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.node_pb2.ProbeForRequest,
+            fastcheck_proto.v1.node_pb2.ProbeForResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.node_pb2.BecomeVoterRequest,
+            fastcheck_proto.v1.node_pb2.BecomeVoterResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Describe: _NodeServiceDescribeType
@@ -91,6 +139,12 @@ class NodeServiceStub(typing.Generic[_NodeServiceDescribeType, _NodeServiceProbe
 
     Probe: _NodeServiceProbeType
     """Answers at once: a sign of life for the failure detector."""
+
+    ProbeFor: _NodeServiceProbeForType
+    """Asks another node's agent directly whether it lives, on behalf of a leader that does not hear it."""
+
+    BecomeVoter: _NodeServiceBecomeVoterType
+    """Makes this node a voter, in place of one that is gone for good. The caller has already removed that one."""
 
 NodeServiceAsyncStub: typing_extensions.TypeAlias = NodeServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -100,6 +154,14 @@ NodeServiceAsyncStub: typing_extensions.TypeAlias = NodeServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.node_pb2.ProbeRequest,
         fastcheck_proto.v1.node_pb2.ProbeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.node_pb2.ProbeForRequest,
+        fastcheck_proto.v1.node_pb2.ProbeForResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.node_pb2.BecomeVoterRequest,
+        fastcheck_proto.v1.node_pb2.BecomeVoterResponse,
     ],
 ]
 
@@ -122,6 +184,22 @@ class NodeServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[fastcheck_proto.v1.node_pb2.ProbeResponse, collections.abc.Awaitable[fastcheck_proto.v1.node_pb2.ProbeResponse]]:
         """Answers at once: a sign of life for the failure detector."""
 
+    @abc.abstractmethod
+    def ProbeFor(
+        self,
+        request: fastcheck_proto.v1.node_pb2.ProbeForRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.node_pb2.ProbeForResponse, collections.abc.Awaitable[fastcheck_proto.v1.node_pb2.ProbeForResponse]]:
+        """Asks another node's agent directly whether it lives, on behalf of a leader that does not hear it."""
+
+    @abc.abstractmethod
+    def BecomeVoter(
+        self,
+        request: fastcheck_proto.v1.node_pb2.BecomeVoterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.node_pb2.BecomeVoterResponse, collections.abc.Awaitable[fastcheck_proto.v1.node_pb2.BecomeVoterResponse]]:
+        """Makes this node a voter, in place of one that is gone for good. The caller has already removed that one."""
+
 def add_NodeServiceServicer_to_server(servicer: NodeServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 
 _DataControlServiceAssumeType = typing_extensions.TypeVar(
@@ -140,7 +218,23 @@ _DataControlServiceAssumeType = typing_extensions.TypeVar(
     ],
 )
 
-class DataControlServiceStub(typing.Generic[_DataControlServiceAssumeType]):
+_DataControlServiceHoldType = typing_extensions.TypeVar(
+    '_DataControlServiceHoldType',
+    grpc.StreamUnaryMultiCallable[
+        fastcheck_proto.v1.node_pb2.HoldRequest,
+        fastcheck_proto.v1.node_pb2.HoldResponse,
+    ],
+    grpc.aio.StreamUnaryMultiCallable[
+        fastcheck_proto.v1.node_pb2.HoldRequest,
+        fastcheck_proto.v1.node_pb2.HoldResponse,
+    ],
+    default=grpc.StreamUnaryMultiCallable[
+        fastcheck_proto.v1.node_pb2.HoldRequest,
+        fastcheck_proto.v1.node_pb2.HoldResponse,
+    ],
+)
+
+class DataControlServiceStub(typing.Generic[_DataControlServiceAssumeType, _DataControlServiceHoldType]):
     """Served by the data process on its Unix socket only."""
 
     @typing.overload
@@ -148,6 +242,10 @@ class DataControlServiceStub(typing.Generic[_DataControlServiceAssumeType]):
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.node_pb2.AssumeRequest,
             fastcheck_proto.v1.node_pb2.AssumeResponse,
+        ],
+        grpc.StreamUnaryMultiCallable[
+            fastcheck_proto.v1.node_pb2.HoldRequest,
+            fastcheck_proto.v1.node_pb2.HoldResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -157,15 +255,26 @@ class DataControlServiceStub(typing.Generic[_DataControlServiceAssumeType]):
             fastcheck_proto.v1.node_pb2.AssumeRequest,
             fastcheck_proto.v1.node_pb2.AssumeResponse,
         ],
+        grpc.aio.StreamUnaryMultiCallable[
+            fastcheck_proto.v1.node_pb2.HoldRequest,
+            fastcheck_proto.v1.node_pb2.HoldResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Assume: _DataControlServiceAssumeType
     """The agent tells the data process who it is now, and gets signs of progress back."""
 
+    Hold: _DataControlServiceHoldType
+    """The node's lease, as often as it is renewed. Ends with the process."""
+
 DataControlServiceAsyncStub: typing_extensions.TypeAlias = DataControlServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.node_pb2.AssumeRequest,
         fastcheck_proto.v1.node_pb2.AssumeResponse,
+    ],
+    grpc.aio.StreamUnaryMultiCallable[
+        fastcheck_proto.v1.node_pb2.HoldRequest,
+        fastcheck_proto.v1.node_pb2.HoldResponse,
     ],
 ]
 
@@ -179,5 +288,13 @@ class DataControlServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[fastcheck_proto.v1.node_pb2.AssumeResponse, collections.abc.Awaitable[fastcheck_proto.v1.node_pb2.AssumeResponse]]:
         """The agent tells the data process who it is now, and gets signs of progress back."""
+
+    @abc.abstractmethod
+    def Hold(
+        self,
+        request_iterator: _MaybeAsyncIterator[fastcheck_proto.v1.node_pb2.HoldRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.node_pb2.HoldResponse, collections.abc.Awaitable[fastcheck_proto.v1.node_pb2.HoldResponse]]:
+        """The node's lease, as often as it is renewed. Ends with the process."""
 
 def add_DataControlServiceServicer_to_server(servicer: DataControlServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

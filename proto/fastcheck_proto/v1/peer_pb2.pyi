@@ -32,12 +32,15 @@ class BeginPutRequest(google.protobuf.message.Message):
     MANIFEST_FIELD_NUMBER: builtins.int
     STREAMS_FIELD_NUMBER: builtins.int
     BASES_FIELD_NUMBER: builtins.int
+    PROVISIONAL_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
     epoch: builtins.int
     """Epoch and incarnation that the sender placed by: a stale one is refused."""
     holder_incarnation: builtins.int
     streams: builtins.int
     """Connections that the sender will open, each with its own ticket."""
+    provisional: builtins.bool
+    """The sender has no registry to ask: it places by what it knew last. `epoch` may then be old."""
     @property
     def owner(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
     @property
@@ -58,9 +61,10 @@ class BeginPutRequest(google.protobuf.message.Message):
         manifest: fastcheck_proto.v1.common_pb2.ShardManifest | None = ...,
         streams: builtins.int = ...,
         bases: collections.abc.Iterable[Global___Base] | None = ...,
+        provisional: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest", "owner", b"owner"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bases", b"bases", "cluster_id", b"cluster_id", "epoch", b"epoch", "holder_incarnation", b"holder_incarnation", "manifest", b"manifest", "owner", b"owner", "streams", b"streams"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bases", b"bases", "cluster_id", b"cluster_id", "epoch", b"epoch", "holder_incarnation", b"holder_incarnation", "manifest", b"manifest", "owner", b"owner", "provisional", b"provisional", "streams", b"streams"]) -> None: ...
 
 Global___BeginPutRequest: typing_extensions.TypeAlias = BeginPutRequest
 
@@ -273,6 +277,12 @@ class Replica(google.protobuf.message.Message):
     CODECS_FIELD_NUMBER: builtins.int
     LOSSY_FIELD_NUMBER: builtins.int
     STORED_BYTES_FIELD_NUMBER: builtins.int
+    PROVISIONAL_FIELD_NUMBER: builtins.int
+    WORLD_SIZE_FIELD_NUMBER: builtins.int
+    SHARD_COUNT_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
+    STATE_BYTES_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
     kind: fastcheck_proto.v1.common_pb2.ReplicaKind.ValueType
     owner: builtins.str
     bytes: builtins.int
@@ -282,6 +292,13 @@ class Replica(google.protobuf.message.Message):
     lossy: builtins.bool
     stored_bytes: builtins.int
     """Memory that this replica takes: less than `bytes` when it is kept as the way back from a newer one."""
+    provisional: builtins.bool
+    """What a restore without a registry needs to know."""
+    world_size: builtins.int
+    shard_count: builtins.int
+    session: builtins.int
+    state_bytes: builtins.int
+    offset: builtins.int
     @property
     def key(self) -> fastcheck_proto.v1.common_pb2.ShardKey: ...
     @property
@@ -300,11 +317,121 @@ class Replica(google.protobuf.message.Message):
         codecs: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.CodecUse] | None = ...,
         lossy: builtins.bool = ...,
         stored_bytes: builtins.int = ...,
+        provisional: builtins.bool = ...,
+        world_size: builtins.int = ...,
+        shard_count: builtins.int = ...,
+        session: builtins.int = ...,
+        state_bytes: builtins.int = ...,
+        offset: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "codecs", b"codecs", "digest", b"digest", "key", b"key", "kind", b"kind", "lossy", b"lossy", "owner", b"owner", "stored_bytes", b"stored_bytes", "verified_at_ms", b"verified_at_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "codecs", b"codecs", "digest", b"digest", "key", b"key", "kind", b"kind", "lossy", b"lossy", "offset", b"offset", "owner", b"owner", "provisional", b"provisional", "session", b"session", "shard_count", b"shard_count", "state_bytes", b"state_bytes", "stored_bytes", b"stored_bytes", "verified_at_ms", b"verified_at_ms", "world_size", b"world_size"]) -> None: ...
 
 Global___Replica: typing_extensions.TypeAlias = Replica
+
+@typing.final
+class FetchReplicaRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLUSTER_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    HOLDER_INCARNATION_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
+    cluster_id: builtins.str
+    epoch: builtins.int
+    """Epoch and incarnation that the leader decided by: a stale one is refused."""
+    holder_incarnation: builtins.int
+    digest: builtins.bytes
+    bytes: builtins.int
+    @property
+    def key(self) -> fastcheck_proto.v1.common_pb2.ShardKey: ...
+    @property
+    def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.Holder]:
+        """Where to get it, the best first."""
+
+    def __init__(
+        self,
+        *,
+        cluster_id: builtins.str = ...,
+        epoch: builtins.int = ...,
+        holder_incarnation: builtins.int = ...,
+        key: fastcheck_proto.v1.common_pb2.ShardKey | None = ...,
+        digest: builtins.bytes = ...,
+        bytes: builtins.int = ...,
+        sources: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.Holder] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "cluster_id", b"cluster_id", "digest", b"digest", "epoch", b"epoch", "holder_incarnation", b"holder_incarnation", "key", b"key", "sources", b"sources"]) -> None: ...
+
+Global___FetchReplicaRequest: typing_extensions.TypeAlias = FetchReplicaRequest
+
+@typing.final
+class FetchReplicaResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: builtins.int
+    WAS_HERE_FIELD_NUMBER: builtins.int
+    digest: builtins.bytes
+    """Digest of what is held now, computed here."""
+    was_here: builtins.bool
+    """It was here already."""
+    def __init__(
+        self,
+        *,
+        digest: builtins.bytes = ...,
+        was_here: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "was_here", b"was_here"]) -> None: ...
+
+Global___FetchReplicaResponse: typing_extensions.TypeAlias = FetchReplicaResponse
+
+@typing.final
+class VerifyReplicasRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    """Empty: all jobs."""
+    step: builtins.int
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        step: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_step", b"_step", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_step", b"_step", "job", b"job", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
+
+Global___VerifyReplicasRequest: typing_extensions.TypeAlias = VerifyReplicasRequest
+
+@typing.final
+class VerifyReplicasResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKED_FIELD_NUMBER: builtins.int
+    CHECKED_BYTES_FIELD_NUMBER: builtins.int
+    BAD_FIELD_NUMBER: builtins.int
+    checked: builtins.int
+    checked_bytes: builtins.int
+    @property
+    def bad(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.ShardKey]:
+        """Found bad, and dropped."""
+
+    def __init__(
+        self,
+        *,
+        checked: builtins.int = ...,
+        checked_bytes: builtins.int = ...,
+        bad: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.ShardKey] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bad", b"bad", "checked", b"checked", "checked_bytes", b"checked_bytes"]) -> None: ...
+
+Global___VerifyReplicasResponse: typing_extensions.TypeAlias = VerifyReplicasResponse
 
 @typing.final
 class ReportCorruptRequest(google.protobuf.message.Message):
@@ -375,8 +502,11 @@ class GetStatsResponse(google.protobuf.message.Message):
     RAM_USED_BYTES_FIELD_NUMBER: builtins.int
     RAM_BUDGET_BYTES_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
+    SCRUB_AGE_MS_FIELD_NUMBER: builtins.int
     ram_used_bytes: builtins.int
     ram_budget_bytes: builtins.int
+    scrub_age_ms: builtins.int
+    """How long ago the replica that waits longest was checked last; unset: nothing is held."""
     @property
     def counters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Names as in docs/architecture.md, "Counters"."""
@@ -387,7 +517,10 @@ class GetStatsResponse(google.protobuf.message.Message):
         ram_used_bytes: builtins.int = ...,
         ram_budget_bytes: builtins.int = ...,
         counters: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        scrub_age_ms: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["counters", b"counters", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_scrub_age_ms", b"_scrub_age_ms", "scrub_age_ms", b"scrub_age_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_scrub_age_ms", b"_scrub_age_ms", "counters", b"counters", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes", "scrub_age_ms", b"scrub_age_ms"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_scrub_age_ms", b"_scrub_age_ms"]) -> typing.Literal["scrub_age_ms"] | None: ...
 
 Global___GetStatsResponse: typing_extensions.TypeAlias = GetStatsResponse

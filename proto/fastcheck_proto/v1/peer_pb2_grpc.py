@@ -69,6 +69,16 @@ class PeerServiceStub(object):
                 request_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.ReportCorruptRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.ReportCorruptResponse.FromString,
                 _registered_method=True)
+        self.FetchReplica = channel.unary_unary(
+                '/fastcheck.v1.PeerService/FetchReplica',
+                request_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.FetchReplicaRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.FetchReplicaResponse.FromString,
+                _registered_method=True)
+        self.VerifyReplicas = channel.unary_unary(
+                '/fastcheck.v1.PeerService/VerifyReplicas',
+                request_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.VerifyReplicasRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.VerifyReplicasResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/fastcheck.v1.PeerService/GetStats',
                 request_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.GetStatsRequest.SerializeToString,
@@ -121,6 +131,21 @@ class PeerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchReplica(self, request, context):
+        """The leader has this node make a copy of a committed shard for itself, from those that still have one.
+        Answers when the copy is held and checked; at once if it is there already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def VerifyReplicas(self, request, context):
+        """Checks replicas against their digests now, a job's or all; bad ones are dropped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Counters and memory of the data process.
         """
@@ -160,6 +185,16 @@ def add_PeerServiceServicer_to_server(servicer, server):
                     servicer.ReportCorrupt,
                     request_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.ReportCorruptRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.ReportCorruptResponse.SerializeToString,
+            ),
+            'FetchReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchReplica,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.FetchReplicaRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.FetchReplicaResponse.SerializeToString,
+            ),
+            'VerifyReplicas': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyReplicas,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.VerifyReplicasRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.VerifyReplicasResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -328,6 +363,60 @@ class PeerService(object):
             '/fastcheck.v1.PeerService/ReportCorrupt',
             fastcheck__proto_dot_v1_dot_peer__pb2.ReportCorruptRequest.SerializeToString,
             fastcheck__proto_dot_v1_dot_peer__pb2.ReportCorruptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.PeerService/FetchReplica',
+            fastcheck__proto_dot_v1_dot_peer__pb2.FetchReplicaRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_peer__pb2.FetchReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyReplicas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.PeerService/VerifyReplicas',
+            fastcheck__proto_dot_v1_dot_peer__pb2.VerifyReplicasRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_peer__pb2.VerifyReplicasResponse.FromString,
             options,
             channel_credentials,
             insecure,

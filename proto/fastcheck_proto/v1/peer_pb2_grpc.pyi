@@ -123,6 +123,38 @@ _PeerServiceReportCorruptType = typing_extensions.TypeVar(
     ],
 )
 
+_PeerServiceFetchReplicaType = typing_extensions.TypeVar(
+    '_PeerServiceFetchReplicaType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.peer_pb2.FetchReplicaRequest,
+        fastcheck_proto.v1.peer_pb2.FetchReplicaResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.peer_pb2.FetchReplicaRequest,
+        fastcheck_proto.v1.peer_pb2.FetchReplicaResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.peer_pb2.FetchReplicaRequest,
+        fastcheck_proto.v1.peer_pb2.FetchReplicaResponse,
+    ],
+)
+
+_PeerServiceVerifyReplicasType = typing_extensions.TypeVar(
+    '_PeerServiceVerifyReplicasType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.peer_pb2.VerifyReplicasRequest,
+        fastcheck_proto.v1.peer_pb2.VerifyReplicasResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.peer_pb2.VerifyReplicasRequest,
+        fastcheck_proto.v1.peer_pb2.VerifyReplicasResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.peer_pb2.VerifyReplicasRequest,
+        fastcheck_proto.v1.peer_pb2.VerifyReplicasResponse,
+    ],
+)
+
 _PeerServiceGetStatsType = typing_extensions.TypeVar(
     '_PeerServiceGetStatsType',
     grpc.UnaryUnaryMultiCallable[
@@ -139,7 +171,7 @@ _PeerServiceGetStatsType = typing_extensions.TypeVar(
     ],
 )
 
-class PeerServiceStub(typing.Generic[_PeerServiceBeginPutType, _PeerServiceFinishPutType, _PeerServiceAbortPutType, _PeerServiceBeginGetType, _PeerServiceListReplicasType, _PeerServiceReportCorruptType, _PeerServiceGetStatsType]):
+class PeerServiceStub(typing.Generic[_PeerServiceBeginPutType, _PeerServiceFinishPutType, _PeerServiceAbortPutType, _PeerServiceBeginGetType, _PeerServiceListReplicasType, _PeerServiceReportCorruptType, _PeerServiceFetchReplicaType, _PeerServiceVerifyReplicasType, _PeerServiceGetStatsType]):
     @typing.overload
     def __init__(self: PeerServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -165,6 +197,14 @@ class PeerServiceStub(typing.Generic[_PeerServiceBeginPutType, _PeerServiceFinis
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.peer_pb2.ReportCorruptRequest,
             fastcheck_proto.v1.peer_pb2.ReportCorruptResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.peer_pb2.FetchReplicaRequest,
+            fastcheck_proto.v1.peer_pb2.FetchReplicaResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.peer_pb2.VerifyReplicasRequest,
+            fastcheck_proto.v1.peer_pb2.VerifyReplicasResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.peer_pb2.GetStatsRequest,
@@ -199,6 +239,14 @@ class PeerServiceStub(typing.Generic[_PeerServiceBeginPutType, _PeerServiceFinis
             fastcheck_proto.v1.peer_pb2.ReportCorruptResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.peer_pb2.FetchReplicaRequest,
+            fastcheck_proto.v1.peer_pb2.FetchReplicaResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.peer_pb2.VerifyReplicasRequest,
+            fastcheck_proto.v1.peer_pb2.VerifyReplicasResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.peer_pb2.GetStatsRequest,
             fastcheck_proto.v1.peer_pb2.GetStatsResponse,
         ],
@@ -221,6 +269,14 @@ class PeerServiceStub(typing.Generic[_PeerServiceBeginPutType, _PeerServiceFinis
 
     ReportCorrupt: _PeerServiceReportCorruptType
     """A reader found bytes from here that do not match: check them, drop them if so."""
+
+    FetchReplica: _PeerServiceFetchReplicaType
+    """The leader has this node make a copy of a committed shard for itself, from those that still have one.
+    Answers when the copy is held and checked; at once if it is there already.
+    """
+
+    VerifyReplicas: _PeerServiceVerifyReplicasType
+    """Checks replicas against their digests now, a job's or all; bad ones are dropped."""
 
     GetStats: _PeerServiceGetStatsType
     """Counters and memory of the data process."""
@@ -249,6 +305,14 @@ PeerServiceAsyncStub: typing_extensions.TypeAlias = PeerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.peer_pb2.ReportCorruptRequest,
         fastcheck_proto.v1.peer_pb2.ReportCorruptResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.peer_pb2.FetchReplicaRequest,
+        fastcheck_proto.v1.peer_pb2.FetchReplicaResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.peer_pb2.VerifyReplicasRequest,
+        fastcheck_proto.v1.peer_pb2.VerifyReplicasResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.peer_pb2.GetStatsRequest,
@@ -304,6 +368,24 @@ class PeerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[fastcheck_proto.v1.peer_pb2.ReportCorruptResponse, collections.abc.Awaitable[fastcheck_proto.v1.peer_pb2.ReportCorruptResponse]]:
         """A reader found bytes from here that do not match: check them, drop them if so."""
+
+    @abc.abstractmethod
+    def FetchReplica(
+        self,
+        request: fastcheck_proto.v1.peer_pb2.FetchReplicaRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.peer_pb2.FetchReplicaResponse, collections.abc.Awaitable[fastcheck_proto.v1.peer_pb2.FetchReplicaResponse]]:
+        """The leader has this node make a copy of a committed shard for itself, from those that still have one.
+        Answers when the copy is held and checked; at once if it is there already.
+        """
+
+    @abc.abstractmethod
+    def VerifyReplicas(
+        self,
+        request: fastcheck_proto.v1.peer_pb2.VerifyReplicasRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.peer_pb2.VerifyReplicasResponse, collections.abc.Awaitable[fastcheck_proto.v1.peer_pb2.VerifyReplicasResponse]]:
+        """Checks replicas against their digests now, a job's or all; bad ones are dropped."""
 
     @abc.abstractmethod
     def GetStats(

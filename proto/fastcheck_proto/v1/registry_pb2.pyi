@@ -10,6 +10,7 @@ trailing metadata key "fastcheck-leader" when it knows one.
 import builtins
 import collections.abc
 import fastcheck_proto.v1.common_pb2
+import fastcheck_proto.v1.node_pb2
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
@@ -44,6 +45,34 @@ NODE_STATE_SUSPECT: NodeState.ValueType  # 2
 NODE_STATE_DOWN: NodeState.ValueType  # 3
 NODE_STATE_DRAINING: NodeState.ValueType  # 4
 Global___NodeState: typing_extensions.TypeAlias = NodeState
+
+class _DataHealth:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DataHealthEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DataHealth.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DATA_HEALTH_UNSPECIFIED: _DataHealth.ValueType  # 0
+    DATA_HEALTH_OK: _DataHealth.ValueType  # 1
+    DATA_HEALTH_STARTING: _DataHealth.ValueType  # 2
+    """It has not answered since it was started."""
+    DATA_HEALTH_GONE: _DataHealth.ValueType  # 3
+    """The process has ended; its agent starts another one."""
+    DATA_HEALTH_HUNG: _DataHealth.ValueType  # 4
+    """The process is there and has made no progress for a while."""
+
+class DataHealth(_DataHealth, metaclass=_DataHealthEnumTypeWrapper):
+    """How a node's data process is, as its agent sees it."""
+
+DATA_HEALTH_UNSPECIFIED: DataHealth.ValueType  # 0
+DATA_HEALTH_OK: DataHealth.ValueType  # 1
+DATA_HEALTH_STARTING: DataHealth.ValueType  # 2
+"""It has not answered since it was started."""
+DATA_HEALTH_GONE: DataHealth.ValueType  # 3
+"""The process has ended; its agent starts another one."""
+DATA_HEALTH_HUNG: DataHealth.ValueType  # 4
+"""The process is there and has made no progress for a while."""
+Global___DataHealth: typing_extensions.TypeAlias = DataHealth
 
 class _ReportState:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -89,6 +118,22 @@ Global___StepState: typing_extensions.TypeAlias = StepState
 class NodeRecord(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class LabelsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     NODE_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
@@ -98,6 +143,11 @@ class NodeRecord(google.protobuf.message.Message):
     VOTER_FIELD_NUMBER: builtins.int
     RAM_BUDGET_BYTES_FIELD_NUMBER: builtins.int
     RAM_USED_BYTES_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    SINCE_MS_FIELD_NUMBER: builtins.int
+    HEARD_MS_AGO_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     incarnation: builtins.int
     state: Global___NodeState.ValueType
@@ -108,6 +158,17 @@ class NodeRecord(google.protobuf.message.Message):
     ram_budget_bytes: builtins.int
     ram_used_bytes: builtins.int
     """From the last heartbeat that the answering voter saw."""
+    reason: builtins.str
+    """Why it is in this state, for people."""
+    since_ms: builtins.int
+    """When that was decided, by the wall clock of the leader that decided it. To be shown, never compared."""
+    heard_ms_ago: builtins.int
+    """Since the answering voter heard it last; unset: never in this life."""
+    data: Global___DataHealth.ValueType
+    @property
+    def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Failure domains and whatever else the node's config says, such as rack=a1."""
+
     def __init__(
         self,
         *,
@@ -120,14 +181,37 @@ class NodeRecord(google.protobuf.message.Message):
         voter: builtins.bool = ...,
         ram_budget_bytes: builtins.int = ...,
         ram_used_bytes: builtins.int = ...,
+        labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        reason: builtins.str = ...,
+        since_ms: builtins.int = ...,
+        heard_ms_ago: builtins.int | None = ...,
+        data: Global___DataHealth.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["agent_address", b"agent_address", "data_address", b"data_address", "incarnation", b"incarnation", "lane_address", b"lane_address", "node_id", b"node_id", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes", "state", b"state", "voter", b"voter"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_heard_ms_ago", b"_heard_ms_ago", "heard_ms_ago", b"heard_ms_ago"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_heard_ms_ago", b"_heard_ms_ago", "agent_address", b"agent_address", "data", b"data", "data_address", b"data_address", "heard_ms_ago", b"heard_ms_ago", "incarnation", b"incarnation", "labels", b"labels", "lane_address", b"lane_address", "node_id", b"node_id", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes", "reason", b"reason", "since_ms", b"since_ms", "state", b"state", "voter", b"voter"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_heard_ms_ago", b"_heard_ms_ago"]) -> typing.Literal["heard_ms_ago"] | None: ...
 
 Global___NodeRecord: typing_extensions.TypeAlias = NodeRecord
 
 @typing.final
 class RegisterRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class LabelsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     CLUSTER_ID_FIELD_NUMBER: builtins.int
     NODE_ID_FIELD_NUMBER: builtins.int
@@ -137,6 +221,7 @@ class RegisterRequest(google.protobuf.message.Message):
     VOTER_FIELD_NUMBER: builtins.int
     RAM_BUDGET_BYTES_FIELD_NUMBER: builtins.int
     LIFE_ID_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
     node_id: builtins.str
     agent_address: builtins.str
@@ -146,6 +231,8 @@ class RegisterRequest(google.protobuf.message.Message):
     ram_budget_bytes: builtins.int
     life_id: builtins.str
     """Random, one per life: the same request sent twice is one life."""
+    @property
+    def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
     def __init__(
         self,
         *,
@@ -157,8 +244,9 @@ class RegisterRequest(google.protobuf.message.Message):
         voter: builtins.bool = ...,
         ram_budget_bytes: builtins.int = ...,
         life_id: builtins.str = ...,
+        labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["agent_address", b"agent_address", "cluster_id", b"cluster_id", "data_address", b"data_address", "lane_address", b"lane_address", "life_id", b"life_id", "node_id", b"node_id", "ram_budget_bytes", b"ram_budget_bytes", "voter", b"voter"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agent_address", b"agent_address", "cluster_id", b"cluster_id", "data_address", b"data_address", "labels", b"labels", "lane_address", b"lane_address", "life_id", b"life_id", "node_id", b"node_id", "ram_budget_bytes", b"ram_budget_bytes", "voter", b"voter"]) -> None: ...
 
 Global___RegisterRequest: typing_extensions.TypeAlias = RegisterRequest
 
@@ -213,10 +301,12 @@ class HeartbeatRequest(google.protobuf.message.Message):
 
     NODE_FIELD_NUMBER: builtins.int
     RAM_USED_BYTES_FIELD_NUMBER: builtins.int
-    DATA_READY_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    SEQ_FIELD_NUMBER: builtins.int
     ram_used_bytes: builtins.int
-    data_ready: builtins.bool
-    """The data process answered its agent lately."""
+    data: Global___DataHealth.ValueType
+    seq: builtins.int
+    """Counts up within a life and stream; answers name it."""
     @property
     def node(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
     def __init__(
@@ -224,10 +314,11 @@ class HeartbeatRequest(google.protobuf.message.Message):
         *,
         node: fastcheck_proto.v1.common_pb2.NodeRef | None = ...,
         ram_used_bytes: builtins.int = ...,
-        data_ready: builtins.bool = ...,
+        data: Global___DataHealth.ValueType = ...,
+        seq: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["data_ready", b"data_ready", "node", b"node", "ram_used_bytes", b"ram_used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "node", b"node", "ram_used_bytes", b"ram_used_bytes", "seq", b"seq"]) -> None: ...
 
 Global___HeartbeatRequest: typing_extensions.TypeAlias = HeartbeatRequest
 
@@ -238,18 +329,22 @@ class HeartbeatResponse(google.protobuf.message.Message):
     FENCED_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     LEADER_FIELD_NUMBER: builtins.int
+    LEASE_SEQ_FIELD_NUMBER: builtins.int
     fenced: builtins.bool
     """The registry holds this life to be over: register again."""
     epoch: builtins.int
     leader: builtins.str
+    lease_seq: builtins.int
+    """The newest heartbeat that this voter renews the lease for, 0: none. Counted from when that one was sent."""
     def __init__(
         self,
         *,
         fenced: builtins.bool = ...,
         epoch: builtins.int = ...,
         leader: builtins.str = ...,
+        lease_seq: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "fenced", b"fenced", "leader", b"leader"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "fenced", b"fenced", "leader", b"leader", "lease_seq", b"lease_seq"]) -> None: ...
 
 Global___HeartbeatResponse: typing_extensions.TypeAlias = HeartbeatResponse
 
@@ -319,6 +414,7 @@ class ClusterView(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     VOTERS_FIELD_NUMBER: builtins.int
     HAS_LEADER_FIELD_NUMBER: builtins.int
+    VOTER_RECORDS_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
     epoch: builtins.int
     leader: builtins.str
@@ -334,6 +430,10 @@ class ClusterView(google.protobuf.message.Message):
     def voters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Voters of the cluster, and whether the answering one has heard a leader lately."""
 
+    @property
+    def voter_records(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.node_pb2.VoterRecord]:
+        """The same voters with their addresses: what a node goes by when they differ from its config."""
+
     def __init__(
         self,
         *,
@@ -345,8 +445,9 @@ class ClusterView(google.protobuf.message.Message):
         version: builtins.int = ...,
         voters: collections.abc.Iterable[builtins.str] | None = ...,
         has_leader: builtins.bool = ...,
+        voter_records: collections.abc.Iterable[fastcheck_proto.v1.node_pb2.VoterRecord] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "epoch", b"epoch", "has_leader", b"has_leader", "jobs", b"jobs", "leader", b"leader", "nodes", b"nodes", "version", b"version", "voters", b"voters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "epoch", b"epoch", "has_leader", b"has_leader", "jobs", b"jobs", "leader", b"leader", "nodes", b"nodes", "version", b"version", "voter_records", b"voter_records", "voters", b"voters"]) -> None: ...
 
 Global___ClusterView: typing_extensions.TypeAlias = ClusterView
 
@@ -475,7 +576,12 @@ class PlaceResponse(google.protobuf.message.Message):
 
     EPOCH_FIELD_NUMBER: builtins.int
     SHARDS_FIELD_NUMBER: builtins.int
+    DOMAINS_SHORT_FIELD_NUMBER: builtins.int
     epoch: builtins.int
+    domains_short: builtins.bool
+    """Copies of a shard share a failure domain with its owner or each other, because the nodes that are UP leave no
+    other choice.
+    """
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ShardPlacement]: ...
     def __init__(
@@ -483,8 +589,9 @@ class PlaceResponse(google.protobuf.message.Message):
         *,
         epoch: builtins.int = ...,
         shards: collections.abc.Iterable[Global___ShardPlacement] | None = ...,
+        domains_short: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "shards", b"shards"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["domains_short", b"domains_short", "epoch", b"epoch", "shards", b"shards"]) -> None: ...
 
 Global___PlaceResponse: typing_extensions.TypeAlias = PlaceResponse
 
@@ -815,3 +922,391 @@ class ListJobsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["jobs", b"jobs"]) -> None: ...
 
 Global___ListJobsResponse: typing_extensions.TypeAlias = ListJobsResponse
+
+@typing.final
+class CorroborateRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    AGENT_ADDRESS_FIELD_NUMBER: builtins.int
+    SILENCE_S_FIELD_NUMBER: builtins.int
+    PROBE_TIMEOUT_S_FIELD_NUMBER: builtins.int
+    WITHHOLD_S_FIELD_NUMBER: builtins.int
+    agent_address: builtins.str
+    silence_s: builtins.float
+    """Silence of at least this long counts, and makes this voter withhold the lease."""
+    probe_timeout_s: builtins.float
+    withhold_s: builtins.float
+    @property
+    def node(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
+    def __init__(
+        self,
+        *,
+        node: fastcheck_proto.v1.common_pb2.NodeRef | None = ...,
+        agent_address: builtins.str = ...,
+        silence_s: builtins.float = ...,
+        probe_timeout_s: builtins.float = ...,
+        withhold_s: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["agent_address", b"agent_address", "node", b"node", "probe_timeout_s", b"probe_timeout_s", "silence_s", b"silence_s", "withhold_s", b"withhold_s"]) -> None: ...
+
+Global___CorroborateRequest: typing_extensions.TypeAlias = CorroborateRequest
+
+@typing.final
+class CorroborateResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SILENCE_S_FIELD_NUMBER: builtins.int
+    FINDING_FIELD_NUMBER: builtins.int
+    silence_s: builtins.float
+    """For how long this voter, which was awake, heard nothing. Unset: it cannot tell (just started)."""
+    finding: fastcheck_proto.v1.node_pb2.ProbeFinding.ValueType
+    """What it found when it asked the node itself just now."""
+    def __init__(
+        self,
+        *,
+        silence_s: builtins.float | None = ...,
+        finding: fastcheck_proto.v1.node_pb2.ProbeFinding.ValueType = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_silence_s", b"_silence_s", "silence_s", b"silence_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_silence_s", b"_silence_s", "finding", b"finding", "silence_s", b"silence_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_silence_s", b"_silence_s"]) -> typing.Literal["silence_s"] | None: ...
+
+Global___CorroborateResponse: typing_extensions.TypeAlias = CorroborateResponse
+
+@typing.final
+class InventoryEntry(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    kind: fastcheck_proto.v1.common_pb2.ReplicaKind.ValueType
+    digest: builtins.bytes
+    @property
+    def key(self) -> fastcheck_proto.v1.common_pb2.ShardKey: ...
+    def __init__(
+        self,
+        *,
+        key: fastcheck_proto.v1.common_pb2.ShardKey | None = ...,
+        kind: fastcheck_proto.v1.common_pb2.ReplicaKind.ValueType = ...,
+        digest: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "key", b"key", "kind", b"kind"]) -> None: ...
+
+Global___InventoryEntry: typing_extensions.TypeAlias = InventoryEntry
+
+@typing.final
+class ReportInventoryRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    ENTRIES_FIELD_NUMBER: builtins.int
+    @property
+    def node(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
+    @property
+    def entries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___InventoryEntry]:
+        """At most 1,000."""
+
+    def __init__(
+        self,
+        *,
+        node: fastcheck_proto.v1.common_pb2.NodeRef | None = ...,
+        entries: collections.abc.Iterable[Global___InventoryEntry] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "node", b"node"]) -> None: ...
+
+Global___ReportInventoryRequest: typing_extensions.TypeAlias = ReportInventoryRequest
+
+@typing.final
+class ReportInventoryResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADOPTED_FIELD_NUMBER: builtins.int
+    adopted: builtins.int
+    """Entries that are part of a committed step and count again; the others are nobody's any more, unless their
+    step is still under way.
+    """
+    def __init__(
+        self,
+        *,
+        adopted: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adopted", b"adopted"]) -> None: ...
+
+Global___ReportInventoryResponse: typing_extensions.TypeAlias = ReportInventoryResponse
+
+@typing.final
+class SetDrainingRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    draining: builtins.bool
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        draining: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "node_id", b"node_id"]) -> None: ...
+
+Global___SetDrainingRequest: typing_extensions.TypeAlias = SetDrainingRequest
+
+@typing.final
+class SetDrainingResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___SetDrainingResponse: typing_extensions.TypeAlias = SetDrainingResponse
+
+@typing.final
+class SafeToStopRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id"]) -> None: ...
+
+Global___SafeToStopRequest: typing_extensions.TypeAlias = SafeToStopRequest
+
+@typing.final
+class SafeToStopResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SAFE_FIELD_NUMBER: builtins.int
+    SURVIVABLE_FIELD_NUMBER: builtins.int
+    REASONS_FIELD_NUMBER: builtins.int
+    SHORT_SHARDS_FIELD_NUMBER: builtins.int
+    LOST_SHARDS_FIELD_NUMBER: builtins.int
+    JOBS_FIELD_NUMBER: builtins.int
+    safe: builtins.bool
+    """Every committed shard keeps as many copies as `tolerate` asks for, and the registry its quorum."""
+    survivable: builtins.bool
+    """Nothing committed would be lost, nor the quorum; but less would be tolerated afterwards."""
+    short_shards: builtins.int
+    """Committed shards that would be short of copies, and those that would be gone."""
+    lost_shards: builtins.int
+    @property
+    def reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Why not, a line each; at most 16."""
+
+    @property
+    def jobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        safe: builtins.bool = ...,
+        survivable: builtins.bool = ...,
+        reasons: collections.abc.Iterable[builtins.str] | None = ...,
+        short_shards: builtins.int = ...,
+        lost_shards: builtins.int = ...,
+        jobs: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["jobs", b"jobs", "lost_shards", b"lost_shards", "reasons", b"reasons", "safe", b"safe", "short_shards", b"short_shards", "survivable", b"survivable"]) -> None: ...
+
+Global___SafeToStopResponse: typing_extensions.TypeAlias = SafeToStopResponse
+
+@typing.final
+class ForgetRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id"]) -> None: ...
+
+Global___ForgetRequest: typing_extensions.TypeAlias = ForgetRequest
+
+@typing.final
+class ForgetResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ForgetResponse: typing_extensions.TypeAlias = ForgetResponse
+
+@typing.final
+class HistoryRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    """Empty: all nodes."""
+    limit: builtins.int
+    """0: all that is remembered."""
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        limit: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["limit", b"limit", "node_id", b"node_id"]) -> None: ...
+
+Global___HistoryRequest: typing_extensions.TypeAlias = HistoryRequest
+
+@typing.final
+class HistoryResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRANSITIONS_FIELD_NUMBER: builtins.int
+    @property
+    def transitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Transition]: ...
+    def __init__(
+        self,
+        *,
+        transitions: collections.abc.Iterable[Global___Transition] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["transitions", b"transitions"]) -> None: ...
+
+Global___HistoryResponse: typing_extensions.TypeAlias = HistoryResponse
+
+@typing.final
+class Transition(google.protobuf.message.Message):
+    """A node's change of state."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    FROM_FIELD_NUMBER: builtins.int
+    TO_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    AT_MS_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    to: Global___NodeState.ValueType
+    """Unspecified: it was forgotten."""
+    reason: builtins.str
+    at_ms: builtins.int
+    """Wall clock of the leader that proposed it."""
+    @property
+    def node(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        node: fastcheck_proto.v1.common_pb2.NodeRef | None = ...,
+        to: Global___NodeState.ValueType = ...,
+        reason: builtins.str = ...,
+        at_ms: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["at_ms", b"at_ms", "epoch", b"epoch", "from", b"from", "node", b"node", "reason", b"reason", "to", b"to"]) -> None: ...
+
+Global___Transition: typing_extensions.TypeAlias = Transition
+
+@typing.final
+class GetRedundancyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___GetRedundancyRequest: typing_extensions.TypeAlias = GetRedundancyRequest
+
+@typing.final
+class GetRedundancyResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHORT_SHARDS_FIELD_NUMBER: builtins.int
+    SHORT_BYTES_FIELD_NUMBER: builtins.int
+    LOST_SHARDS_FIELD_NUMBER: builtins.int
+    REPAIRING_FIELD_NUMBER: builtins.int
+    REPAIRED_FIELD_NUMBER: builtins.int
+    REPAIR_FAILURES_FIELD_NUMBER: builtins.int
+    LAST_FAILURE_FIELD_NUMBER: builtins.int
+    DOMAINS_SHORT_SHARDS_FIELD_NUMBER: builtins.int
+    WANTED_COPIES_FIELD_NUMBER: builtins.int
+    short_shards: builtins.int
+    """Of kept committed steps: shards with fewer live copies than wanted, and with none."""
+    short_bytes: builtins.int
+    lost_shards: builtins.int
+    repairing: builtins.int
+    """Copies being made now, made and failed since this leader took over."""
+    repaired: builtins.int
+    repair_failures: builtins.int
+    last_failure: builtins.str
+    """Why the last one failed; empty: none did."""
+    domains_short_shards: builtins.int
+    """Shards whose copies share a failure domain although there are enough domains in the cluster."""
+    wanted_copies: builtins.int
+    """Copies that a live node of each shard's record would have after all repairs."""
+    def __init__(
+        self,
+        *,
+        short_shards: builtins.int = ...,
+        short_bytes: builtins.int = ...,
+        lost_shards: builtins.int = ...,
+        repairing: builtins.int = ...,
+        repaired: builtins.int = ...,
+        repair_failures: builtins.int = ...,
+        last_failure: builtins.str = ...,
+        domains_short_shards: builtins.int = ...,
+        wanted_copies: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["domains_short_shards", b"domains_short_shards", "last_failure", b"last_failure", "lost_shards", b"lost_shards", "repair_failures", b"repair_failures", "repaired", b"repaired", "repairing", b"repairing", "short_bytes", b"short_bytes", "short_shards", b"short_shards", "wanted_copies", b"wanted_copies"]) -> None: ...
+
+Global___GetRedundancyResponse: typing_extensions.TypeAlias = GetRedundancyResponse
+
+@typing.final
+class ReplaceVoterRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OLD_NODE_ID_FIELD_NUMBER: builtins.int
+    NEW_NODE_ID_FIELD_NUMBER: builtins.int
+    REGISTRY_ADDRESS_FIELD_NUMBER: builtins.int
+    RAFT_ADDRESS_FIELD_NUMBER: builtins.int
+    old_node_id: builtins.str
+    """A voter that is DOWN and will not come back under this address."""
+    new_node_id: builtins.str
+    """A node that is UP and no voter. May be the same node with another raft address."""
+    registry_address: builtins.str
+    """Empty: the new node's host with the old voter's ports."""
+    raft_address: builtins.str
+    def __init__(
+        self,
+        *,
+        old_node_id: builtins.str = ...,
+        new_node_id: builtins.str = ...,
+        registry_address: builtins.str = ...,
+        raft_address: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["new_node_id", b"new_node_id", "old_node_id", b"old_node_id", "raft_address", b"raft_address", "registry_address", b"registry_address"]) -> None: ...
+
+Global___ReplaceVoterRequest: typing_extensions.TypeAlias = ReplaceVoterRequest
+
+@typing.final
+class ReplaceVoterResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VOTERS_FIELD_NUMBER: builtins.int
+    @property
+    def voters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.node_pb2.VoterRecord]: ...
+    def __init__(
+        self,
+        *,
+        voters: collections.abc.Iterable[fastcheck_proto.v1.node_pb2.VoterRecord] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["voters", b"voters"]) -> None: ...
+
+Global___ReplaceVoterResponse: typing_extensions.TypeAlias = ReplaceVoterResponse

@@ -94,6 +94,46 @@ class RegistryServiceStub(object):
                 request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsResponse.FromString,
                 _registered_method=True)
+        self.Corroborate = channel.unary_unary(
+                '/fastcheck.v1.RegistryService/Corroborate',
+                request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.CorroborateRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.CorroborateResponse.FromString,
+                _registered_method=True)
+        self.ReportInventory = channel.unary_unary(
+                '/fastcheck.v1.RegistryService/ReportInventory',
+                request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.ReportInventoryRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.ReportInventoryResponse.FromString,
+                _registered_method=True)
+        self.SetDraining = channel.unary_unary(
+                '/fastcheck.v1.RegistryService/SetDraining',
+                request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.SetDrainingRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.SetDrainingResponse.FromString,
+                _registered_method=True)
+        self.SafeToStop = channel.unary_unary(
+                '/fastcheck.v1.RegistryService/SafeToStop',
+                request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.SafeToStopRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.SafeToStopResponse.FromString,
+                _registered_method=True)
+        self.Forget = channel.unary_unary(
+                '/fastcheck.v1.RegistryService/Forget',
+                request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.ForgetRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.ForgetResponse.FromString,
+                _registered_method=True)
+        self.History = channel.unary_unary(
+                '/fastcheck.v1.RegistryService/History',
+                request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.HistoryRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.HistoryResponse.FromString,
+                _registered_method=True)
+        self.GetRedundancy = channel.unary_unary(
+                '/fastcheck.v1.RegistryService/GetRedundancy',
+                request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.GetRedundancyRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.GetRedundancyResponse.FromString,
+                _registered_method=True)
+        self.ReplaceVoter = channel.unary_unary(
+                '/fastcheck.v1.RegistryService/ReplaceVoter',
+                request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.ReplaceVoterRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.ReplaceVoterResponse.FromString,
+                _registered_method=True)
 
 
 class RegistryServiceServicer(object):
@@ -175,6 +215,64 @@ class RegistryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Corroborate(self, request, context):
+        """What this voter itself knows of a node that the leader does not hear. A voter that reports silence
+        renews no lease of that life for `withhold_s` from then on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportInventory(self, request, context):
+        """A node says which committed replicas it holds, each checked just now: those it held in an earlier
+        life are its own again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetDraining(self, request, context):
+        """A node gets nothing new and its copies are made elsewhere, or that ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SafeToStop(self, request, context):
+        """What stopping a node for good would cost, linearizable.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Forget(self, request, context):
+        """Takes a DOWN node off the list.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def History(self, request, context):
+        """Changes of nodes' states, the newest last.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRedundancy(self, request, context):
+        """How redundant the committed steps are, and what is being done about it. The leader's alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReplaceVoter(self, request, context):
+        """A voter that is gone for good is replaced by another node.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -232,6 +330,46 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.ListJobs,
                     request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsResponse.SerializeToString,
+            ),
+            'Corroborate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Corroborate,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.CorroborateRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.CorroborateResponse.SerializeToString,
+            ),
+            'ReportInventory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportInventory,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.ReportInventoryRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.ReportInventoryResponse.SerializeToString,
+            ),
+            'SetDraining': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDraining,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.SetDrainingRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.SetDrainingResponse.SerializeToString,
+            ),
+            'SafeToStop': grpc.unary_unary_rpc_method_handler(
+                    servicer.SafeToStop,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.SafeToStopRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.SafeToStopResponse.SerializeToString,
+            ),
+            'Forget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forget,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.ForgetRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.ForgetResponse.SerializeToString,
+            ),
+            'History': grpc.unary_unary_rpc_method_handler(
+                    servicer.History,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.HistoryRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.HistoryResponse.SerializeToString,
+            ),
+            'GetRedundancy': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRedundancy,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.GetRedundancyRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.GetRedundancyResponse.SerializeToString,
+            ),
+            'ReplaceVoter': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReplaceVoter,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.ReplaceVoterRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.ReplaceVoterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -530,6 +668,222 @@ class RegistryService(object):
             '/fastcheck.v1.RegistryService/ListJobs',
             fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsRequest.SerializeToString,
             fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Corroborate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.RegistryService/Corroborate',
+            fastcheck__proto_dot_v1_dot_registry__pb2.CorroborateRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_registry__pb2.CorroborateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportInventory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.RegistryService/ReportInventory',
+            fastcheck__proto_dot_v1_dot_registry__pb2.ReportInventoryRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_registry__pb2.ReportInventoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDraining(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.RegistryService/SetDraining',
+            fastcheck__proto_dot_v1_dot_registry__pb2.SetDrainingRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_registry__pb2.SetDrainingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SafeToStop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.RegistryService/SafeToStop',
+            fastcheck__proto_dot_v1_dot_registry__pb2.SafeToStopRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_registry__pb2.SafeToStopResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.RegistryService/Forget',
+            fastcheck__proto_dot_v1_dot_registry__pb2.ForgetRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_registry__pb2.ForgetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def History(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.RegistryService/History',
+            fastcheck__proto_dot_v1_dot_registry__pb2.HistoryRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_registry__pb2.HistoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRedundancy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.RegistryService/GetRedundancy',
+            fastcheck__proto_dot_v1_dot_registry__pb2.GetRedundancyRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_registry__pb2.GetRedundancyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReplaceVoter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.RegistryService/ReplaceVoter',
+            fastcheck__proto_dot_v1_dot_registry__pb2.ReplaceVoterRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_registry__pb2.ReplaceVoterResponse.FromString,
             options,
             channel_credentials,
             insecure,

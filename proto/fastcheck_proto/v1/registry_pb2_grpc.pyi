@@ -205,7 +205,135 @@ _RegistryServiceListJobsType = typing_extensions.TypeVar(
     ],
 )
 
-class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _RegistryServiceLeaveType, _RegistryServiceHeartbeatType, _RegistryServiceGetViewType, _RegistryServiceWatchViewType, _RegistryServiceOpenRankType, _RegistryServicePlaceType, _RegistryServiceReportType, _RegistryServiceLookupType, _RegistryServiceListJobStepsType, _RegistryServiceListJobsType]):
+_RegistryServiceCorroborateType = typing_extensions.TypeVar(
+    '_RegistryServiceCorroborateType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.CorroborateRequest,
+        fastcheck_proto.v1.registry_pb2.CorroborateResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.CorroborateRequest,
+        fastcheck_proto.v1.registry_pb2.CorroborateResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.CorroborateRequest,
+        fastcheck_proto.v1.registry_pb2.CorroborateResponse,
+    ],
+)
+
+_RegistryServiceReportInventoryType = typing_extensions.TypeVar(
+    '_RegistryServiceReportInventoryType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.ReportInventoryRequest,
+        fastcheck_proto.v1.registry_pb2.ReportInventoryResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.ReportInventoryRequest,
+        fastcheck_proto.v1.registry_pb2.ReportInventoryResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.ReportInventoryRequest,
+        fastcheck_proto.v1.registry_pb2.ReportInventoryResponse,
+    ],
+)
+
+_RegistryServiceSetDrainingType = typing_extensions.TypeVar(
+    '_RegistryServiceSetDrainingType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.SetDrainingRequest,
+        fastcheck_proto.v1.registry_pb2.SetDrainingResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.SetDrainingRequest,
+        fastcheck_proto.v1.registry_pb2.SetDrainingResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.SetDrainingRequest,
+        fastcheck_proto.v1.registry_pb2.SetDrainingResponse,
+    ],
+)
+
+_RegistryServiceSafeToStopType = typing_extensions.TypeVar(
+    '_RegistryServiceSafeToStopType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.SafeToStopRequest,
+        fastcheck_proto.v1.registry_pb2.SafeToStopResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.SafeToStopRequest,
+        fastcheck_proto.v1.registry_pb2.SafeToStopResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.SafeToStopRequest,
+        fastcheck_proto.v1.registry_pb2.SafeToStopResponse,
+    ],
+)
+
+_RegistryServiceForgetType = typing_extensions.TypeVar(
+    '_RegistryServiceForgetType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.ForgetRequest,
+        fastcheck_proto.v1.registry_pb2.ForgetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.ForgetRequest,
+        fastcheck_proto.v1.registry_pb2.ForgetResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.ForgetRequest,
+        fastcheck_proto.v1.registry_pb2.ForgetResponse,
+    ],
+)
+
+_RegistryServiceHistoryType = typing_extensions.TypeVar(
+    '_RegistryServiceHistoryType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.HistoryRequest,
+        fastcheck_proto.v1.registry_pb2.HistoryResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.HistoryRequest,
+        fastcheck_proto.v1.registry_pb2.HistoryResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.HistoryRequest,
+        fastcheck_proto.v1.registry_pb2.HistoryResponse,
+    ],
+)
+
+_RegistryServiceGetRedundancyType = typing_extensions.TypeVar(
+    '_RegistryServiceGetRedundancyType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.GetRedundancyRequest,
+        fastcheck_proto.v1.registry_pb2.GetRedundancyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.GetRedundancyRequest,
+        fastcheck_proto.v1.registry_pb2.GetRedundancyResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.GetRedundancyRequest,
+        fastcheck_proto.v1.registry_pb2.GetRedundancyResponse,
+    ],
+)
+
+_RegistryServiceReplaceVoterType = typing_extensions.TypeVar(
+    '_RegistryServiceReplaceVoterType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.ReplaceVoterRequest,
+        fastcheck_proto.v1.registry_pb2.ReplaceVoterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.ReplaceVoterRequest,
+        fastcheck_proto.v1.registry_pb2.ReplaceVoterResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.ReplaceVoterRequest,
+        fastcheck_proto.v1.registry_pb2.ReplaceVoterResponse,
+    ],
+)
+
+class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _RegistryServiceLeaveType, _RegistryServiceHeartbeatType, _RegistryServiceGetViewType, _RegistryServiceWatchViewType, _RegistryServiceOpenRankType, _RegistryServicePlaceType, _RegistryServiceReportType, _RegistryServiceLookupType, _RegistryServiceListJobStepsType, _RegistryServiceListJobsType, _RegistryServiceCorroborateType, _RegistryServiceReportInventoryType, _RegistryServiceSetDrainingType, _RegistryServiceSafeToStopType, _RegistryServiceForgetType, _RegistryServiceHistoryType, _RegistryServiceGetRedundancyType, _RegistryServiceReplaceVoterType]):
     @typing.overload
     def __init__(self: RegistryServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -251,6 +379,38 @@ class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _Registry
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.registry_pb2.ListJobsRequest,
             fastcheck_proto.v1.registry_pb2.ListJobsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.CorroborateRequest,
+            fastcheck_proto.v1.registry_pb2.CorroborateResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.ReportInventoryRequest,
+            fastcheck_proto.v1.registry_pb2.ReportInventoryResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.SetDrainingRequest,
+            fastcheck_proto.v1.registry_pb2.SetDrainingResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.SafeToStopRequest,
+            fastcheck_proto.v1.registry_pb2.SafeToStopResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.ForgetRequest,
+            fastcheck_proto.v1.registry_pb2.ForgetResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.HistoryRequest,
+            fastcheck_proto.v1.registry_pb2.HistoryResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.GetRedundancyRequest,
+            fastcheck_proto.v1.registry_pb2.GetRedundancyResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.ReplaceVoterRequest,
+            fastcheck_proto.v1.registry_pb2.ReplaceVoterResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -300,6 +460,38 @@ class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _Registry
             fastcheck_proto.v1.registry_pb2.ListJobsRequest,
             fastcheck_proto.v1.registry_pb2.ListJobsResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.CorroborateRequest,
+            fastcheck_proto.v1.registry_pb2.CorroborateResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.ReportInventoryRequest,
+            fastcheck_proto.v1.registry_pb2.ReportInventoryResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.SetDrainingRequest,
+            fastcheck_proto.v1.registry_pb2.SetDrainingResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.SafeToStopRequest,
+            fastcheck_proto.v1.registry_pb2.SafeToStopResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.ForgetRequest,
+            fastcheck_proto.v1.registry_pb2.ForgetResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.HistoryRequest,
+            fastcheck_proto.v1.registry_pb2.HistoryResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.GetRedundancyRequest,
+            fastcheck_proto.v1.registry_pb2.GetRedundancyResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.ReplaceVoterRequest,
+            fastcheck_proto.v1.registry_pb2.ReplaceVoterResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Register: _RegistryServiceRegisterType
@@ -334,6 +526,34 @@ class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _Registry
     """Steps that can be loaded or are under way."""
 
     ListJobs: _RegistryServiceListJobsType
+
+    Corroborate: _RegistryServiceCorroborateType
+    """What this voter itself knows of a node that the leader does not hear. A voter that reports silence
+    renews no lease of that life for `withhold_s` from then on.
+    """
+
+    ReportInventory: _RegistryServiceReportInventoryType
+    """A node says which committed replicas it holds, each checked just now: those it held in an earlier
+    life are its own again.
+    """
+
+    SetDraining: _RegistryServiceSetDrainingType
+    """A node gets nothing new and its copies are made elsewhere, or that ends."""
+
+    SafeToStop: _RegistryServiceSafeToStopType
+    """What stopping a node for good would cost, linearizable."""
+
+    Forget: _RegistryServiceForgetType
+    """Takes a DOWN node off the list."""
+
+    History: _RegistryServiceHistoryType
+    """Changes of nodes' states, the newest last."""
+
+    GetRedundancy: _RegistryServiceGetRedundancyType
+    """How redundant the committed steps are, and what is being done about it. The leader's alone."""
+
+    ReplaceVoter: _RegistryServiceReplaceVoterType
+    """A voter that is gone for good is replaced by another node."""
 
 RegistryServiceAsyncStub: typing_extensions.TypeAlias = RegistryServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -379,6 +599,38 @@ RegistryServiceAsyncStub: typing_extensions.TypeAlias = RegistryServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.registry_pb2.ListJobsRequest,
         fastcheck_proto.v1.registry_pb2.ListJobsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.CorroborateRequest,
+        fastcheck_proto.v1.registry_pb2.CorroborateResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.ReportInventoryRequest,
+        fastcheck_proto.v1.registry_pb2.ReportInventoryResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.SetDrainingRequest,
+        fastcheck_proto.v1.registry_pb2.SetDrainingResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.SafeToStopRequest,
+        fastcheck_proto.v1.registry_pb2.SafeToStopResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.ForgetRequest,
+        fastcheck_proto.v1.registry_pb2.ForgetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.HistoryRequest,
+        fastcheck_proto.v1.registry_pb2.HistoryResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.GetRedundancyRequest,
+        fastcheck_proto.v1.registry_pb2.GetRedundancyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.ReplaceVoterRequest,
+        fastcheck_proto.v1.registry_pb2.ReplaceVoterResponse,
     ],
 ]
 
@@ -470,5 +722,73 @@ class RegistryServiceServicer(metaclass=abc.ABCMeta):
         request: fastcheck_proto.v1.registry_pb2.ListJobsRequest,
         context: _ServicerContext,
     ) -> typing.Union[fastcheck_proto.v1.registry_pb2.ListJobsResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.ListJobsResponse]]: ...
+
+    @abc.abstractmethod
+    def Corroborate(
+        self,
+        request: fastcheck_proto.v1.registry_pb2.CorroborateRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.registry_pb2.CorroborateResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.CorroborateResponse]]:
+        """What this voter itself knows of a node that the leader does not hear. A voter that reports silence
+        renews no lease of that life for `withhold_s` from then on.
+        """
+
+    @abc.abstractmethod
+    def ReportInventory(
+        self,
+        request: fastcheck_proto.v1.registry_pb2.ReportInventoryRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.registry_pb2.ReportInventoryResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.ReportInventoryResponse]]:
+        """A node says which committed replicas it holds, each checked just now: those it held in an earlier
+        life are its own again.
+        """
+
+    @abc.abstractmethod
+    def SetDraining(
+        self,
+        request: fastcheck_proto.v1.registry_pb2.SetDrainingRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.registry_pb2.SetDrainingResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.SetDrainingResponse]]:
+        """A node gets nothing new and its copies are made elsewhere, or that ends."""
+
+    @abc.abstractmethod
+    def SafeToStop(
+        self,
+        request: fastcheck_proto.v1.registry_pb2.SafeToStopRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.registry_pb2.SafeToStopResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.SafeToStopResponse]]:
+        """What stopping a node for good would cost, linearizable."""
+
+    @abc.abstractmethod
+    def Forget(
+        self,
+        request: fastcheck_proto.v1.registry_pb2.ForgetRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.registry_pb2.ForgetResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.ForgetResponse]]:
+        """Takes a DOWN node off the list."""
+
+    @abc.abstractmethod
+    def History(
+        self,
+        request: fastcheck_proto.v1.registry_pb2.HistoryRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.registry_pb2.HistoryResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.HistoryResponse]]:
+        """Changes of nodes' states, the newest last."""
+
+    @abc.abstractmethod
+    def GetRedundancy(
+        self,
+        request: fastcheck_proto.v1.registry_pb2.GetRedundancyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.registry_pb2.GetRedundancyResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.GetRedundancyResponse]]:
+        """How redundant the committed steps are, and what is being done about it. The leader's alone."""
+
+    @abc.abstractmethod
+    def ReplaceVoter(
+        self,
+        request: fastcheck_proto.v1.registry_pb2.ReplaceVoterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.registry_pb2.ReplaceVoterResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.ReplaceVoterResponse]]:
+        """A voter that is gone for good is replaced by another node."""
 
 def add_RegistryServiceServicer_to_server(servicer: RegistryServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

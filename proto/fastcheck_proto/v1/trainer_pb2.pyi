@@ -35,6 +35,8 @@ class _SaveStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     SAVE_STATE_REPLICATED: _SaveState.ValueType  # 2
     SAVE_STATE_COMMITTED: _SaveState.ValueType  # 3
     SAVE_STATE_FAILED: _SaveState.ValueType  # 4
+    SAVE_STATE_PROVISIONAL: _SaveState.ValueType  # 5
+    """Replicated without a registry: safe against the loss of this node, and nobody has committed it."""
 
 class SaveState(_SaveState, metaclass=_SaveStateEnumTypeWrapper): ...
 
@@ -43,6 +45,8 @@ SAVE_STATE_STAGED: SaveState.ValueType  # 1
 SAVE_STATE_REPLICATED: SaveState.ValueType  # 2
 SAVE_STATE_COMMITTED: SaveState.ValueType  # 3
 SAVE_STATE_FAILED: SaveState.ValueType  # 4
+SAVE_STATE_PROVISIONAL: SaveState.ValueType  # 5
+"""Replicated without a registry: safe against the loss of this node, and nobody has committed it."""
 Global___SaveState: typing_extensions.TypeAlias = SaveState
 
 @typing.final
@@ -345,11 +349,14 @@ class LoadRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    ALLOW_PROVISIONAL_FIELD_NUMBER: builtins.int
     job: builtins.str
     rank: builtins.int
     world_size: builtins.int
     step: builtins.int
     """Unset: the newest committed step."""
+    allow_provisional: builtins.bool
+    """If the registry has no quorum: take the newest step that the nodes hold complete, committed or not."""
     def __init__(
         self,
         *,
@@ -357,9 +364,10 @@ class LoadRequest(google.protobuf.message.Message):
         rank: builtins.int = ...,
         world_size: builtins.int = ...,
         step: builtins.int | None = ...,
+        allow_provisional: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_step", b"_step", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_step", b"_step", "job", b"job", "rank", b"rank", "step", b"step", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_step", b"_step", "allow_provisional", b"allow_provisional", "job", b"job", "rank", b"rank", "step", b"step", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
 
 Global___LoadRequest: typing_extensions.TypeAlias = LoadRequest
@@ -413,6 +421,7 @@ class LoadReady(google.protobuf.message.Message):
     BAD_COPIES_FIELD_NUMBER: builtins.int
     RESTORE_S_FIELD_NUMBER: builtins.int
     LOSSY_FIELD_NUMBER: builtins.int
+    PROVISIONAL_FIELD_NUMBER: builtins.int
     step: builtins.int
     state_bytes: builtins.int
     header_offset: builtins.int
@@ -426,6 +435,8 @@ class LoadReady(google.protobuf.message.Message):
     restore_s: builtins.float
     lossy: builtins.bool
     """The trainer that saved it allowed a lossy coding."""
+    provisional: builtins.bool
+    """Found without the registry: complete and checked, but whether it was committed nobody could say."""
     @property
     def segment(self) -> Global___SegmentRef: ...
     def __init__(
@@ -442,9 +453,10 @@ class LoadReady(google.protobuf.message.Message):
         bad_copies: builtins.int = ...,
         restore_s: builtins.float = ...,
         lossy: builtins.bool = ...,
+        provisional: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["segment", b"segment"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bad_copies", b"bad_copies", "fetched_bytes", b"fetched_bytes", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "holders", b"holders", "local_bytes", b"local_bytes", "lossy", b"lossy", "restore_s", b"restore_s", "segment", b"segment", "state_bytes", b"state_bytes", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bad_copies", b"bad_copies", "fetched_bytes", b"fetched_bytes", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "holders", b"holders", "local_bytes", b"local_bytes", "lossy", b"lossy", "provisional", b"provisional", "restore_s", b"restore_s", "segment", b"segment", "state_bytes", b"state_bytes", "step", b"step"]) -> None: ...
 
 Global___LoadReady: typing_extensions.TypeAlias = LoadReady
 
