@@ -103,7 +103,10 @@ def test_an_even_number_of_voters_is_refused(tmp_path):
 
 def test_a_child_gets_the_very_same_configuration(tmp_path):
     config = load_config(
-        write(tmp_path, VOTERS + "raft_key_file: /k\nram_budget_bytes: 3GiB\nsuspect_after_s: 0.5\nlabels: {rack: a}")
+        write(
+            tmp_path,
+            VOTERS + "raft_key_file: /k\nram_budget_bytes: 3GiB\nsuspect_after_s: 0.5\nlabels: {rack: a}",
+        )
     )
     assert Config.from_json(config.to_json()) == config
 
