@@ -38,6 +38,7 @@ from .errors import (
     StoreError,
     StoreFullError,
 )
+from .health.lease import LeaseHolder
 from .identity import Identity
 from .registry.client import RegistryClient
 from .registry_server import RegistryServer
@@ -103,6 +104,7 @@ class _DataRooms:
 
     def __init__(self, config: Config, store: RamStore, counters: Counters) -> None:
         self.identity = identity = Identity(config.node_id)
+        self.lease = LeaseHolder(config.node_id, lambda: identity.incarnation)
         self.store = store
         self.hashing = ThreadPoolExecutor(config.worker_threads, thread_name_prefix="hash")
         # Lane threads mostly wait for the network: room for several ranks' steps at full spread.
@@ -119,6 +121,7 @@ class _DataRooms:
         self.desk = PutDesk(
             cluster_id=config.cluster_id, node_id=config.node_id, store=store, tickets=tickets,
             counters=counters, incarnation=lambda: identity.incarnation, epoch=lambda: identity.epoch,
+            require_lease=self.lease.require,
             budget_bytes=config.ram_budget_bytes, transfer_timeout_s=config.transfer_timeout_s,
         )  # fmt: skip
         replicator = Replicator(
@@ -135,8 +138,9 @@ class _DataRooms:
             counters=counters, executor=self.hashing,
         )  # fmt: skip
         self.peer_service = PeerService(
-            cluster_id=config.cluster_id, desk=self.desk, store=store, tickets=tickets, counters=counters
-        )
+            cluster_id=config.cluster_id, desk=self.desk, store=store, tickets=tickets, counters=counters,
+            lease=self.lease,
+        )  # fmt: skip
         self.trainer_service = TrainerService(config, self.saving, restore, registry)
         self._resumed = False
         view.on_change(self._on_view)
@@ -178,7 +182,7 @@ async def run_data(config: Config) -> None:
     _listen_tcp(far, config.data_address, "data_port")
     near = grpc.aio.server(options=SERVER_OPTIONS)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, near)
-    control = DataControlService(rooms.identity, store, on_assume=rooms.resume)
+    control = DataControlService(rooms.identity, rooms.lease, store, on_assume=rooms.resume)
     node_pb2_grpc.add_DataControlServiceServicer_to_server(control, near)
     rooms.lane.start()
     rooms.desk.start()

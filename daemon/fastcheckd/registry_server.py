@@ -13,6 +13,7 @@ from .config import Config
 from .errors import ConfigError
 from .health.detector import FailureDetector
 from .registry.leading import Leader
+from .registry.outward import GrpcOutward
 from .registry.raft import Raft, check_port_is_free
 from .registry.reporting import Reports
 from .rpc import SERVER_OPTIONS
@@ -35,10 +36,14 @@ class RegistryServer:
         self._config = config
         self._raft = Raft(config, self._changed)
         self._detector = FailureDetector(
-            suspect_after_s=config.suspect_after_s, down_after_s=config.down_after_s
+            suspect_after_s=config.suspect_after_s,
+            down_after_s=config.down_after_s,
+            hush_s=2 * config.heartbeat_interval_s,
         )
         self._reports = Reports(self._raft, config)
-        self._leader = Leader(config, self._raft, self._reports, self._detector, self._suspects_changed)
+        self._leader = Leader(
+            config, self._raft, self._reports, self._detector, self._suspects_changed, GrpcOutward()
+        )
         self._service = RegistryService(config, self._raft, self._leader, self._reports, self._detector)
         self._epoch = -1
         self._failed = asyncio.Event()
@@ -92,7 +97,7 @@ class RegistryServer:
         )
         if epoch != self._epoch:
             self._epoch = epoch
-            self._detector.keep(lives)
+            self._detector.members(lives, asyncio.get_running_loop().time())
             self._service.forget_except({node_id for node_id, _ in lives})
             self._reports.membership_changed()
         self._leader.changed()

@@ -102,7 +102,7 @@ class RegistryService(RegistrySigns, registry_pb2_grpc.RegistryServiceServicer):
             records.text({"life_id": request.life_id}, "life_id", records.TOKEN_BYTES_MAX)
         await self._need_leader(context)
         result = await self._propose({"type": "register", "node": node, "life_id": request.life_id})
-        self._detector.heard((request.node_id, result["incarnation"]), self._now(), data_ready=True)
+        self._detector.heard((request.node_id, result["incarnation"]), self._now())
         return registry_pb2.RegisterResponse(incarnation=result["incarnation"], epoch=result["epoch"])
 
     @answers
