@@ -7,10 +7,13 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ..config import Config
-from ..errors import FastCheckdError, FencedError, NotNewerError, SupersededError
+from fastcheck_proto.v1 import registry_pb2
+
+from ..config import Config, Voter
+from ..errors import FastCheckdError, FencedError, InvalidRequestError, NotNewerError, SupersededError
 from ..health.detector import FailureDetector, Life
 from ..placement import PlannedShard, place
+from . import commands
 from .commits import Standing, check_session, standing
 from .engine import Engine
 from .judging import Judge
@@ -35,6 +38,7 @@ class Leader:
 
     Args:
         on_suspects: called when what is thought of some node, or whether this voter leads, has changed.
+        wall_ms: the wall clock, for what people are shown; nothing is decided by it.
         outward: how it asks nodes and voters; by default over the network.
     """
 
@@ -45,14 +49,17 @@ class Leader:
         reports: Reports,
         detector: FailureDetector,
         on_suspects: Callable[[], None],
+        *,
+        wall_ms: Callable[[], int],
         outward: Outward | None = None,
     ) -> None:
+        self.wall_ms = wall_ms
         self._config = config
         self._raft = raft
         self._reports = reports
         self._on_suspects = on_suspects
         self.outward: Outward = outward or GrpcOutward()
-        self.judge = Judge(config, raft, detector, self.outward, on_suspects)
+        self.judge = Judge(config, raft, detector, self.outward, on_suspects, wall_ms=wall_ms)
         self._wake = asyncio.Event()
         self._barrier_running: asyncio.Task[None] | None = None
         self._barrier_next: asyncio.Task[None] | None = None
@@ -89,7 +96,7 @@ class Leader:
 
     async def _lead(self, term: int) -> None:
         try:
-            await self._raft.propose({"type": "noop"})
+            await self._raft.propose(commands.noop())
         except FastCheckdError as error:
             logger.warning("registry: elected, but cannot commit yet: %s", error)
             await asyncio.sleep(0.1)
@@ -180,6 +187,16 @@ class Leader:
         )
         return placement
 
+    async def replace_voter(self, request: registry_pb2.ReplaceVoterRequest) -> list[Voter]:
+        """Replace a voter that is gone for good; returns all voters afterwards.
+
+        Raises:
+            InvalidRequestError: this registry cannot.
+        """
+        raise InvalidRequestError(
+            f"voter {request.old_node_id} cannot be replaced: the voters of this registry are those of its config"
+        )
+
     async def confirm(self) -> None:
         """Return when this voter has been proved to lead after the call began: what it then reads is current.
 
@@ -198,4 +215,4 @@ class Leader:
         if before is not None:
             await asyncio.wait([before])
         self._barrier_running, self._barrier_next = self._barrier_next, None
-        await self._raft.propose({"type": "noop"})
+        await self._raft.propose(commands.noop())
