@@ -13,6 +13,7 @@ from .config import Config
 from .errors import ConfigError
 from .health.detector import FailureDetector
 from .registry.leading import Leader
+from .registry.outward import GrpcOutward
 from .registry.raft import Raft, check_port_is_free
 from .registry.reporting import Reports
 from .rpc import SERVER_OPTIONS
@@ -38,7 +39,9 @@ class RegistryServer:
             suspect_after_s=config.suspect_after_s, down_after_s=config.down_after_s
         )
         self._reports = Reports(self._raft, config)
-        self._leader = Leader(config, self._raft, self._reports, self._detector, self._suspects_changed)
+        self._leader = Leader(
+            config, self._raft, self._reports, self._detector, self._suspects_changed, GrpcOutward()
+        )
         self._service = RegistryService(config, self._raft, self._leader, self._reports, self._detector)
         self._epoch = -1
         self._failed = asyncio.Event()

@@ -86,9 +86,7 @@ class Auditor:
             except FastCheckdError as error:
                 logger.info("registry: cannot audit the node at %s now: %s", data_address, error)
                 return
-        there = {
-            (ShardId(r.key.job, r.key.step, r.key.rank, r.key.shard), r.digest.hex()) for r in replicas
-        }
+        there = {(ShardId(r.key.job, r.key.step, r.key.rank, r.key.shard), r.digest.hex()) for r in replicas}
         held = {claim for claim, digest in claims.items() if (claim.shard, digest) in there}
         self._confirm(held)
         # Steps that went meanwhile are no loss: `denied_still` looks at the state as it is then.

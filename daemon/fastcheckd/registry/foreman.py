@@ -21,7 +21,9 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from ..config import Config
 from ..errors import FastCheckdError
 from .auditing import Auditor
+from .commands import rehold
 from .engine import Engine
+from .holding import CHANGES_MAX
 from .outward import Outward
 from .records import Json
 from .redundancy import Claim, Ref, ShardId, Survey, survey
@@ -34,8 +36,6 @@ ORDERS_MAX = 32
 LOOK_INTERVAL_S = 2.0
 #: Changes within this time are looked at together.
 LOOK_PAUSE_S = 0.05
-#: Changes of holders in one command, as the state machine takes them.
-REHOLD_MAX = 256
 PROPOSE_RETRY_S = 1.0
 #: A fetch is given this much, twice what its bytes take at the full rate, and for each of its chunks as long as a
 #: target whose own saves go first may take for it.
@@ -114,7 +114,9 @@ class Foreman:
         added = self._engine.read(lambda state: denied_still(taken_back, state)) if taken_back else taken_back
         if added:
             for claim in sorted(added)[:10]:
-                logger.warning("registry: node %s has lost its copy of %s", claim.ref.node_id, tuple(claim.shard))
+                logger.warning(
+                    "registry: node %s has lost its copy of %s", claim.ref.node_id, tuple(claim.shard)
+                )
             self._denied |= added
             self._wake.set()
 
@@ -214,7 +216,9 @@ class Foreman:
         """End orders whose target is over, or that nobody needs any more."""
         for shard_id, order in list(self._under_way.items()):
             node = state["nodes"].get(order.target.node_id)
-            lives = node is not None and node["incarnation"] == order.target.incarnation and node["state"] == "UP"
+            lives = (
+                node is not None and node["incarnation"] == order.target.incarnation and node["state"] == "UP"
+            )
             if (not lives or shard_id not in short) and (task := self._tasks.get(shard_id)) is not None:
                 task.cancel()
 
@@ -276,12 +280,12 @@ class Foreman:
     async def _commit_done(self) -> None:
         """Propose what was made. What cannot be committed now stays in the list: it lies there."""
         while self._done:
-            orders = self._done[:REHOLD_MAX]
+            orders = self._done[:CHANGES_MAX]
             changes = [change for order in orders for change in order.changes()]
             verdicts: dict[ShardId, tuple[bool, str]] = {}
             if changes:
                 try:
-                    result = await self._engine.propose({"type": "rehold", "changes": changes})
+                    result = await self._engine.propose(rehold(changes))
                 except FastCheckdError as error:
                     logger.warning("registry: cannot commit %d copies made: %s", len(changes), error)
                     await asyncio.sleep(PROPOSE_RETRY_S)
@@ -290,6 +294,7 @@ class Foreman:
                 done = result.get("done", [False] * len(proposed))
                 why = result.get("why", [str(result.get("message", ""))] * len(proposed))
                 verdicts = dict(zip(proposed, zip(done, why, strict=True), strict=True))
+                self._changes += 1
             del self._done[: len(orders)]
             for order in orders:
                 self._under_way.pop(order.shortage.id, None)

@@ -17,6 +17,8 @@ from ..health.probing import ProbeResult, probe
 from ..placement import PlannedShard, place
 from .commits import Standing, check_session, standing
 from .engine import Engine
+from .foreman import Foreman
+from .outward import Outward
 from .records import SHARDS_MAX, Json
 from .reporting import Reports
 
@@ -46,6 +48,7 @@ class Leader:
         reports: Reports,
         detector: FailureDetector,
         on_suspects: Callable[[], None],
+        outward: Outward,
     ) -> None:
         self._config = config
         self._raft = raft
@@ -59,6 +62,9 @@ class Leader:
         #: Term in which this voter has proved that it leads and has applied all that was committed before.
         self._ready_term = -1
         self.suspects: frozenset[Life] = frozenset()
+        self.foreman = Foreman(
+            config, raft, outward, unwell=lambda: frozenset(node_id for node_id, _ in self.suspects)
+        )
 
     @property
     def ready(self) -> bool:
@@ -68,6 +74,7 @@ class Leader:
     def changed(self) -> None:
         """State, role or leader have changed."""
         self._wake.set()
+        self.foreman.changed()
 
     async def run(self) -> None:
         """Lead whenever this voter is elected. Ends by being cancelled."""
@@ -92,13 +99,18 @@ class Leader:
         self._detector.became_leader(self._now())
         logger.info("registry: leading in term %d", term)
         self._on_suspects()
+        repairing = asyncio.create_task(self.foreman.run(), name="repairs")
         try:
             while self.ready:
                 self._judge()
                 self._reports.tick()
+                if repairing.done():
+                    repairing.result()  # raises: it ends by being cancelled
                 await asyncio.sleep(self._config.suspect_after_s / 4)
         finally:
+            repairing.cancel()
             self._resign()
+            await asyncio.gather(repairing, return_exceptions=True)
 
     def _resign(self) -> None:
         self._ready_term = -1

@@ -261,7 +261,9 @@ def stop_verdict(
         unwell: nodes that may be dead already; what they hold counts for nothing.
         denied: claims that their nodes have taken back.
     """
-    others = {other: node for other, node in state["nodes"].items() if other != node_id and other not in unwell}
+    others = {
+        other: node for other, node in state["nodes"].items() if other != node_id and other not in unwell
+    }
     counting = {other: node["incarnation"] for other, node in others.items() if counts(node)}
     live = {other: node["incarnation"] for other, node in others.items() if is_live(node)}
     short: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Which missing copies to make now, where, and from whom; and how long to wait before trying again. Pure: `now` is given.
+"""Which missing copies to make now, where, and from whom; how long to wait before trying again. Pure: `now` is given.
 
 Wanted at any moment is little: the copies that matter most, one per target, a bounded number in all. The
 rest is computed again when one of them is done, from the state as it is then.
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from ..placement import substitute
+from .commands import holder_change
 from .records import Json
 from .redundancy import (
     Claim,
@@ -57,18 +58,10 @@ class Order:
         if self.refill:
             return []
         job, step, rank, shard = self.shortage.id
-        return [
-            {
-                "job": job,
-                "step": step,
-                "rank": rank,
-                "shard": shard,
-                "digest": self.shortage.digest,
-                "kind": "copy",
-                "add": list(self.target),
-                "remove": None if self.replaces is None else list(self.replaces),
-            }
-        ]
+        change = holder_change(
+            job, step, rank, shard, self.shortage.digest, add=self.target, remove=self.replaces
+        )
+        return [change]
 
 
 class Absences:
@@ -254,7 +247,6 @@ class Planner:
             refill=refill,
         )
 
-
     def _choose(
         self,
         nodes: Mapping[str, Json],
@@ -300,9 +292,7 @@ def _sources(shortage: Shortage, unwell: Set[str], serving: Mapping[str, int]) -
     return tuple(sorted((*shortage.live, *shortage.draining), key=rank)[:SOURCES_MAX])
 
 
-def _replaced(
-    shortage: Shortage, spared: Set[Ref], target: str, domains: Mapping[str, str]
-) -> Ref | None:
+def _replaced(shortage: Shortage, spared: Set[Ref], target: str, domains: Mapping[str, str]) -> Ref | None:
     """The holder that goes from the record when `target` comes in. Its own older life goes by itself."""
     if any(ref.node_id == target for ref in shortage.dead):
         return None

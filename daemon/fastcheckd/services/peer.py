@@ -25,6 +25,8 @@ from ..transfer.frames import STREAMS_MAX
 from ..transfer.put_checks import check_cluster, check_key
 from ..transfer.put_desk import PutDesk
 from ..transfer.tickets import GetGrant, TicketOffice
+from ..upkeep.room import UpkeepRoom
+from .peer_upkeep import PeerUpkeep
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _KINDS = (pb.REPLICA_KIND_COPY, pb.REPLICA_KIND_OWNER)
 
 
-class PeerService(peer_pb2_grpc.PeerServiceServicer):
+class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
     """The face that other nodes see."""
 
     def __init__(
@@ -43,12 +45,14 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         store: RamStore,
         tickets: TicketOffice,
         counters: Counters,
+        upkeep: UpkeepRoom | None = None,
     ) -> None:
         self._cluster_id = cluster_id
         self._desk = desk
         self._store = store
         self._tickets = tickets
         self._counters = counters
+        self._upkeep = upkeep
         #: One check of a reported replica at a time: reports must not take all cores.
         self._checking = asyncio.Semaphore(1)
 
@@ -153,6 +157,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             ram_used_bytes=usage.used_bytes - usage.free_bytes,  # free ones go when needed
             ram_budget_bytes=usage.budget_bytes,
             counters=self._counters.snapshot(),
+            scrub_age_ms=None if self._upkeep is None else self._upkeep.scrub_age_ms(),
         )
 
     def _found(self, key: pb.ShardKey) -> list[HeldShard]:

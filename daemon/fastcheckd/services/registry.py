@@ -29,7 +29,7 @@ from ..registry.records import Json, is_lossy
 from ..registry.reporting import Reports
 from ..registry.view import job_view
 from ..rpc import answers
-from .registry_signs import RegistrySigns
+from .registry_upkeep import RegistryUpkeep
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -46,7 +46,7 @@ def _checking() -> Iterator[None]:
         raise InvalidRequestError(str(error)) from None
 
 
-class RegistryService(RegistrySigns, registry_pb2_grpc.RegistryServiceServicer):
+class RegistryService(RegistryUpkeep, registry_pb2_grpc.RegistryServiceServicer):
     """One voter's answers.
 
     Args:

@@ -16,7 +16,9 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..digests import DIGEST_BYTES
 from ..errors import FencedError, InvalidRequestError
+from ..registry.commands import holder_change, rehold
 from ..registry.foreman import Foreman
+from ..registry.holding import CHANGES_MAX
 from ..registry.records import Json
 from ..registry.redundancy import Claim, Ref, ShardId, find_shard, is_live, stop_verdict
 from ..rpc import answers
@@ -25,7 +27,6 @@ from .registry_signs import RegistrySigns
 Context = grpc.aio.ServicerContext[Any, Any]
 
 ENTRIES_MAX = 1000
-REHOLD_MAX = 256
 
 
 @dataclass
@@ -78,18 +79,15 @@ def sort_inventory(
 
 
 def _change(shard_id: ShardId, shard: Json, kind: str, node: Ref) -> Json:
-    job, step, rank, index = shard_id
-    return {
-        "job": job, "step": step, "rank": rank, "shard": index, "digest": shard["digest"], "kind": kind,
-        "add": list(node), "remove": None,
-    }  # fmt: skip
+    return holder_change(*shard_id, shard["digest"], kind=kind, add=node)
 
 
 class RegistryUpkeep(RegistrySigns):
     """A part of `services.registry.RegistryService`."""
 
-    #: Set by the service.
-    _foreman: Foreman
+    @property
+    def _foreman(self) -> Foreman:
+        return self._leader.foreman
 
     async def _need_leader(self, context: Context) -> None:
         raise NotImplementedError  # the service's
@@ -107,7 +105,9 @@ class RegistryUpkeep(RegistrySigns):
 
         def judge(state: Json) -> rpb.SafeToStopResponse:
             if request.node_id not in state["nodes"]:
-                raise InvalidRequestError(f"there is no node {request.node_id[:128]!r}: see 'fastcheck nodes'")
+                raise InvalidRequestError(
+                    f"there is no node {request.node_id[:128]!r}: see 'fastcheck nodes'"
+                )
             verdict = stop_verdict(
                 state,
                 request.node_id,
@@ -158,10 +158,8 @@ class RegistryUpkeep(RegistrySigns):
         self._foreman.confirm(found.confirmed)
         self._foreman.deny(found.denied)
         adopted = found.known
-        for first in range(0, len(found.changes), REHOLD_MAX):
-            result = await self._propose(
-                {"type": "rehold", "changes": found.changes[first : first + REHOLD_MAX]}
-            )
+        for first in range(0, len(found.changes), CHANGES_MAX):
+            result = await self._propose(rehold(found.changes[first : first + CHANGES_MAX]))
             adopted += sum(result["done"])
         self._foreman.returned(node, finished=not request.entries)
         return rpb.ReportInventoryResponse(adopted=adopted)

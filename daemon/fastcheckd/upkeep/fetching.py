@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
@@ -39,6 +40,7 @@ SOURCES_MAX = 16
 #: One connection: repairs take the back seat.
 STREAMS = 1
 _Key = tuple[str, int, int, int, bytes]
+R = TypeVar("R")
 
 
 class FetchRoom:
@@ -160,7 +162,13 @@ class FetchRoom:
                     continue
                 try:
                     return await self._peers.get_shard(
-                        source, request.key, request.digest, into, _unwatched, streams=STREAMS, gate=self._gate
+                        source,
+                        request.key,
+                        request.digest,
+                        into,
+                        _unwatched,
+                        streams=STREAMS,
+                        gate=self._gate,
                     )
                 except (CorruptError, NotHeldError, PeerError) as error:
                     tried.append(str(error))
@@ -179,7 +187,7 @@ class FetchRoom:
         return self._store.publish(manifest, segment, 0, verified=True)
 
 
-async def _finished(work: asyncio.Future[R] | Coroutine[Any, Any, R]) -> R:
+async def _finished(work: Coroutine[Any, Any, R]) -> R:
     """Wait for a thread's work even when cancelled: memory must not change hands behind its back."""
     task = asyncio.ensure_future(work)
     try:

@@ -44,7 +44,7 @@ class Pacer:
         self._passed_at.pop(stream, None)
 
     def wait_s(self, stream: object, size_bytes: int, now: float, *, busy: bool) -> float:
-        """0: the piece may pass, and is counted. Otherwise: ask again after so many seconds, or when that may change."""
+        """0: the piece may pass, and is counted. Otherwise ask again after so many seconds, or when `busy` changes."""
         self._refill(now)
         starved_in_s = self._passed_at.get(stream, now) + self._trickle_s - now
         if starved_in_s > 0:
