@@ -34,7 +34,7 @@ class ScrubBook:
         self._held: dict[tuple[tuple[object, ...], bytes], Replica] = {}
         self._checked_at: dict[tuple[tuple[object, ...], bytes], float] = {}
         self._first_seen: dict[tuple[tuple[object, ...], bytes], float] = {}
-        self._turn_ends_at = 0.0
+        self._turn_ends_at: float | None = None
 
     def refresh(self, held: Iterable[Replica], now: float) -> None:
         """What is held now; what was verified when it came counts as checked when it is first seen."""
@@ -48,21 +48,19 @@ class ScrubBook:
     def checked(self, replica: Replica, now: float) -> None:
         """The replica was checked, or could not be: its turn is over."""
         self._checked_at[replica.name, replica.digest] = now
-        self._turn_ends_at = now + self._share_s(replica)
+        self._turn_ends_at = None
 
     def next(self, now: float) -> Replica | None:
-        """The replica whose turn it is now."""
+        """The replica that is to be checked now: whose turn ends, for each is read at the end of its own."""
         unchecked = [replica for key, replica in self._held.items() if key not in self._checked_at]
         if unchecked:
             return max(unchecked, key=lambda replica: replica.step)
-        if now < self._turn_ends_at or not self._held:
+        if not self._held:
             return None
-        oldest = min(self._held, key=lambda key: self._checked_at[key])
-        if not self._turn_ends_at:
-            # The first turn: nothing is old yet.
-            self._turn_ends_at = now + self._share_s(self._held[oldest])
-            return None
-        return self._held[oldest]
+        oldest = self._held[min(self._held, key=lambda key: self._checked_at[key])]
+        if self._turn_ends_at is None:
+            self._turn_ends_at = now + self._share_s(oldest)
+        return oldest if now >= self._turn_ends_at else None
 
     def _share_s(self, replica: Replica) -> float:
         total = sum(each.bytes for each in self._held.values())
