@@ -21,8 +21,7 @@ from ..registry.foreman import Foreman
 from ..registry.holding import CHANGES_MAX
 from ..registry.records import Json
 from ..registry.redundancy import Claim, Ref, ShardId, find_shard, is_live, stop_verdict
-from ..rpc import answers
-from .registry_signs import RegistrySigns
+from .deciding import Deciding, decides
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -82,20 +81,14 @@ def _change(shard_id: ShardId, shard: Json, kind: str, node: Ref) -> Json:
     return holder_change(*shard_id, shard["digest"], kind=kind, add=node)
 
 
-class RegistryUpkeep(RegistrySigns):
+class RegistryUpkeep(Deciding):
     """A part of `services.registry.RegistryService`."""
 
     @property
     def _foreman(self) -> Foreman:
         return self._leader.foreman
 
-    async def _need_leader(self, context: Context) -> None:
-        raise NotImplementedError  # the service's
-
-    async def _propose(self, command: Json) -> Json:
-        raise NotImplementedError  # the service's
-
-    @answers
+    @decides
     async def SafeToStop(self, request: rpb.SafeToStopRequest, context: Context) -> rpb.SafeToStopResponse:
         """What stopping a node for good would cost, current as of this call."""
         await self._need_leader(context)
@@ -127,7 +120,7 @@ class RegistryUpkeep(RegistrySigns):
 
         return self._raft.read(judge)
 
-    @answers
+    @decides
     async def GetRedundancy(
         self, request: rpb.GetRedundancyRequest, context: Context
     ) -> rpb.GetRedundancyResponse:
@@ -135,7 +128,7 @@ class RegistryUpkeep(RegistrySigns):
         await self._need_leader(context)
         return self._foreman.redundancy()
 
-    @answers
+    @decides
     async def ReportInventory(
         self, request: rpb.ReportInventoryRequest, context: Context
     ) -> rpb.ReportInventoryResponse:

@@ -161,3 +161,64 @@ def test_no_sequence_of_commands_raises_or_goes_back(sequence):
             assert len(set(on)) == len(on), "never two copies of a shard on one node, its owner's included"
             if isinstance(command, dict) and command.get("type") == "rehold":
                 assert live_copies(state, owner, holders) >= live_copies(state, *was[key])
+
+
+#: What befalls a small cluster, told without incarnations: those are the current ones when it happens.
+happenings = st.one_of(
+    st.tuples(st.just("register"), nodes),
+    st.tuples(st.just("down"), nodes),
+    st.tuples(st.just("drain"), nodes, st.booleans()),
+    *(
+        st.tuples(
+            st.just("rehold"),
+            st.sampled_from(["copy", "copy", "copy", "owner"]),
+            st.integers(0, 1),
+            st.none() | nodes,
+            st.none() | nodes,
+        )
+        for _ in range(3)
+    ),
+)
+
+
+def command_of(state, count, what, *details):
+    if what == "register":
+        return register(details[0], f"life-{count}")
+    if what == "drain":
+        return set_draining(*details)
+    if what == "down":
+        return set_state([details[0], state["nodes"][details[0]]["incarnation"]], "DOWN", "silent")
+    kind, rank, add, remove = details
+    held = shards_of(state)[2, rank, 0][1]
+    return rehold(
+        made.holder_change(
+            "gpt", 2, rank, 0, "ab" * 16, kind=kind,
+            add=None if add is None else [add, state["nodes"][add]["incarnation"]],
+            remove=next((holder for holder in held if holder[0] == remove), None),
+        )
+    )  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(happenings, min_size=1, max_size=20))
+def test_no_change_of_holders_costs_a_live_copy_or_puts_two_on_a_node(sequence):
+    state = cluster()
+    assert apply(state, register("n3"))["ok"]
+    assert apply(state, commit(2, RANKS))["ok"]
+    for count, happening in enumerate(sequence):
+        before = copy.deepcopy(state)
+        command = command_of(state, count, *happening)
+        result = apply(state, command)
+        assert result.get("code") != "INTERNAL", result
+        if not any(result.get("done", [False])) and command["type"] == "rehold":
+            assert state == before, "a refused change changes nothing"
+        was = shards_of(before)
+        for key, (owner, holders) in shards_of(state).items():
+            on = [owner[0], *(holder[0] for holder in holders)]
+            assert len(set(on)) == len(on), "never two copies of a shard on one node, its owner's included"
+            if command["type"] == "rehold":
+                assert live_copies(state, owner, holders) >= live_copies(state, *was[key])
+                assert all(live(state, ref) for ref in holders if ref not in was[key][1])
+        (kept,) = state["jobs"]["gpt"]["steps"]
+        assert kept["copies"] == min(len(s["holders"]) for r in kept["ranks"] for s in r["shards"])
+        check_nodes(state)
