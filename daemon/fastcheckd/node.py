@@ -38,6 +38,7 @@ from .errors import (
     StoreError,
     StoreFullError,
 )
+from .health.lease import LeaseHolder
 from .identity import Identity
 from .registry.client import RegistryClient
 from .registry_server import RegistryServer
@@ -104,6 +105,7 @@ class _DataRooms:
 
     def __init__(self, config: Config, store: RamStore, counters: Counters) -> None:
         self.identity = identity = Identity(config.node_id)
+        self.lease = LeaseHolder(config.node_id, lambda: identity.incarnation)
         self.store = store
         self.hashing = ThreadPoolExecutor(config.worker_threads, thread_name_prefix="hash")
         # Lane threads mostly wait for the network: room for several ranks' steps at full spread.
@@ -120,6 +122,7 @@ class _DataRooms:
         self.desk = PutDesk(
             cluster_id=config.cluster_id, node_id=config.node_id, store=store, tickets=tickets,
             counters=counters, incarnation=lambda: identity.incarnation, epoch=lambda: identity.epoch,
+            require_lease=self.lease.require,
             budget_bytes=config.ram_budget_bytes, transfer_timeout_s=config.transfer_timeout_s,
         )  # fmt: skip
         replicator = Replicator(
@@ -137,12 +140,13 @@ class _DataRooms:
         )  # fmt: skip
         self.upkeep = UpkeepRoom(
             config=config, identity=identity, store=store, registry=registry, peers=peers, view=view,
-            counters=counters, executor=self.hashing, require_lease=lambda: None,
+            counters=counters, executor=self.hashing, require_lease=self.lease.require,
             busy=lambda: self.saving.replicating or self.desk.transfers > 0 or restore.bringing,
         )  # fmt: skip
         self.peer_service = PeerService(
             cluster_id=config.cluster_id, desk=self.desk, store=store, tickets=tickets, counters=counters,
             upkeep=self.upkeep,
+            lease=self.lease,
         )  # fmt: skip
         self.trainer_service = TrainerService(config, self.saving, restore, registry)
         self._resumed = False
@@ -190,7 +194,7 @@ async def run_data(config: Config) -> None:
     _listen_tcp(far, config.data_address, "data_port")
     near = grpc.aio.server(options=SERVER_OPTIONS)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, near)
-    control = DataControlService(rooms.identity, store, on_assume=rooms.assumed)
+    control = DataControlService(rooms.identity, rooms.lease, store, on_assume=rooms.assumed)
     node_pb2_grpc.add_DataControlServiceServicer_to_server(control, near)
     rooms.lane.start()
     rooms.desk.start()

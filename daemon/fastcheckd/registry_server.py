@@ -38,7 +38,9 @@ class RegistryServer:
         self._config = config
         self._raft = Raft(config, self._changed)
         self._detector = FailureDetector(
-            suspect_after_s=config.suspect_after_s, down_after_s=config.down_after_s
+            suspect_after_s=config.suspect_after_s,
+            down_after_s=config.down_after_s,
+            hush_s=2 * config.heartbeat_interval_s,
         )
         self._reports = Reports(self._raft, config)
         self._leader = Leader(
@@ -107,7 +109,7 @@ class RegistryServer:
         )
         if epoch != self._epoch:
             self._epoch = epoch
-            self._detector.keep(lives)
+            self._detector.members(lives, asyncio.get_running_loop().time())
             self._service.forget_except({node_id for node_id, _ in lives})
             self._reports.membership_changed()
         self._leader.changed()

@@ -70,7 +70,7 @@ class RegistryService(RegistrySigns, RegistryUpkeep, registry_pb2_grpc.RegistryS
             records.text({"life_id": request.life_id}, "life_id", records.TOKEN_BYTES_MAX)
         await self._need_leader(context)
         result = await self._propose(commands.register(node, request.life_id, at_ms=self._leader.wall_ms()))
-        self._detector.heard((request.node_id, result["incarnation"]), self._now(), data_ready=True)
+        self._detector.heard((request.node_id, result["incarnation"]), self._now())
         return registry_pb2.RegisterResponse(incarnation=result["incarnation"], epoch=result["epoch"])
 
     @decides

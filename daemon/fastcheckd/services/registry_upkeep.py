@@ -93,7 +93,7 @@ class RegistryUpkeep(Deciding):
         """What stopping a node for good would cost, current as of this call."""
         await self._need_leader(context)
         await self._leader.confirm()
-        unwell = frozenset(node_id for node_id, _ in self._leader.suspects)
+        unwell = frozenset(node_id for node_id, _ in self._leader.judge.suspects)
         voters = [voter.node_id for voter in self._raft.voters]
 
         def judge(state: Json) -> rpb.SafeToStopResponse:
