@@ -133,7 +133,9 @@ def test_the_newest_steps_come_first_and_then_those_with_the_fewest_copies(
     state: dict[str, Any], tolerate: int
 ) -> None:
     def urgency(found: Survey) -> list[tuple[int, int]]:
-        newest = {job: [kept["step"] for kept in entry["steps"]][::-1] for job, entry in state["jobs"].items()}
+        newest = {
+            job: [kept["step"] for kept in entry["steps"]][::-1] for job, entry in state["jobs"].items()
+        }
         return [(newest[s.id.job].index(s.id.step), len(s.live)) for s in found.shortages]
 
     order = urgency(survey(state, tolerate=tolerate))

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from fastcheckd.upkeep.scrub_book import Replica, ScrubBook
 
 
-def replica(name: str, *, step: int = 1, size: int = 100, verified: bool = True, digest: bytes = b"d") -> Replica:
+def replica(
+    name: str, *, step: int = 1, size: int = 100, verified: bool = True, digest: bytes = b"d"
+) -> Replica:
     return Replica((name, step), step, digest, size, verified)
 
 
