@@ -17,6 +17,7 @@ from ..health.probing import ProbeResult, probe
 from ..placement import PlannedShard, place
 from .commits import Standing, check_session, standing
 from .engine import Engine
+from .loads import Loads, domain_label
 from .records import SHARDS_MAX, Json
 from .reporting import Reports
 
@@ -30,6 +31,8 @@ class Placement:
     epoch: int
     shards: tuple[PlannedShard, ...]
     nodes: dict[str, Json]
+    #: The nodes that are UP lie in too few failure domains.
+    domains_short: bool = False
 
 
 class Leader:
@@ -53,6 +56,7 @@ class Leader:
         self._detector = detector
         self._on_suspects = on_suspects
         self._wake = asyncio.Event()
+        self._loads = Loads()
         self._tasks: dict[tuple[str, Life], asyncio.Task[None]] = {}
         self._barrier_running: asyncio.Task[None] | None = None
         self._barrier_next: asyncio.Task[None] | None = None
@@ -106,6 +110,7 @@ class Leader:
         for task in list(self._tasks.values()):
             task.cancel()
         self.suspects = frozenset()
+        self._loads.forget()
         self._on_suspects()
 
     def _now(self) -> float:
@@ -195,9 +200,13 @@ class Leader:
             suspects = {
                 node_id for node_id, node in up.items() if (node_id, node["incarnation"]) in self.suspects
             }
-            shards = place(
-                members=up,
-                owner=str(owner[0]),
+            label = self._config.failure_domain
+            owner_id = str(owner[0])
+            load = self._loads.by_node(state)
+            plan = place(
+                members={node_id: domain_label(node, label) for node_id, node in up.items()},
+                owner=owner_id,
+                owner_domain=domain_label(state["nodes"][owner_id], label),
                 job=job,
                 rank=rank,
                 state_bytes=state_bytes,
@@ -205,9 +214,14 @@ class Leader:
                 tolerate=self._config.tolerate,
                 spread=min(self._config.spread, SHARDS_MAX),
                 avoid=suspects | set(avoid),
+                previous=self._loads.earlier(state, job, rank, world_size),
+                load=load,
+                groups=self._loads.groups(state, label, min(self._config.spread, SHARDS_MAX)),
             )
-            named = {holder for shard in shards for holder in shard.holders}
-            return Placement(state["epoch"], shards, {node_id: dict(up[node_id]) for node_id in named})
+            self._loads.placed(state, job, rank, world_size, step, plan)
+            named = {holder for shard in plan.shards for holder in shard.holders}
+            nodes = {node_id: dict(up[node_id]) for node_id in named}
+            return Placement(state["epoch"], plan.shards, nodes, plan.domains_short)
 
         placement = self._raft.read(decide)
         self._reports.collector.placed(
