@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..placement.groups import domain_of
+from .loads import domain_label
 from .records import Json
 
 REASONS_MAX = 16
@@ -98,11 +100,6 @@ class Survey:
         return sum(1 for shortage in self.shortages if shortage.missing)
 
 
-def domain_of(node_id: str, node: Json, domain_key: str) -> str:
-    """A node's failure domain: its label's value, or the node by itself."""
-    return str(node.get("labels", {}).get(domain_key, "")) or node_id
-
-
 def counts(node: Json) -> bool:
     """Whether copies on a node (in its present life) count: it is UP and is to stay."""
     return node["state"] == "UP" and not node.get("draining", False)
@@ -144,7 +141,7 @@ def survey(state: Json, *, tolerate: int, domain_key: str = "", denied: Set[Clai
     nodes = state["nodes"]
     counting = {node_id: node["incarnation"] for node_id, node in nodes.items() if counts(node)}
     live = {node_id: node["incarnation"] for node_id, node in nodes.items() if is_live(node)}
-    domains = {node_id: domain_of(node_id, nodes[node_id], domain_key) for node_id in counting}
+    domains = {node_id: domain_of(node_id, domain_label(nodes[node_id], domain_key)) for node_id in counting}
     wanted = tolerate + 1
     watch_domains = bool(domain_key) and len(set(domains.values())) >= wanted
     held = dict.fromkeys(live, 0)
@@ -190,7 +187,7 @@ def _shortage(
     shard: Json,
     live: Mapping[str, int],
     counting: Mapping[str, int],
-    domains: Mapping[str, str],
+    domains: Mapping[str, tuple[str, str]],
     wanted: int,
     watch_domains: bool,
     denied: Set[Claim],

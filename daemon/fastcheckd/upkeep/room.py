@@ -13,7 +13,7 @@ from ..config import Config
 from ..counters import Counters
 from ..identity import Identity
 from ..registry.client import RegistryClient
-from ..store.ram_store import RamStore
+from ..store.ram_store import HeldShard, RamStore
 from ..transfer.peer_client import PeerClient
 from ..view import ViewFollower
 from .checking import Checker
@@ -81,7 +81,11 @@ class UpkeepRoom:
     def start(self) -> None:
         """Begin to scrub and to report."""
         loop = asyncio.get_running_loop()
-        self._store.on_condemned = lambda held: loop.call_soon_threadsafe(self._inventory.lost, held)
+
+        def condemned(held: HeldShard) -> None:
+            loop.call_soon_threadsafe(self._inventory.lost, held)
+
+        self._store.on_condemned = condemned
         for name, work in (("scrub", self._scrubber.run), ("inventory", self._inventory.run)):
             task = asyncio.create_task(work(), name=name)
             task.add_done_callback(_tell_end)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,7 +50,7 @@ def test_everything_is_checked_again_within_the_period_and_not_much_more_often(
     done = turns(book, held, start=0.0, stop=3.0 * period)
     for each in held:
         times = [0.0, *(at for at, name in done if name == each.name[0])]
-        gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
         assert gaps and max(gaps) <= period + 2 * len(held)
         assert len(gaps) <= 5
 
@@ -56,7 +58,7 @@ def test_everything_is_checked_again_within_the_period_and_not_much_more_often(
 def test_the_reading_is_spread_over_the_period() -> None:
     held = [replica(f"r{i}") for i in range(8)]
     done = turns(ScrubBook(1000.0), held, start=0.0, stop=900.0)
-    gaps = [b[0] - a[0] for a, b in zip(done, done[1:], strict=False)]
+    gaps = [b[0] - a[0] for a, b in itertools.pairwise(done)]
     assert gaps and min(gaps) >= 99
 
 
