@@ -60,6 +60,16 @@ def test_a_forgotten_node_starts_with_a_clean_record():
     assert node.returns.damped_s("a", node.now) == 0 and node.returns.count("a") == 0
 
 
+def test_restarts_in_good_order_are_no_returns_and_a_crash_after_them_is_one():
+    node = Flapping()
+    for _ in range(5):
+        node.returns.members([("a", node.incarnation), ("b", 2)], node.now, left=["a"])
+        assert node.comes_back() == 0
+    assert node.returns.count("a") == 0
+    node.comes_back()
+    assert node.returns.count("a") == 1
+
+
 @given(st.lists(st.floats(0, 700), max_size=40))
 def test_damping_is_bounded_and_never_hits_before_the_third_return(gaps):
     node, at = Flapping(), []
