@@ -306,7 +306,9 @@ def _sources(shortage: Shortage, unwell: Set[str], serving: Mapping[str, int]) -
     return tuple(sorted((*shortage.live, *shortage.draining), key=rank)[:SOURCES_MAX])
 
 
-def _replaced(shortage: Shortage, spared: Set[Ref], target: str, domains: Mapping[str, str]) -> Ref | None:
+def _replaced(
+    shortage: Shortage, spared: Set[Ref], target: str, domains: Mapping[str, tuple[str, str]]
+) -> Ref | None:
     """The holder that goes from the record when `target` comes in. Its own older life goes by itself."""
     if any(ref.node_id == target for ref in shortage.dead):
         return None
