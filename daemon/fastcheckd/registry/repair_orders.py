@@ -26,8 +26,8 @@ from .redundancy import (
     is_live,
 )
 
-#: A machine that restarts with its memory costs less than copying what it held.
-GONE_GRACE_S = 2.0
+#: A machine that restarts with its memory costs less than copying what it held; its daemon needs seconds for that.
+GONE_GRACE_S = 5.0
 #: A node that came back checks what it has first; as long as it says something, it is waited for.
 RETURN_GRACE_S = 5.0
 #: After a failure of a shard at a target, doubled with each.
