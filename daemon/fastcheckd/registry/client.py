@@ -102,6 +102,44 @@ class RegistryClient:
         """All jobs."""
         return await self._call("ListJobs", registry_pb2.ListJobsResponse, request, timeout_s)
 
+    async def set_draining(
+        self, request: registry_pb2.SetDrainingRequest, timeout_s: float
+    ) -> registry_pb2.SetDrainingResponse:
+        """Drain a node, or end that."""
+        return await self._call("SetDraining", registry_pb2.SetDrainingResponse, request, timeout_s)
+
+    async def safe_to_stop(
+        self, request: registry_pb2.SafeToStopRequest, timeout_s: float
+    ) -> registry_pb2.SafeToStopResponse:
+        """What stopping a node for good would cost."""
+        return await self._call("SafeToStop", registry_pb2.SafeToStopResponse, request, timeout_s)
+
+    async def forget(
+        self, request: registry_pb2.ForgetRequest, timeout_s: float
+    ) -> registry_pb2.ForgetResponse:
+        """Take a DOWN node off the list."""
+        return await self._call("Forget", registry_pb2.ForgetResponse, request, timeout_s)
+
+    async def history(
+        self, request: registry_pb2.HistoryRequest, timeout_s: float
+    ) -> registry_pb2.HistoryResponse:
+        """Changes of nodes' states."""
+        return await self._call("History", registry_pb2.HistoryResponse, request, timeout_s)
+
+    async def get_redundancy(
+        self, request: registry_pb2.GetRedundancyRequest, timeout_s: float
+    ) -> registry_pb2.GetRedundancyResponse:
+        """How redundant the committed steps are."""
+        return await self._call("GetRedundancy", registry_pb2.GetRedundancyResponse, request, timeout_s)
+
+    async def replace_voter(
+        self, request: registry_pb2.ReplaceVoterRequest, timeout_s: float
+    ) -> registry_pb2.ReplaceVoterResponse:
+        """Put another node in a voter's place; takes as long as the new one needs to catch up."""
+        return await self._call(
+            "ReplaceVoter", registry_pb2.ReplaceVoterResponse, request, timeout_s, attempt_s=timeout_s
+        )
+
     async def view(self, timeout_s: float) -> registry_pb2.ClusterView:
         """The cluster as the leader sees it or, without a leader, as any voter does (see `has_leader`)."""
         loop = asyncio.get_running_loop()
