@@ -17,7 +17,8 @@ COPY, OWNER, GONE = pb.REPLICA_KIND_COPY, pb.REPLICA_KIND_OWNER, pb.REPLICA_KIND
 def state(owner: tuple[str, int], *holders: list[tuple[str, int]]) -> dict[str, Any]:
     """One job, one step, one rank; a shard for each list of holders."""
     shards = [
-        {"offset": 0, "bytes": 1, "digest": DIGEST, "holders": [list(ref) for ref in refs]} for refs in holders
+        {"offset": 0, "bytes": 1, "digest": DIGEST, "holders": [list(ref) for ref in refs]}
+        for refs in holders
     ]
     record = {"rank": 0, "session": 1, "owner": list(owner), "state_bytes": 1, "shards": shards}
     return {"jobs": {"gpt": {"steps": [{"step": 5, "world_size": 1, "copies": 1, "ranks": [record]}]}}}
@@ -35,7 +36,12 @@ def sort(known: dict[str, Any], *entries: rpb.InventoryEntry, short: tuple[int, 
 def test_a_copy_of_an_earlier_life_counts_again() -> None:
     found = sort(state(("a", 1), [("b", 1)]), entry())
     (change,) = found.changes
-    assert (change["kind"], change["add"], change["remove"], change["digest"]) == ("copy", ["b", 2], None, DIGEST)
+    assert (change["kind"], change["add"], change["remove"], change["digest"]) == (
+        "copy",
+        ["b", 2],
+        None,
+        DIGEST,
+    )
     assert found.known == 0
 
 
