@@ -163,7 +163,6 @@ class Foreman:
 
     async def run(self) -> None:
         """Repair until cancelled: as long as this voter leads. Returns with nothing under way."""
-        self._reset()
         auditing = asyncio.create_task(self._auditor.run(), name="audit")
         try:
             while True:
@@ -181,8 +180,9 @@ class Foreman:
             tasks = [auditing, *self._tasks.values()]
             for task in tasks:
                 task.cancel()
-            self._under_way = {}
             await asyncio.gather(*tasks, return_exceptions=True)
+            # What was known is of this leadership alone.
+            self._reset()
 
     def _begin(self) -> None:
         found = self.survey()
