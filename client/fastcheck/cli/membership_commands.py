@@ -26,13 +26,13 @@ POLL_S = 1.0
 
 
 @click.command()
-@click.argument("node", type=Name("node"), required=False, default="")
+@click.argument("node", type=Name("node"), required=False)
 @click.option("--limit", type=click.IntRange(min=1, max=512), help="Only so many, the newest. Default: all.")
 @admin_options
-def history(node: str, limit: int | None, address: str, timeout_s: float, output: str) -> None:
+def history(node: str | None, limit: int | None, address: str, timeout_s: float, output: str) -> None:
     """List what became of the nodes, or of one: states, when and why; the newest last."""
     with AdminClient(address, timeout_s=timeout_s) as client:
-        emit(client.history(node, limit or 0), output, tables.history)
+        emit(client.history(node or "", limit or 0), output, tables.history)
 
 
 @click.command("safe-to-stop")
