@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,13 @@ def test_what_a_restarted_data_process_finds_bad_is_repaired(make_cluster: Make)
     victim = first_holder(cluster, "node-0")
     flip(cluster, victim)
     process_of(cluster, victim, "data").kill()  # its life goes on, and what it took over is checked first
-    until(lambda: counters(cluster, victim)["corrupt_found"], "the bad replica to be found")
+
+    def found() -> int:
+        with contextlib.suppress(KeyError):  # the process does not answer yet
+            return counters(cluster, victim)["corrupt_found"]
+        return 0
+
+    until(found, "the bad replica to be found")
     until_whole(cluster)
     assert all(len(having(row)) >= 2 for row in replicas(cluster, "node-0"))
 

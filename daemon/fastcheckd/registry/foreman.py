@@ -167,6 +167,8 @@ class Foreman:
         try:
             while True:
                 self._wake.clear()
+                if auditing.done():
+                    auditing.result()  # raises: it ends by being cancelled
                 await self._commit_done()
                 began_at = self._now()
                 self._begin()
@@ -256,6 +258,10 @@ class Foreman:
         except asyncio.CancelledError:
             self._under_way.pop(shard_id, None)
             raise
+        except Exception as error:
+            logger.exception("registry: a repair failed")
+            self._failed(order, f"internal error: {error!r}")
+            self._under_way.pop(shard_id, None)
         else:
             # Stays under way until it is committed: nobody else need make it.
             self._done.append(order)
