@@ -1,6 +1,7 @@
 """`make bench`: idling, saving and restoring 1.5 GB, shaped links, the codec. Needs 16 GB of memory; run it alone.
 
-The codec's part, and `--only lossy`, train small models in this process and need no cluster.
+The codec's part, and `--only lossy`, train small models in this process and need no cluster. Nor does that about
+placement.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
-from . import codec, lossy_resume
+from . import codec, lossy_resume, placement
 from .codec_rows import print_rows
 from .limits import FramedTcp, Memcpy
 from .links import links
@@ -167,7 +168,7 @@ def idle(seconds: float) -> list[Figure]:
 
 #: What can be asked for alone, in the order in which it runs: idling first, since after gigabytes of transfers the
 #: machine itself is busy for a while. The last takes a quarter of an hour and runs only when asked for.
-PARTS = ("idle", "transfer", "links", "codec", "lossy")
+PARTS = ("idle", "transfer", "links", "placement", "codec", "lossy")
 
 
 def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
@@ -183,6 +184,8 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
             figures += links(arguments.rounds)
         else:
             say("links are left out: shaping them takes root, for network namespaces")
+    if "placement" in parts:
+        figures += placement.measure(1 if arguments.quick else arguments.rounds, say)
     if figures:
         print_table(figures)
         results["figures"] = [f.to_json() for f in figures]
@@ -207,7 +210,7 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="codec and lossy: short trainings, one round, two seeds, to see that it runs",
+        help="codec, lossy, placement: short trainings, one round, two seeds, to see that it runs",
     )
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()
