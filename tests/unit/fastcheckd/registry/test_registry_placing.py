@@ -80,7 +80,8 @@ class Registry:
 
         request = {
             "job": "gpt", "step": self.step, "rank": 0, "world_size": 1, "session": self.open(owner),
-            "owner": self.ref(owner), "state_bytes": state_bytes, "chunk_bytes": 1 << 20, "avoid": avoid, "oldest_step": self.step,
+            "owner": self.ref(owner), "state_bytes": state_bytes, "chunk_bytes": 1 << 20,
+            "avoid": avoid, "oldest_step": self.step,
         }  # fmt: skip
         return asyncio.run(on_a_loop())
 
