@@ -16,12 +16,16 @@ from ..placement import PlannedShard, place
 from . import commands
 from .commits import Standing, check_session, standing
 from .engine import Engine
+from .foreman import Foreman
 from .judging import Judge
+from .loads import Loads, domain_label
 from .outward import GrpcOutward, Outward
 from .records import SHARDS_MAX, Json
 from .reporting import Reports
 
 logger = logging.getLogger(__name__)
+
+REPAIR_RESTART_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Placement:
     epoch: int
     shards: tuple[PlannedShard, ...]
     nodes: dict[str, Json]
+    #: The nodes that are UP lie in too few failure domains.
+    domains_short: bool = False
 
 
 class Leader:
@@ -61,10 +67,14 @@ class Leader:
         self.outward: Outward = outward or GrpcOutward()
         self.judge = Judge(config, raft, detector, self.outward, on_suspects, wall_ms=wall_ms)
         self._wake = asyncio.Event()
+        self._loads = Loads()
         self._barrier_running: asyncio.Task[None] | None = None
         self._barrier_next: asyncio.Task[None] | None = None
         #: Term in which this voter has proved that it leads and has applied all that was committed before.
         self._ready_term = -1
+        self.foreman = Foreman(
+            config, raft, self.outward, unwell=lambda: frozenset(node_id for node_id, _ in self.suspects)
+        )
 
     @property
     def suspects(self) -> frozenset[Life]:
@@ -79,6 +89,7 @@ class Leader:
     def changed(self) -> None:
         """State, role or leader have changed."""
         self._wake.set()
+        self.foreman.changed()
 
     async def run(self) -> None:
         """Lead whenever this voter is elected, listen always. Ends by being cancelled."""
@@ -105,18 +116,31 @@ class Leader:
         self.judge.take_office()
         logger.info("registry: leading in term %d", term)
         self._on_suspects()
+        repairing = asyncio.create_task(self._repair(), name="repairs")
         try:
             while self.ready:
                 self.judge.judge()
                 self._reports.tick()
                 await self.judge.pause()
         finally:
+            repairing.cancel()
             self._resign()
+            await asyncio.gather(repairing, return_exceptions=True)
+
+    async def _repair(self) -> None:
+        """Have lost copies made anew, until cancelled. A defect there must not cost the leadership."""
+        while True:
+            try:
+                await self.foreman.run()
+            except Exception:
+                logger.exception("registry: repairs begin anew after an error")
+            await asyncio.sleep(REPAIR_RESTART_S)
 
     def _resign(self) -> None:
         self._ready_term = -1
         self._reports.abandon()
         self.judge.resign()
+        self._loads.forget()
         self._on_suspects()
 
     def _now(self) -> float:
@@ -156,13 +180,19 @@ class Leader:
                 raise NotNewerError(
                     f"step {step} of job {job} is not newer than the committed {state['jobs'][job]['newest']}"
                 )
-            up = {node_id: node for node_id, node in state["nodes"].items() if node["state"] == "UP"}
+            nodes = state["nodes"]
             suspects = {
-                node_id for node_id, node in up.items() if (node_id, node["incarnation"]) in self.suspects
+                node_id
+                for node_id, incarnation in self.suspects
+                if node_id in nodes and nodes[node_id]["incarnation"] == incarnation
             }
-            shards = place(
-                members=up,
-                owner=str(owner[0]),
+            label = self._config.failure_domain
+            owner_id = str(owner[0])
+            load = self._loads.by_node(state)
+            plan = place(
+                members=self._loads.members(state, label),
+                owner=owner_id,
+                owner_domain=domain_label(nodes[owner_id], label),
                 job=job,
                 rank=rank,
                 state_bytes=state_bytes,
@@ -170,9 +200,14 @@ class Leader:
                 tolerate=self._config.tolerate,
                 spread=min(self._config.spread, SHARDS_MAX),
                 avoid=suspects | set(avoid),
+                previous=self._loads.earlier(state, job, rank, world_size),
+                load=load,
+                groups=self._loads.groups(state, label, min(self._config.spread, SHARDS_MAX)),
             )
-            named = {holder for shard in shards for holder in shard.holders}
-            return Placement(state["epoch"], shards, {node_id: dict(up[node_id]) for node_id in named})
+            self._loads.placed(state, job, rank, world_size, step, plan)
+            named = {holder for shard in plan.shards for holder in shard.holders}
+            reached = {node_id: dict(nodes[node_id]) for node_id in named}
+            return Placement(state["epoch"], plan.shards, reached, plan.domains_short)
 
         placement = self._raft.read(decide)
         self._reports.collector.placed(

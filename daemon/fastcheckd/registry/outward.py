@@ -44,6 +44,13 @@ class Outward(Protocol):
             FastCheckdError: it could not.
         """
 
+    async def list_replicas(self, data_address: str, timeout_s: float) -> list[peer_pb2.Replica]:
+        """What a data process holds of all jobs.
+
+        Raises:
+            FastCheckdError: it did not answer.
+        """
+
 
 class GrpcOutward:
     """The real thing. A channel lasts for one question: they are rare, and the other side may be dying."""
@@ -97,6 +104,21 @@ class GrpcOutward:
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, f"the data process at {data_address}") from None
         return response
+
+    async def list_replicas(self, data_address: str, timeout_s: float) -> list[peer_pb2.Replica]:
+        """What a data process holds of all jobs.
+
+        Raises:
+            FastCheckdError: it did not answer.
+        """
+        async with _channel(data_address) as channel:
+            try:
+                response: peer_pb2.ListReplicasResponse = await peer_pb2_grpc.PeerServiceStub(
+                    channel
+                ).ListReplicas(peer_pb2.ListReplicasRequest(), timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, f"the data process at {data_address}") from None
+        return list(response.replicas)
 
 
 def _channel(address: str) -> grpc.aio.Channel:

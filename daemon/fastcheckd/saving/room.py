@@ -85,6 +85,19 @@ class SavingRoom:
         #: Set once the steps that an earlier life of this process staged are under way again.
         self._resumed = asyncio.Event()
 
+    @property
+    def replicating(self) -> bool:
+        """Whether the copies of a save are being made. May be asked from any thread.
+
+        One that cannot go on for want of a registry or of holders moves no bytes.
+        """
+        # Copies of lists: the event loop changes them meanwhile.
+        return any(
+            save.state < tpb.SAVE_STATE_REPLICATED and save.stalled_because is None
+            for saves in list(self._saves.values())
+            for save in list(saves)
+        )
+
     # --- sessions --------------------------------------------------------------------------------
 
     async def open_session(self, request: tpb.OpenSessionRequest) -> int:

@@ -26,6 +26,8 @@ from ..transfer.frames import STREAMS_MAX
 from ..transfer.put_checks import check_cluster, check_key
 from ..transfer.put_desk import PutDesk
 from ..transfer.tickets import GetGrant, TicketOffice
+from ..upkeep.room import UpkeepRoom
+from .peer_upkeep import PeerUpkeep
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _KINDS = (pb.REPLICA_KIND_COPY, pb.REPLICA_KIND_OWNER)
 
 
-class PeerService(peer_pb2_grpc.PeerServiceServicer):
+class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
     """The face that other nodes see."""
 
     def __init__(
@@ -45,6 +47,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         tickets: TicketOffice,
         counters: Counters,
         lease: LeaseHolder,
+        upkeep: UpkeepRoom | None = None,
     ) -> None:
         self._cluster_id = cluster_id
         self._lease = lease
@@ -52,6 +55,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         self._store = store
         self._tickets = tickets
         self._counters = counters
+        self._upkeep = upkeep
         #: One check of a reported replica at a time: reports must not take all cores.
         self._checking = asyncio.Semaphore(1)
 
@@ -160,6 +164,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             ram_used_bytes=usage.used_bytes - usage.free_bytes,  # free ones go when needed
             ram_budget_bytes=usage.budget_bytes,
             counters=self._counters.snapshot(),
+            scrub_age_ms=None if self._upkeep is None else self._upkeep.scrub_age_ms(),
         )
 
     async def _await_lease(self) -> None:
