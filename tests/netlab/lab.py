@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tests.netlab.wires import ROOT, Network
+from tests.netlab.wires import ROOT, Network, lives
 
 from fastcheck.admin import AdminClient
 from fastcheck.errors import FastCheckError
@@ -207,5 +207,5 @@ def _remove_leftovers() -> None:
     """What killed test runs have left in memory."""
     for folder in [*_SHM.glob("fastcheck-netlab-*"), *Path(tempfile.gettempdir()).glob("fcnet-*")]:
         made = re.fullmatch(r"(?:fastcheck-netlab|fcnet)-(\d+)-\w+", folder.name)
-        if made and not psutil.pid_exists(int(made[1])):
+        if made and not lives(int(made[1])):
             shutil.rmtree(folder, ignore_errors=True)

@@ -3,9 +3,8 @@
 import subprocess
 import sys
 
-import psutil
 import pytest
-from tests.netlab.wires import Network, remove_leftovers, run, unreachable
+from tests.netlab.wires import Network, lives, remove_leftovers, run, unreachable
 
 pytestmark = pytest.mark.usefixtures("network_namespaces")
 
@@ -105,10 +104,12 @@ def test_a_delay_and_a_rate_are_kept_to(network):
 def test_a_network_is_gone_with_all_that_ran_in_it_also_when_its_maker_was_killed():
     maker = (
         "import os, signal, subprocess, sys\n"
-        "from tests.netlab.wires import Network\n"
+        "from tests.netlab.wires import Network, run\n"
         "network = Network(['a'])\n"
         "network.__enter__()\n"
         "child = subprocess.Popen(network.command('a', 'sleep', '600'), stdout=subprocess.DEVNULL, start_new_session=True)\n"
+        "while str(child.pid) not in run('ip', 'netns', 'pids', network.namespace('a')).split():\n"
+        "    pass\n"
         "print(network.namespace('a'), child.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -117,4 +118,4 @@ def test_a_network_is_gone_with_all_that_ran_in_it_also_when_its_maker_was_kille
     assert name in run("ip", "netns", "list")
     assert name in remove_leftovers()
     assert name not in run("ip", "netns", "list")
-    assert not psutil.pid_exists(int(pid))
+    assert not lives(int(pid))

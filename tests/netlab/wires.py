@@ -64,13 +64,21 @@ def why_not() -> str:
     return ""
 
 
+def lives(pid: int) -> bool:
+    """Whether a process has this id; one that is dead and that nobody has asked about is not a process any more."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def remove_leftovers() -> list[str]:
     """Remove the networks, and the processes in them, of test runs that were killed; their names."""
     removed = []
     for line in run("ip", "netns", "list").splitlines():
         name = line.split()[0]
         made = re.fullmatch(rf"{PREFIX}-(\d+)-.+", name)
-        if made and not psutil.pid_exists(int(made[1])):
+        if made and not lives(int(made[1])):
             _remove_namespace(name)
             removed.append(name)
     return removed
