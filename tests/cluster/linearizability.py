@@ -84,12 +84,14 @@ class Verdict:
     order: tuple[Operation, ...]
     #: What could have come next in it, and would have been answered differently.
     stuck: tuple[Operation, ...] = ()
+    #: What is called next after that.
+    later: tuple[Operation, ...] = ()
 
     def __str__(self) -> str:
         if self.linearizable:
             return f"linearizable: {len(self.order)} operations"
         lines = ["not linearizable; the best order ends with", *map(str, self.order[-5:]), "and then none of"]
-        return "\n  ".join([*lines, *map(str, self.stuck)])
+        return "\n  ".join([*lines, *map(str, self.stuck), "and later", *map(str, self.later)])
 
 
 def check(history: Iterable[Operation], model: JobModel | None = None) -> Verdict:
@@ -121,7 +123,9 @@ def check(history: Iterable[Operation], model: JobModel | None = None) -> Verdic
                 raise OverflowError(f"no answer after {SITUATIONS_MAX} situations; record less at once")
             seen.add((done | 1 << index, after))
             stack.append((done | 1 << index, after, _Link(operations[index], link)))
-    return Verdict(False, _order(best[1]), best[2])
+    order, stuck = _order(best[1]), best[2]
+    later = [o for o in operations if o not in order and o not in stuck]
+    return Verdict(False, order, stuck, tuple(later[:3]))
 
 
 @dataclass(frozen=True)
