@@ -28,6 +28,7 @@ from .limits import FramedTcp, Memcpy
 from .links import links
 from .machine import describe
 from .report import Figure, print_table
+from .scale import scale
 from .seed_noise import print_experiment
 from .workload import change, gpt2_state, state_bytes
 
@@ -166,8 +167,10 @@ def idle(seconds: float) -> list[Figure]:
 
 
 #: What can be asked for alone, in the order in which it runs: idling first, since after gigabytes of transfers the
-#: machine itself is busy for a while. The last takes a quarter of an hour and runs only when asked for.
-PARTS = ("idle", "transfer", "links", "codec", "lossy")
+#: machine itself is busy for a while. The last two run only when asked for: simulated nodes take the cores that a
+#: leader is measured on, and lossy takes a quarter of an hour.
+PARTS = ("idle", "transfer", "links", "codec", "scale", "lossy")
+ALONE = 2
 
 
 def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
@@ -183,6 +186,11 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
             figures += links(arguments.rounds)
         else:
             say("links are left out: shaping them takes root, for network namespaces")
+    if "scale" in parts:
+        found, results["scale"] = scale(
+            arguments.nodes, 3.0 if arguments.quick else arguments.idle_seconds, say
+        )
+        figures += found
     if figures:
         print_table(figures)
         results["figures"] = [f.to_json() for f in figures]
@@ -202,16 +210,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--idle-seconds", type=float, default=30.0)
-    parser.add_argument("--only", choices=PARTS, help="one part; without it, all but 'lossy'")
+    parser.add_argument("--only", choices=PARTS, help="one part; without it, all but 'scale' and 'lossy'")
+    parser.add_argument("--nodes", type=int, default=100, help="simulated ones, of the scale part")
     parser.add_argument("--seeds", type=int, default=8, help="of the lossy experiment")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="codec and lossy: short trainings, one round, two seeds, to see that it runs",
+        help="codec, scale and lossy: short trainings and phases, one round, two seeds, to see that it runs",
     )
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()
-    results = measure(arguments, [arguments.only] if arguments.only else PARTS[:-1])
+    results = measure(arguments, [arguments.only] if arguments.only else PARTS[:-ALONE])
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / time.strftime("%Y%m%d-%H%M%S.json")
     path.write_text(json.dumps({"machine": describe()} | results, indent=2) + "\n")

@@ -1,8 +1,8 @@
 """Is there an order in which a concurrent history of the registry would be right? A checker, and a model of one job.
 
-Wing and Gong's search, with the states that were met before remembered (Lowe): an operation may come next if it was called
-before any other that is left had returned. Operations without a known outcome may have happened at any time after their
-call, or never. Jobs have nothing in common, so each job's history is checked by itself. Pure: no clock, no I/O.
+Wing and Gong's search, with the states that were met before remembered (Lowe): an operation may come next if it was
+called before any other that is left had returned. Operations without a known outcome may have happened at any time
+after their call, or never. Each job's history is checked by itself, as jobs share nothing. Pure: no clock, no I/O.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Operation:
         return self.returned_at < math.inf
 
     def __str__(self) -> str:
-        said = {"open": f"session {self.session}", "lookup": f"step {self.step}", "commit": self.outcome}[self.kind]
+        answers = {"open": f"session {self.session}", "lookup": f"step {self.step}", "commit": self.outcome}
+        said = answers[self.kind]
         asked = f"({self.step}, session {self.session})" if self.kind == "commit" else "()"
         until = f"{self.returned_at:.3f}" if self.known else "?"
         return f"{self.called_at:.3f}..{until} {self.client}: {self.kind}{asked} -> {said if self.known else '?'}"
@@ -48,7 +49,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class JobModel:
-    """What a job of one rank is allowed to do: the newest step only grows, sessions only grow, a session's end is final."""
+    """What a job of one rank may do: newest step and sessions only grow, and a session's end is final."""
 
     newest: int = 0
     #: The highest session that anybody has been told of.

@@ -1,6 +1,7 @@
 """What three real voters answered to several clients at once, while leaders are killed and frozen, has one right order.
 
-The history is recorded at the clients and checked by `linearizability.py`. `FASTCHECK_HISTORY_SEED` replays what was drawn.
+The history is recorded at the clients and checked by `linearizability.py`. `FASTCHECK_HISTORY_SEED` replays what was
+drawn.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Holds packets back for as long as they are told to: the delay that a kernel without netem cannot make.
 
-`python -m tests.netlab.delaying INTERFACE ADDRESS=HARDWARE ...` takes frames that are sent to the interface, and sends each on
-to the hardware address of the machine it is for, after the delay of its direction. Rules come as lines on stdin, `FROM TO
-SECONDS`, and are repeated on stdout once they hold.
+`python -m tests.netlab.delaying INTERFACE ADDRESS=HARDWARE ...` takes frames that are sent to the interface, and sends
+each on to the hardware address of the machine it is for, after the delay of its direction. Rules come as lines on
+stdin, `FROM TO SECONDS`, and are repeated on stdout once they hold.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class Lab:
         return done.stdout
 
     def members(self, ask: str) -> dict[str, tuple[str, int]]:
-        """State and incarnation of all nodes, as the voter sees them that `ask` listens to; empty when it has no answer."""
+        """State and incarnation of all nodes, as told through `ask`; empty when it has no answer."""
         try:
             with AdminClient(self.address(ask), timeout_s=5) as admin:
                 return {n["node_id"]: (n["state"], n["incarnation"]) for n in admin.nodes()["nodes"]}

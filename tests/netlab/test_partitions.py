@@ -1,7 +1,8 @@
 """What a cut network does to a job, told as incidents: five machines, three of them voters.
 
-Whatever is cut: a committed step is never lost and the newest one never goes back; a side without a majority commits nothing;
-a majority goes on by itself; nobody whom a majority hears is called DOWN; and a healed network needs nobody's help.
+Whatever is cut: a committed step is never lost and the newest one never goes back; a side without a majority commits
+nothing; a majority goes on by itself; nobody whom a majority hears is called DOWN; and a healed network needs nobody's
+help.
 """
 
 import threading
@@ -43,7 +44,10 @@ class Incident:
             nonlocal step
             step += 1
             handles = self.job.save(step)
-            until(lambda: all(h.done for h in handles) or any(h.exception() for h in handles), f"an end of {step}")
+            until(
+                lambda: all(h.done for h in handles) or any(h.exception() for h in handles),
+                f"an end of {step}",
+            )
             return all(h.committed for h in handles)
 
         until(a_step_commits, f"a step newer than {self.newest} to be committed", BOUND_S)
@@ -152,7 +156,7 @@ def test_one_link_between_two_nodes_is_cut(incident):
 
 
 def test_the_link_between_a_node_and_the_leader_is_cut(incident):
-    """The other voters hear it and others reach it: it stays UP, and its saves reach the leader by way of a follower."""
+    """The other voters hear it: it stays UP, and its saves reach the leader by way of a follower."""
     cut_off, other = incident.others
     incident.train_on(cut_off, other)
     incident.lab.network.cut(cut_off, incident.leader)

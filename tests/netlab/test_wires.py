@@ -78,12 +78,16 @@ def test_one_direction_is_cut_and_the_other_one_carries_on(network):
             if (listener, sender) == ("a", "c"):
                 continue
             message = f"from {sender}".encode()
-            run(*network.command(sender, sys.executable, "-c", say.format(message, network.address(listener))))
+            run(
+                *network.command(sender, sys.executable, "-c", say.format(message, network.address(listener)))
+            )
         assert process.communicate(timeout=10)[0] == wanted + "\n"
 
 
 def round_trip_s(network, size=1):
-    return float(run(*network.command("a", sys.executable, "-c", ROUND_TRIP, network.address("b"), str(size))))
+    return float(
+        run(*network.command("a", sys.executable, "-c", ROUND_TRIP, network.address("b"), str(size)))
+    )
 
 
 def test_a_delay_and_a_rate_are_kept_to(network):
@@ -107,13 +111,16 @@ def test_a_network_is_gone_with_all_that_ran_in_it_also_when_its_maker_was_kille
         "from tests.netlab.wires import Network, run\n"
         "network = Network(['a'])\n"
         "network.__enter__()\n"
-        "child = subprocess.Popen(network.command('a', 'sleep', '600'), stdout=subprocess.DEVNULL, start_new_session=True)\n"
+        "sleep = network.command('a', 'sleep', '600')\n"
+        "child = subprocess.Popen(sleep, stdout=subprocess.DEVNULL, start_new_session=True)\n"
         "while str(child.pid) not in run('ip', 'netns', 'pids', network.namespace('a')).split():\n"
         "    pass\n"
         "print(network.namespace('a'), child.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", maker], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", maker], stdout=subprocess.PIPE, text=True, timeout=60, check=False
+    )
     name, pid = done.stdout.split()
     assert name in run("ip", "netns", "list")
     assert name in remove_leftovers()

@@ -228,7 +228,8 @@ class Network:
         """Tell the delayer a rule, once it runs; returns when it keeps to it."""
         if self._delayer is None:
             self._on_switch(
-                f"ip link add name slow0 address {DELAYER} type veth peer name portslow", "ip link set slow0 up"
+                f"ip link add name slow0 address {DELAYER} type veth peer name portslow",
+                "ip link set slow0 up",
             )
             self._plug("portslow", DELAYER)
             hardware = [f"{self.address(name)}={self._hardware(name)}" for name in self.names]

@@ -186,13 +186,11 @@ class Reports:
                 self._settle(job, old, None, _superseded(job, old))
             self._settle(job, step.step, None, _COMMITTED)
             return
-        # A refusal is about what was proposed. A new process of the rank may have reported meanwhile: that is tried next.
+        # A refusal is about what was proposed. What a new process of the rank has reported meanwhile is tried next.
         reported = {
             rank: self.collector.reported(job, step.step, rank) for rank in result.get("ranks", proposed)
         }
-        records = {
-            rank: record for rank, record in reported.items() if record in (None, proposed.get(rank))
-        }
+        records = {rank: record for rank, record in reported.items() if record in (None, proposed.get(rank))}
         self.collector.drop(job, step.step, records)
         for rank, record in records.items():
             # What a waiter is told is about its own record, not about its neighbours'.
