@@ -14,6 +14,7 @@ from .config import Config
 from .errors import ConfigError
 from .health.detector import FailureDetector
 from .registry.leading import Leader
+from .registry.outward import GrpcOutward
 from .registry.raft import Raft, check_port_is_free
 from .registry.reporting import Reports
 from .registry.stubs import GrpcStubs
@@ -37,7 +38,9 @@ class RegistryServer:
         self._config = config
         self._raft = Raft(config, self._changed)
         self._detector = FailureDetector(
-            suspect_after_s=config.suspect_after_s, down_after_s=config.down_after_s
+            suspect_after_s=config.suspect_after_s,
+            down_after_s=config.down_after_s,
+            hush_s=2 * config.heartbeat_interval_s,
         )
         self._reports = Reports(self._raft, config)
         self._leader = Leader(
@@ -46,6 +49,7 @@ class RegistryServer:
             self._reports,
             self._detector,
             self._suspects_changed,
+            GrpcOutward(),
             wall_ms=lambda: time.time_ns() // 1_000_000,
         )
         self._stubs = GrpcStubs()
@@ -97,15 +101,16 @@ class RegistryServer:
         return self._raft.failure or ""
 
     def _changed(self) -> None:
-        epoch, lives = self._raft.read(
+        epoch, lives, left = self._raft.read(
             lambda state: (
                 state["epoch"],
                 [(node_id, node["incarnation"]) for node_id, node in state["nodes"].items()],
+                [node_id for node_id, node in state["nodes"].items() if node.get("reason") == "left"],
             )
         )
         if epoch != self._epoch:
             self._epoch = epoch
-            self._detector.keep(lives)
+            self._detector.members(lives, asyncio.get_running_loop().time(), left)
             self._service.forget_except({node_id for node_id, _ in lives})
             self._reports.membership_changed()
         self._leader.changed()

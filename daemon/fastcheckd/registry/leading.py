@@ -1,7 +1,4 @@
-"""What the leader does beside committing: judge the nodes, place shards, prove that it leads.
-
-Its judgements are proposals; losing the leadership in the middle of one loses nothing.
-"""
+"""What the leader does beside committing and judging: take office, place shards, prove that it leads."""
 
 from __future__ import annotations
 
@@ -14,12 +11,15 @@ from fastcheck_proto.v1 import registry_pb2
 
 from ..config import Config, Voter
 from ..errors import FastCheckdError, FencedError, InvalidRequestError, NotNewerError, SupersededError
-from ..health.detector import FailureDetector, Life, Verdict
-from ..health.probing import ProbeResult, probe
+from ..health.detector import FailureDetector, Life
 from ..placement import PlannedShard, place
 from . import commands
 from .commits import Standing, check_session, standing
 from .engine import Engine
+from .foreman import Foreman
+from .judging import Judge
+from .loads import Loads, domain_label
+from .outward import GrpcOutward, Outward
 from .records import SHARDS_MAX, Json
 from .reporting import Reports
 
@@ -33,13 +33,16 @@ class Placement:
     epoch: int
     shards: tuple[PlannedShard, ...]
     nodes: dict[str, Json]
+    #: The nodes that are UP lie in too few failure domains.
+    domains_short: bool = False
 
 
 class Leader:
     """This voter's office while it leads; idle otherwise.
 
     Args:
-        on_suspects: called when the set of suspected nodes has changed.
+        on_suspects: called when what is thought of some node, or whether this voter leads, has changed.
+        outward: how it asks nodes and voters; by default over the network.
         wall_ms: the wall clock, for what people are shown; nothing is decided by it.
     """
 
@@ -50,6 +53,7 @@ class Leader:
         reports: Reports,
         detector: FailureDetector,
         on_suspects: Callable[[], None],
+        outward: Outward | None = None,
         *,
         wall_ms: Callable[[], int],
     ) -> None:
@@ -57,15 +61,23 @@ class Leader:
         self._config = config
         self._raft = raft
         self._reports = reports
-        self._detector = detector
         self._on_suspects = on_suspects
+        self.outward: Outward = outward or GrpcOutward()
+        self.judge = Judge(config, raft, detector, self.outward, on_suspects)
         self._wake = asyncio.Event()
-        self._tasks: dict[tuple[str, Life], asyncio.Task[None]] = {}
+        self._loads = Loads()
         self._barrier_running: asyncio.Task[None] | None = None
         self._barrier_next: asyncio.Task[None] | None = None
         #: Term in which this voter has proved that it leads and has applied all that was committed before.
         self._ready_term = -1
-        self.suspects: frozenset[Life] = frozenset()
+        self.foreman = Foreman(
+            config, raft, self.outward, unwell=lambda: frozenset(node_id for node_id, _ in self.suspects)
+        )
+
+    @property
+    def suspects(self) -> frozenset[Life]:
+        """Lives that get nothing new while others can take it: SUSPECT or damped."""
+        return self.judge.avoided
 
     @property
     def ready(self) -> bool:
@@ -75,9 +87,11 @@ class Leader:
     def changed(self) -> None:
         """State, role or leader have changed."""
         self._wake.set()
+        self.foreman.changed()
 
     async def run(self) -> None:
-        """Lead whenever this voter is elected. Ends by being cancelled."""
+        """Lead whenever this voter is elected, listen always. Ends by being cancelled."""
+        listening = asyncio.ensure_future(self.judge.listen())
         try:
             while True:
                 self._wake.clear()
@@ -86,6 +100,7 @@ class Leader:
                 else:
                     await self._wake.wait()
         finally:
+            listening.cancel()
             self._resign()
 
     async def _lead(self, term: int) -> None:
@@ -96,75 +111,31 @@ class Leader:
             await asyncio.sleep(0.1)
             return
         self._ready_term = term
-        self._detector.became_leader(self._now())
+        self.judge.take_office()
         logger.info("registry: leading in term %d", term)
         self._on_suspects()
+        repairing = asyncio.create_task(self.foreman.run(), name="repairs")
         try:
             while self.ready:
-                self._judge()
+                self.judge.judge()
                 self._reports.tick()
-                await asyncio.sleep(self._config.suspect_after_s / 4)
+                if repairing.done():
+                    repairing.result()  # raises: it ends by being cancelled
+                await self.judge.pause()
         finally:
+            repairing.cancel()
             self._resign()
+            await asyncio.gather(repairing, return_exceptions=True)
 
     def _resign(self) -> None:
         self._ready_term = -1
         self._reports.abandon()
-        for task in list(self._tasks.values()):
-            task.cancel()
-        self.suspects = frozenset()
+        self.judge.resign()
+        self._loads.forget()
         self._on_suspects()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-    # Judging
-
-    def _judge(self) -> None:
-        nodes = self._raft.read(
-            lambda state: {
-                (node_id, node["incarnation"]): node["agent_address"]
-                for node_id, node in state["nodes"].items()
-                if node["state"] != "DOWN"
-            }
-        )
-        now = self._now()
-        verdicts = self._detector.judge(nodes, now)
-        for life, verdict in verdicts.items():
-            if verdict is Verdict.DOWN:
-                self._once("down", life, lambda life=life: self._propose_down(life))  # type: ignore[misc]
-            elif self._detector.silence_s(life, now) > self._config.suspect_after_s:
-                self._once("probe", life, lambda life=life: self._probe(nodes[life], life))  # type: ignore[misc]
-        suspects = frozenset(life for life, verdict in verdicts.items() if verdict is not Verdict.UP)
-        if suspects != self.suspects:
-            self.suspects = suspects
-            self._on_suspects()
-
-    def _once(self, what: str, life: Life, work: Callable[[], object]) -> None:
-        """Start work about a node unless it is under way."""
-        if (what, life) not in self._tasks:
-            task = asyncio.ensure_future(work())  # type: ignore[call-overload]
-            self._tasks[(what, life)] = task
-            task.add_done_callback(lambda _: self._tasks.pop((what, life), None))
-
-    async def _probe(self, agent_address: str, life: Life) -> None:
-        sent_at = self._now()
-        result = await probe(agent_address, life, self._config.probe_timeout_s)
-        if result is ProbeResult.ANSWERED:
-            self._detector.probe_answered(life, self._now())
-        elif result is ProbeResult.REFUSED:
-            self._detector.probe_refused(life, sent_at)
-
-    async def _propose_down(self, life: Life) -> None:
-        try:
-            reason = "no sign of life"
-            down = commands.set_state(life, "DOWN", reason, at_ms=self.wall_ms())
-            result = await self._raft.propose(down)
-            logger.warning(
-                "registry: node %s in incarnation %d is DOWN: %s", *life, result.get("message", "decided")
-            )
-        except FastCheckdError as error:
-            logger.warning("registry: could not decide that node %s is DOWN: %s", life[0], error)
 
     # Answering
 
@@ -204,9 +175,13 @@ class Leader:
             suspects = {
                 node_id for node_id, node in up.items() if (node_id, node["incarnation"]) in self.suspects
             }
-            shards = place(
-                members=up,
-                owner=str(owner[0]),
+            label = self._config.failure_domain
+            owner_id = str(owner[0])
+            load = self._loads.by_node(state)
+            plan = place(
+                members={node_id: domain_label(node, label) for node_id, node in up.items()},
+                owner=owner_id,
+                owner_domain=domain_label(state["nodes"][owner_id], label),
                 job=job,
                 rank=rank,
                 state_bytes=state_bytes,
@@ -214,9 +189,14 @@ class Leader:
                 tolerate=self._config.tolerate,
                 spread=min(self._config.spread, SHARDS_MAX),
                 avoid=suspects | set(avoid),
+                previous=self._loads.earlier(state, job, rank, world_size),
+                load=load,
+                groups=self._loads.groups(state, label, min(self._config.spread, SHARDS_MAX)),
             )
-            named = {holder for shard in shards for holder in shard.holders}
-            return Placement(state["epoch"], shards, {node_id: dict(up[node_id]) for node_id in named})
+            self._loads.placed(state, job, rank, world_size, step, plan)
+            named = {holder for shard in plan.shards for holder in shard.holders}
+            nodes = {node_id: dict(up[node_id]) for node_id in named}
+            return Placement(state["epoch"], plan.shards, nodes, plan.domains_short)
 
         placement = self._raft.read(decide)
         self._reports.collector.placed(

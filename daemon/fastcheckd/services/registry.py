@@ -24,6 +24,7 @@ from ..registry.view import job_view
 from ..rpc import answers
 from .deciding import Deciding, checking, decides
 from .registry_signs import RegistrySigns
+from .registry_upkeep import RegistryUpkeep
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -31,7 +32,7 @@ REPORT_WAIT_S_MAX = 10.0
 CHUNK_BYTES_MAX = 16 << 20
 
 
-class RegistryService(RegistrySigns, Deciding, registry_pb2_grpc.RegistryServiceServicer):
+class RegistryService(RegistrySigns, RegistryUpkeep, registry_pb2_grpc.RegistryServiceServicer):
     """One voter's answers.
 
     Args:
@@ -69,7 +70,7 @@ class RegistryService(RegistrySigns, Deciding, registry_pb2_grpc.RegistryService
             records.text({"life_id": request.life_id}, "life_id", records.TOKEN_BYTES_MAX)
         await self._need_leader(context)
         result = await self._propose(commands.register(node, request.life_id, at_ms=self._leader.wall_ms()))
-        self._detector.heard((request.node_id, result["incarnation"]), self._now(), data_ready=True)
+        self._detector.heard((request.node_id, result["incarnation"]), self._now())
         return registry_pb2.RegisterResponse(incarnation=result["incarnation"], epoch=result["epoch"])
 
     @decides
@@ -123,7 +124,7 @@ class RegistryService(RegistrySigns, Deciding, registry_pb2_grpc.RegistryService
             avoid=request.avoid,
             oldest_step=min(request.oldest_step, request.step),
         )
-        response = registry_pb2.PlaceResponse(epoch=placement.epoch)
+        response = registry_pb2.PlaceResponse(epoch=placement.epoch, domains_short=placement.domains_short)
         for shard in placement.shards:
             holders = [
                 common_pb2.Holder(
