@@ -9,12 +9,12 @@ run for longer.
 import contextlib
 import os
 import random
-import threading
 import time
 
 import psutil
 import pytest
 from tests.cluster.harness import Job, leader, process_of, until
+from tests.cluster.training import Training
 
 from fastcheck import FastCheckError
 
@@ -22,52 +22,6 @@ NODES = [f"node-{i}" for i in range(5)]
 VOTERS = NODES[:3]
 KILLS = int(os.environ.get("FASTCHECK_KILLS", "30"))
 SEED = int(os.environ.get("FASTCHECK_KILLS_SEED", str(random.randrange(10**6))))
-#: Within this, whatever was killed, one of the next saves is committed.
-BOUND_S = 45.0
-STEP_S = 0.03
-
-
-class Training(threading.Thread):
-    """All ranks save step after step; what fails is followed by the next step, as in a training loop."""
-
-    def __init__(self, job, after):
-        super().__init__(name="training", daemon=True)
-        self.job = job
-        self.step = self.newest = after
-        self.stopping = threading.Event()
-        self.error = None
-
-    def run(self):
-        try:
-            while not self.stopping.is_set():
-                self.step += 1
-                self.settle(self.job.save(self.step))
-                self.stopping.wait(STEP_S)
-        except BaseException as error:
-            self.error = error
-
-    def settle(self, handles):
-        give_up_at = time.monotonic() + BOUND_S
-        while not all(h.done for h in handles) and not any(h.exception() for h in handles):
-            assert time.monotonic() < give_up_at, f"step {self.step} does not end: {handles}"
-            if self.stopping.wait(0.005):
-                return
-        if all(h.committed for h in handles):
-            self.newest = self.step
-
-    def goes_on(self, commits=1):
-        """So many further steps are committed, within a bounded time."""
-        wanted = self.newest + commits
-        until(lambda: self.newest >= wanted or self.error, f"steps up to {wanted} to be committed", BOUND_S)
-        if self.error:
-            raise self.error
-
-    def end(self):
-        self.stopping.set()
-        self.join(BOUND_S)
-        assert not self.is_alive()
-        if self.error:
-            raise self.error
 
 
 class Murders:
