@@ -165,8 +165,8 @@ def substitute(
         members, owner, owner_domain, min(tolerate, others), spread, avoid, load or {}, groups, domains_of
     )
     pick.take_turns(job, rank, max(1, len(previous)))
-    for others in previous or [holders]:
-        for holder in others:
+    for shard_holders in previous or [list(holders)]:
+        for holder in shard_holders:
             if holder in members and holder != owner:
                 pick.takes(holder)
     found = pick.one(holders)

@@ -77,6 +77,7 @@ class Foreman:
         self._reset()
 
     def _reset(self) -> None:
+        self._changes += 1
         self._planner.attempts = Attempts()
         self._absences = Absences()
         self._denied: frozenset[Claim] = frozenset()
@@ -92,8 +93,7 @@ class Foreman:
     # --- what others tell it ---------------------------------------------------------------------
 
     def changed(self) -> None:
-        """The state has changed."""
-        # Its `version` counts what the view shows, and that has no holders.
+        """The state has changed, or its holders have: those are no part of the view, so the engine does not tell."""
         self._changes += 1
         self._wake.set()
 

@@ -26,8 +26,8 @@ from .redundancy import (
     is_live,
 )
 
-#: A machine that restarts with its memory costs less than copying what it held.
-GONE_GRACE_S = 2.0
+#: A machine that restarts with its memory costs less than copying what it held; its daemon needs seconds for that.
+GONE_GRACE_S = 5.0
 #: A node that came back checks what it has first; as long as it says something, it is waited for.
 RETURN_GRACE_S = 5.0
 #: After a failure of a shard at a target, doubled with each.
@@ -306,7 +306,9 @@ def _sources(shortage: Shortage, unwell: Set[str], serving: Mapping[str, int]) -
     return tuple(sorted((*shortage.live, *shortage.draining), key=rank)[:SOURCES_MAX])
 
 
-def _replaced(shortage: Shortage, spared: Set[Ref], target: str, domains: Mapping[str, str]) -> Ref | None:
+def _replaced(
+    shortage: Shortage, spared: Set[Ref], target: str, domains: Mapping[str, tuple[str, str]]
+) -> Ref | None:
     """The holder that goes from the record when `target` comes in. Its own older life goes by itself."""
     if any(ref.node_id == target for ref in shortage.dead):
         return None
