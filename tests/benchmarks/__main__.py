@@ -1,4 +1,6 @@
-"""`make bench`: idling, saving and restoring 1.5 GB, shaped links, the codec. Needs 16 GB of memory; run it alone.
+"""`make bench`: idling, finding the dead, saving and restoring 1.5 GB, shaped links, the codec.
+
+Needs 16 GB of memory; run it alone.
 
 The codec's part, and `--only lossy`, train small models in this process and need no cluster.
 """
@@ -24,6 +26,7 @@ from fastcheck.local import LocalCluster
 
 from . import codec, lossy_resume
 from .codec_rows import print_rows
+from .detection import detection, soak
 from .limits import FramedTcp, Memcpy
 from .links import links
 from .machine import describe
@@ -167,10 +170,10 @@ def idle(seconds: float) -> list[Figure]:
 
 
 #: What can be asked for alone, in the order in which it runs: idling first, since after gigabytes of transfers the
-#: machine itself is busy for a while. The last two run only when asked for: simulated nodes take the cores that a
-#: leader is measured on, and lossy takes a quarter of an hour.
-PARTS = ("idle", "transfer", "links", "codec", "scale", "lossy")
-ALONE = 2
+#: machine itself is busy for a while. Some run only when asked for: simulated nodes take the cores that a leader is
+#: measured on, and the last two take long.
+PARTS = ("idle", "detection", "transfer", "links", "codec", "scale", "lossy", "soak")
+ASKED_FOR = ("scale", "lossy", "soak")
 
 
 def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
@@ -179,6 +182,10 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
     figures: list[Figure] = []
     if "idle" in parts:
         figures += idle(arguments.idle_seconds)
+    if "detection" in parts:
+        figures += detection(arguments.trials, say)
+    if "soak" in parts:
+        figures += soak(arguments.minutes, say)
     if "transfer" in parts:
         figures += transfers(arguments.rounds)
     if "links" in parts:
@@ -210,8 +217,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--idle-seconds", type=float, default=30.0)
-    parser.add_argument("--only", choices=PARTS, help="one part; without it, all but 'scale' and 'lossy'")
+    parser.add_argument("--only", choices=PARTS, help=f"one part; without it, all but {', '.join(ASKED_FOR)}")
     parser.add_argument("--nodes", type=int, default=100, help="simulated ones, of the scale part")
+    parser.add_argument("--trials", type=int, default=50, help="detection: kills of each kind")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of the soak")
     parser.add_argument("--seeds", type=int, default=8, help="of the lossy experiment")
     parser.add_argument(
         "--quick",
@@ -220,7 +229,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()
-    results = measure(arguments, [arguments.only] if arguments.only else PARTS[:-ALONE])
+    results = measure(
+        arguments, [arguments.only] if arguments.only else [part for part in PARTS if part not in ASKED_FOR]
+    )
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / time.strftime("%Y%m%d-%H%M%S.json")
     path.write_text(json.dumps({"machine": describe()} | results, indent=2) + "\n")

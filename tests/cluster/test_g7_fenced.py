@@ -13,7 +13,7 @@ from fastcheck_proto.conventions import ERROR_METADATA_KEY
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
 
-CHUNK = 4096
+CHUNK = 64 << 10
 
 
 class Holder:
@@ -49,7 +49,9 @@ class Holder:
             try:
                 return peer_pb2_grpc.PeerServiceStub(channel).BeginPut(request, timeout=10)
             except grpc.RpcError as error:
-                return dict(error.trailing_metadata()).get(ERROR_METADATA_KEY, error.details())
+                name = str(dict(error.trailing_metadata()).get(ERROR_METADATA_KEY, error.details()))
+                assert name in {"ERROR_CODE_NO_LEASE", "ERROR_CODE_FENCED"}, error.details()
+                return name
 
     def abort(self, begun):
         with grpc.insecure_channel(self.address) as channel:
