@@ -7,12 +7,14 @@ help.
 
 import contextlib
 import threading
+import time
 
 import pytest
 from tests.cluster.harness import Job, leader, until
 
 from fastcheck import Checkpointer, FastCheckError
 from fastcheck.admin import AdminClient
+from fastcheckd.config import Config
 
 #: Longer than elections, verdicts and quarantines together.
 BOUND_S = 40.0
@@ -55,6 +57,13 @@ class Incident:
 
     def states(self, ask):
         return {node: state for node, (state, _) in self.lab.members(ask).items()}
+
+    def commit_while_suspected(self, suspect, ask):
+        """Saves go on, for longer than it takes to call somebody DOWN after the leader has missed the suspect."""
+        until(lambda: self.states(ask).get(suspect) == "SUSPECT", f"the leader to miss {suspect}")
+        enough = time.monotonic() + 3 * Config().down_after_s
+        while time.monotonic() < enough:
+            self.commit()
 
     def nobody_was_down(self, ask):
         """All nodes are in the lives they had: whoever is called DOWN comes back in another one.
@@ -172,8 +181,7 @@ def test_the_link_between_a_node_and_the_leader_is_cut(incident):
     cut_off, other = incident.others
     incident.train_on(cut_off, other)
     incident.lab.network.cut(cut_off, incident.leader)
-    for _ in range(3):
-        incident.commit()
+    incident.commit_while_suspected(cut_off, other)
     assert leader(incident.lab, other) == incident.leader, "no election was needed"
     incident.nobody_was_down(other)
     incident.heal()
@@ -186,8 +194,7 @@ def test_one_direction_between_a_node_and_the_leader_is_cut(incident, lost):
     incident.train_on(cut_off, other)
     way = (cut_off, incident.leader) if lost == "to the leader" else (incident.leader, cut_off)
     incident.lab.network.cut_way(*way)
-    for _ in range(3):
-        incident.commit()
+    incident.commit_while_suspected(cut_off, other)
     incident.nobody_was_down(other)
     incident.heal()
     incident.nobody_was_down(other)
