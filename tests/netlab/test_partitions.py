@@ -16,6 +16,8 @@ from fastcheck import Checkpointer, FastCheckError
 from fastcheck.admin import AdminClient
 from fastcheckd.config import Config
 
+pytestmark = pytest.mark.timeout(300)
+
 #: Longer than elections, verdicts and quarantines together.
 BOUND_S = 40.0
 
