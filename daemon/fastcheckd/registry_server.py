@@ -14,6 +14,7 @@ from .config import Config
 from .errors import ConfigError
 from .health.detector import FailureDetector
 from .registry.leading import Leader
+from .registry.members import LEFT
 from .registry.outward import GrpcOutward
 from .registry.raft import Raft, check_port_is_free
 from .registry.reporting import Reports
@@ -51,6 +52,7 @@ class RegistryServer:
             self._suspects_changed,
             GrpcOutward(),
             wall_ms=lambda: time.time_ns() // 1_000_000,
+            outward=GrpcOutward(),
         )
         self._stubs = GrpcStubs()
         self._service = RegistryService(
@@ -105,7 +107,7 @@ class RegistryServer:
             lambda state: (
                 state["epoch"],
                 [(node_id, node["incarnation"]) for node_id, node in state["nodes"].items()],
-                [node_id for node_id, node in state["nodes"].items() if node.get("reason") == "left"],
+                [node_id for node_id, node in state["nodes"].items() if node["reason"] == LEFT],
             )
         )
         if epoch != self._epoch:

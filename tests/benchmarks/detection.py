@@ -68,7 +68,7 @@ class Watchers:
         self._task = self._loop.create_task(self._watch_all())
         with contextlib.suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._task)
-        self._loop.close()
+        # Not closed: gRPC's poller may still have something to tell it.
 
     async def _watch_all(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -212,9 +212,10 @@ def soak(minutes: float, say: Callable[[str], None]) -> list[Figure]:
                     counts[node.state] += 1
                 states[watcher, node.node_id] = node.state
 
-    with _cluster(SOAK_NODES) as cluster, Watchers(cluster) as settling:
-        settling.until_all_up()
-        with _burners(), Watchers(cluster, note):
+    with _cluster(SOAK_NODES) as cluster, Watchers(cluster, note) as watchers:
+        watchers.until_all_up()
+        counts.update(dict.fromkeys(counts, 0))
+        with _burners():
             end = time.monotonic() + minutes * 60
             while (left_s := end - time.monotonic()) > 0:
                 say(

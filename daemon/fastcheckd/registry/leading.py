@@ -42,8 +42,8 @@ class Leader:
 
     Args:
         on_suspects: called when what is thought of some node, or whether this voter leads, has changed.
-        outward: how it asks nodes and voters; by default over the network.
         wall_ms: the wall clock, for what people are shown; nothing is decided by it.
+        outward: how it asks nodes and voters; by default over the network.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Leader:
         reports: Reports,
         detector: FailureDetector,
         on_suspects: Callable[[], None],
-        outward: Outward | None = None,
         *,
         wall_ms: Callable[[], int],
+        outward: Outward | None = None,
     ) -> None:
         self.wall_ms = wall_ms
         self._config = config
@@ -63,7 +63,7 @@ class Leader:
         self._reports = reports
         self._on_suspects = on_suspects
         self.outward: Outward = outward or GrpcOutward()
-        self.judge = Judge(config, raft, detector, self.outward, on_suspects)
+        self.judge = Judge(config, raft, detector, self.outward, on_suspects, wall_ms=wall_ms)
         self._wake = asyncio.Event()
         self._loads = Loads()
         self._barrier_running: asyncio.Task[None] | None = None
