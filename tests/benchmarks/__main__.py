@@ -2,7 +2,8 @@
 
 Needs 16 GB of memory; run it alone.
 
-The codec's part, and `--only lossy`, train small models in this process and need no cluster.
+The codec's part, and `--only lossy`, train small models in this process and need no cluster. Nor does that about
+placement.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
-from . import codec, lossy_resume
+from . import codec, lossy_resume, placement
 from .codec_rows import print_rows
 from .detection import detection, soak
 from .limits import FramedTcp, Memcpy
@@ -172,7 +173,7 @@ def idle(seconds: float) -> list[Figure]:
 #: What can be asked for alone, in the order in which it runs: idling first, since after gigabytes of transfers the
 #: machine itself is busy for a while. Some run only when asked for: simulated nodes take the cores that a leader is
 #: measured on, and the last two take long.
-PARTS = ("idle", "detection", "transfer", "links", "codec", "scale", "lossy", "soak")
+PARTS = ("idle", "detection", "transfer", "links", "placement", "codec", "scale", "lossy", "soak")
 ASKED_FOR = ("scale", "lossy", "soak")
 
 
@@ -198,6 +199,8 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
             arguments.nodes, 3.0 if arguments.quick else arguments.idle_seconds, say
         )
         figures += found
+    if "placement" in parts:
+        figures += placement.measure(1 if arguments.quick else arguments.rounds, say)
     if figures:
         print_table(figures)
         results["figures"] = [f.to_json() for f in figures]
@@ -225,7 +228,7 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="codec, scale and lossy: short trainings and phases, one round, two seeds, to see that it runs",
+        help="codec, lossy, placement, scale: short trainings and phases, one round, two seeds, to see that it runs",
     )
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()

@@ -144,6 +144,7 @@ def survey(state: Json, *, tolerate: int, domain_key: str = "", denied: Set[Clai
     domains = {node_id: domain_of(node_id, domain_label(nodes[node_id], domain_key)) for node_id in counting}
     wanted = tolerate + 1
     watch_domains = bool(domain_key) and len(set(domains.values())) >= wanted
+    doubted = {claim.shard for claim in denied}
     held = dict.fromkeys(live, 0)
     dead: set[Ref] = set()
     found: list[tuple[int, Shortage]] = []
@@ -154,17 +155,23 @@ def survey(state: Json, *, tolerate: int, domain_key: str = "", denied: Set[Clai
                 for index, shard in enumerate(record["shards"]):
                     good = 0
                     size = shard["bytes"]
+                    spread_over = set()
                     for node_id, incarnation in (owner, *shard["holders"]):
                         if live.get(node_id) == incarnation:
                             held[node_id] += size
                             if node_id in counting:
                                 good += 1
+                                if watch_domains:
+                                    spread_over.add(domains[node_id])
                         else:
                             dead.add(Ref(node_id, incarnation))
-                    if good >= wanted and not denied and not watch_domains:
+                    if good >= wanted and (not watch_domains or len(spread_over) >= wanted) and not doubted:
+                        continue
+                    shard_id = ShardId(job_name, kept["step"], record["rank"], index)
+                    if good >= wanted and not watch_domains and shard_id not in doubted:
                         continue
                     shortage = _shortage(
-                        ShardId(job_name, kept["step"], record["rank"], index),
+                        shard_id,
                         owner, shard, live, counting, domains, wanted, watch_domains, denied,
                     )  # fmt: skip
                     if shortage is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
+from typing import Any
 
 from fastcheck_proto.v1 import peer_pb2
 
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 #: A repair that has to wait moves a chunk this often, and more often than a transfer is believed dead.
 TRICKLE_S = 1.0
 BURST_S = 0.1
+RESTART_S = 1.0
 
 
 class UpkeepRoom:
@@ -87,9 +89,7 @@ class UpkeepRoom:
 
         self._store.on_condemned = condemned
         for name, work in (("scrub", self._scrubber.run), ("inventory", self._inventory.run)):
-            task = asyncio.create_task(work(), name=name)
-            task.add_done_callback(_tell_end)
-            self._tasks.append(task)
+            self._tasks.append(asyncio.create_task(_kept_going(name, work), name=name))
 
     async def stop(self) -> None:
         """End everything; nobody touches the store for it afterwards."""
@@ -129,6 +129,11 @@ class UpkeepRoom:
         return self._view.kept_steps() if self._view.view.version else None
 
 
-def _tell_end(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("the data process' %s ended", task.get_name(), exc_info=error)
+async def _kept_going(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run something that never ends; after an error, which is a defect, begin again."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            logger.exception("the %s begins anew after an error", name)
+        await asyncio.sleep(RESTART_S)
