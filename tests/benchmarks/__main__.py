@@ -32,6 +32,7 @@ from .limits import FramedTcp, Memcpy
 from .links import links
 from .machine import describe
 from .report import Figure, print_table
+from .scale import scale
 from .seed_noise import print_experiment
 from .workload import change, gpt2_state, state_bytes
 
@@ -170,9 +171,10 @@ def idle(seconds: float) -> list[Figure]:
 
 
 #: What can be asked for alone, in the order in which it runs: idling first, since after gigabytes of transfers the
-#: machine itself is busy for a while. The last two take long and run only when asked for.
-PARTS = ("idle", "detection", "transfer", "links", "placement", "codec", "lossy", "soak")
-ASKED_FOR = ("lossy", "soak")
+#: machine itself is busy for a while. Some run only when asked for: simulated nodes take the cores that a leader is
+#: measured on, and the last two take long.
+PARTS = ("idle", "detection", "transfer", "links", "placement", "codec", "scale", "lossy", "soak")
+ASKED_FOR = ("scale", "lossy", "soak")
 
 
 def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
@@ -192,6 +194,11 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
             figures += links(arguments.rounds)
         else:
             say("links are left out: shaping them takes root, for network namespaces")
+    if "scale" in parts:
+        found, results["scale"] = scale(
+            arguments.nodes, 3.0 if arguments.quick else arguments.idle_seconds, say
+        )
+        figures += found
     if "placement" in parts:
         figures += placement.measure(1 if arguments.quick else arguments.rounds, say)
     if figures:
@@ -213,14 +220,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--idle-seconds", type=float, default=30.0)
-    parser.add_argument("--only", choices=PARTS, help="one part; without it, all but 'lossy' and 'soak'")
+    parser.add_argument("--only", choices=PARTS, help=f"one part; without it, all but {', '.join(ASKED_FOR)}")
+    parser.add_argument("--nodes", type=int, default=100, help="simulated ones, of the scale part")
     parser.add_argument("--trials", type=int, default=50, help="detection: kills of each kind")
     parser.add_argument("--minutes", type=float, default=30.0, help="of the soak")
     parser.add_argument("--seeds", type=int, default=8, help="of the lossy experiment")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="codec, lossy, placement: short trainings, one round, two seeds, to see that it runs",
+        help="codec, lossy, placement, scale: short trainings and phases, one round, two seeds, to see that it runs",
     )
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()

@@ -151,6 +151,11 @@ class Collector:
         self._forget_empty(job)
         return superseded
 
+    def reported(self, job: str, step: int, rank: int) -> Json | None:
+        """What the rank has reported of a step that is under way."""
+        collection = self._jobs.get(job, {}).get(step)
+        return None if collection is None else collection.reports.get(rank)
+
     def drop(self, job: str, step: int, ranks: Iterable[int]) -> None:
         """These ranks' reports of a step do not hold: they have to come again."""
         collection = self._jobs.get(job, {}).get(step)

@@ -158,7 +158,7 @@ class Reports:
 
     async def _commit_all(self, job: str) -> None:
         while (ready := self.collector.next_commit(job, self._now())) is not None:
-            ranks = sorted(ready.reports)
+            proposed = dict(ready.reports)
             try:
                 result = await self._raft.propose(self._command(job, ready))
             except NoQuorumError as error:
@@ -167,7 +167,7 @@ class Reports:
                 return
             except InvalidRequestError as error:
                 result = refusal("INVALID", str(error))
-            self._conclude(job, ready, ranks, result)
+            self._conclude(job, ready, proposed, result)
 
     def _command(self, job: str, ready: Collection) -> Json:
         return commands.commit(
@@ -180,15 +180,18 @@ class Reports:
             ranks=[ready.reports[rank] for rank in sorted(ready.reports)],
         )
 
-    def _conclude(self, job: str, step: Collection, ranks: list[int], result: Json) -> None:
+    def _conclude(self, job: str, step: Collection, proposed: dict[int, Json], result: Json) -> None:
         if result["ok"]:
             for old in self.collector.committed(job, step.step):
                 self._settle(job, old, None, _superseded(job, old))
             self._settle(job, step.step, None, _COMMITTED)
             return
-        refused_ranks = result.get("ranks", ranks)
-        records = {rank: step.reports.get(rank) for rank in refused_ranks}
-        self.collector.drop(job, step.step, refused_ranks)
+        # A refusal is about what was proposed. What a new process of the rank has reported meanwhile is tried next.
+        reported = {
+            rank: self.collector.reported(job, step.step, rank) for rank in result.get("ranks", proposed)
+        }
+        records = {rank: record for rank, record in reported.items() if record in (None, proposed.get(rank))}
+        self.collector.drop(job, step.step, records)
         for rank, record in records.items():
             # What a waiter is told is about its own record, not about its neighbours'.
             own = (

@@ -1,0 +1,211 @@
+"""Real daemons, each on a machine of its own: a network namespace, with addresses that the others reach over wires.
+
+A `Lab` answers what a `LocalCluster` answers, so jobs and questions of the cluster tests' harness work on it as well:
+trainers and operators reach a node through its Unix socket, which works from every namespace. `train` runs a trainer on
+the machine itself. Daemons have the same ports everywhere, as in earnest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from tests.netlab.wires import ROOT, Network, lives
+
+from fastcheck.admin import AdminClient
+from fastcheck.errors import FastCheckError
+from fastcheck.local.processes import ProcessRef, kill_all, node_processes, tail
+
+REGISTRY_PORT, RAFT_PORT = 7453, 7454
+UP_TIMEOUT_S = 60.0
+_SHM = Path("/dev/shm")
+
+
+class Lab:
+    """A cluster on a network of its own. A context manager: processes, namespaces and memory are gone afterwards.
+
+    Args:
+        folder: for logs and configs; they stay.
+        nodes: how many; the first three are the voters.
+        settings: further config keys of every node.
+    """
+
+    def __init__(self, folder: Path, nodes: int, **settings: Any) -> None:
+        self.folder = folder
+        self.node_ids = [f"node-{i}" for i in range(nodes)]
+        self.voters = self.node_ids[:3]
+        self.network = Network(self.node_ids)
+        self._settings = settings
+        self._agents: dict[str, subprocess.Popen[bytes]] = {}
+        #: Sockets and RAM: short paths, and memory. Names say whose they are, as those of namespaces do.
+        self._runtime = Path(tempfile.gettempdir()) / f"fcnet-{os.getpid()}-{secrets.token_hex(3)}"
+        self._ram = _SHM / f"fastcheck-netlab-{os.getpid()}-{secrets.token_hex(3)}"
+
+    def __enter__(self) -> Lab:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._remove)
+            stack.enter_context(self.network)
+            _remove_leftovers()
+            (self.folder / "raft.key").write_bytes(secrets.token_bytes(32))
+            (self.folder / "raft.key").chmod(0o600)
+            for node in self.node_ids:
+                self.spawn(node)
+            self.wait_up(self.node_ids)
+            stack.pop_all()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.network.close()
+        self._remove()
+
+    # As of a local cluster.
+
+    def address(self, node: str) -> str:
+        """Where trainers and operators find the node's daemon, from any namespace."""
+        return f"unix://{self._runtime / node}/fastcheckd.sock"
+
+    def log_file(self, node: str) -> Path:
+        """The node's log, through all its lives."""
+        return self.folder / f"{node}.log"
+
+    def ram_dir(self, node: str) -> Path:
+        """The node's RAM store."""
+        return self._ram / node
+
+    def pids(self, node: str) -> list[int]:
+        """The node's living processes, the agent first."""
+        return [process.pid for process in node_processes(self._agent(node))]
+
+    def kill(self, node: str, *, wipe: bool = False) -> None:
+        """SIGKILL the node's processes; with `wipe` its RAM goes too."""
+        kill_all(self._agent(node))
+        self._agents.pop(node).wait(10)
+        if wipe:
+            shutil.rmtree(self.ram_dir(node))
+
+    def start(self, node: str) -> None:
+        """Start a killed node again, and wait until it is UP."""
+        self.spawn(node)
+        self.wait_up([node])
+
+    def spawn(self, node: str) -> None:
+        """Start a node's daemon on its machine."""
+        config = self._config(node)
+        path = self.folder / f"{node}.json"
+        path.write_text(json.dumps(config))  # JSON is YAML
+        for key in ("runtime_dir", "state_dir", "ram_dir"):
+            Path(config[key]).mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self.log_file(node).open("ab") as log:
+            self._agents[node] = subprocess.Popen(
+                self.network.command(node, sys.executable, "-m", "fastcheckd", "run", "--config", str(path)),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(), start_new_session=True,
+            )  # fmt: skip
+
+    def wait_up(self, nodes: Sequence[str], timeout_s: float = UP_TIMEOUT_S) -> None:
+        """Wait until the nodes are UP in the lives that their agents have.
+
+        Raises:
+            AssertionError: they are not, in time; with the end of a log.
+        """
+        deadline = time.monotonic() + timeout_s
+        for node in nodes:
+            while not self._is_up(node):
+                assert time.monotonic() < deadline, f"{node} is not UP:\n{tail(self.log_file(node))}"
+                assert self._agents[node].poll() is None, f"{node} ended:\n{tail(self.log_file(node))}"
+                time.sleep(0.05)
+
+    # What only a lab can say.
+
+    def train(self, node: str, program: str, *arguments: object) -> str:
+        """Run a Python program on the node's machine, as its trainer; what it printed.
+
+        Raises:
+            AssertionError: it failed; with what it said.
+        """
+        done = subprocess.run(
+            self.network.command(node, sys.executable, "-c", program, *map(str, arguments)),
+            env=_environment() | {"FASTCHECK_ADDRESS": self.address(node)},
+            cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def members(self, ask: str) -> dict[str, tuple[str, int]]:
+        """State and incarnation of all nodes, as told through `ask`; empty when it has no answer."""
+        try:
+            with AdminClient(self.address(ask), timeout_s=5) as admin:
+                return {n["node_id"]: (n["state"], n["incarnation"]) for n in admin.nodes()["nodes"]}
+        except FastCheckError:
+            return {}
+
+    def _agent(self, node: str) -> ProcessRef:
+        agent = self._agents[node]
+        try:
+            return ProcessRef.of(agent.pid)
+        except psutil.NoSuchProcess:
+            return ProcessRef(agent.pid, 0.0)
+
+    def _is_up(self, node: str) -> bool:
+        try:
+            with AdminClient(self.address(node), timeout_s=2) as admin:
+                incarnation = admin.describe()["incarnation"]
+                found = next((n for n in admin.nodes()["nodes"] if n["node_id"] == node), None)
+        except FastCheckError:
+            return False
+        if found is None or not found["reachable"]:
+            return False
+        return (found["state"], found["incarnation"]) == ("UP", incarnation)
+
+    def _config(self, node: str) -> dict[str, Any]:
+        return {
+            "cluster_id": self._ram.name,
+            "node_id": node,
+            "host": self.network.address(node),
+            "voters": [
+                {
+                    "node_id": voter,
+                    "registry_address": f"{self.network.address(voter)}:{REGISTRY_PORT}",
+                    "raft_address": f"{self.network.address(voter)}:{RAFT_PORT}",
+                }
+                for voter in self.voters
+            ],
+            "raft_key_file": str(self.folder / "raft.key"),
+            "runtime_dir": str(self._runtime / node),
+            "state_dir": str(self.folder / node / "state"),
+            "ram_dir": str(self.ram_dir(node)),
+            "ram_budget_bytes": "256MiB",
+            **self._settings,
+        }
+
+    def _remove(self) -> None:
+        for agent in self._agents.values():
+            agent.kill()
+            agent.wait(10)
+        self._agents.clear()
+        for folder in (self._runtime, self._ram):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("FASTCHECK_")}
+    return kept | {"PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)}
+
+
+def _remove_leftovers() -> None:
+    """What killed test runs have left in memory."""
+    for folder in [*_SHM.glob("fastcheck-netlab-*"), *Path(tempfile.gettempdir()).glob("fcnet-*")]:
+        made = re.fullmatch(r"(?:fastcheck-netlab|fcnet)-(\d+)-\w+", folder.name)
+        if made and not lives(int(made[1])):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,128 @@
+"""The wires of the lab do what they are told: what the scenarios conclude from them is worth no more than that."""
+
+import subprocess
+import sys
+
+import pytest
+from tests.netlab.wires import Network, lives, remove_leftovers, run, unreachable
+
+pytestmark = pytest.mark.usefixtures("network_namespaces")
+
+PORT = 9999
+ECHO = (
+    "import socket\n"
+    "server = socket.create_server(('0.0.0.0', 9999))\n"
+    "print('ready', flush=True)\n"
+    "while True:\n"
+    "    link, _ = server.accept()\n"
+    "    while data := link.recv(65536):\n"
+    "        link.sendall(data)\n"
+)
+ROUND_TRIP = (
+    "import socket, sys, time\n"
+    "link = socket.create_connection((sys.argv[1], 9999), timeout=10)\n"
+    "link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)\n"
+    "size = int(sys.argv[2])\n"
+    "start = time.monotonic()\n"
+    "link.sendall(bytes(size))\n"
+    "while size:\n"
+    "    size -= len(link.recv(65536))\n"
+    "print(time.monotonic() - start)\n"
+)
+
+
+@pytest.fixture
+def network():
+    with Network(["a", "b", "c"]) as network:
+        yield network
+
+
+def reached(network):
+    """All directions that carry a connection's packets both ways."""
+    return {
+        (one, other)
+        for one in network.names
+        for other in set(network.names) - {one} - unreachable(network, one, set(network.names) - {one}, PORT)
+    }
+
+
+def test_a_link_a_direction_and_a_group_are_cut_and_healed(network):
+    everything = {(a, b) for a in "abc" for b in "abc" if a != b}
+    assert reached(network) == everything
+    network.cut("a", "b")
+    assert reached(network) == everything - {("a", "b"), ("b", "a")}
+    network.heal()
+    network.isolate("a", "b")
+    assert reached(network) == {("a", "b"), ("b", "a")}
+    network.heal()
+    assert reached(network) == everything
+
+
+def test_one_direction_is_cut_and_the_other_one_carries_on(network):
+    network.cut_way("a", "b")
+    listen = (
+        "import socket, sys\n"
+        "s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+        "s.bind(('0.0.0.0', 9998))\n"
+        "s.settimeout(5)\n"
+        "print('ready', flush=True)\n"
+        "print(s.recv(100).decode())\n"
+    )
+    say = "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto({!r}, ({!r}, 9998))"
+    for listener, wanted in (("a", "from b"), ("b", "from c")):
+        process = subprocess.Popen(
+            network.command(listener, sys.executable, "-c", listen), stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout.readline() == "ready\n"
+        for sender in sorted({"a", "b", "c"} - {listener}):  # a, whose packets to b are lost, speaks first
+            if (listener, sender) == ("a", "c"):
+                continue
+            message = f"from {sender}".encode()
+            run(
+                *network.command(sender, sys.executable, "-c", say.format(message, network.address(listener)))
+            )
+        assert process.communicate(timeout=10)[0] == wanted + "\n"
+
+
+def round_trip_s(network, size=1):
+    return float(
+        run(*network.command("a", sys.executable, "-c", ROUND_TRIP, network.address("b"), str(size)))
+    )
+
+
+def test_a_delay_and_a_rate_are_kept_to(network):
+    server = subprocess.Popen(
+        network.command("b", sys.executable, "-c", ECHO), stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout.readline() == "ready\n"
+    network.delay("a", "b", 0.15)
+    assert round_trip_s(network) >= 0.3
+    assert round_trip_s(network, 1 << 20) >= 0.3, "whole segments arrive as well"
+    network.heal()
+    network.shape("a", 8)
+    assert round_trip_s(network, 2 << 20) >= 1.0, "2 MiB at 1 MB/s, less what the bucket holds"
+    server.kill()
+    server.wait(10)
+
+
+def test_a_network_is_gone_with_all_that_ran_in_it_also_when_its_maker_was_killed():
+    maker = (
+        "import os, signal, subprocess, sys\n"
+        "from tests.netlab.wires import Network, run\n"
+        "network = Network(['a'])\n"
+        "network.__enter__()\n"
+        "sleep = network.command('a', 'sleep', '600')\n"
+        "child = subprocess.Popen(sleep, stdout=subprocess.DEVNULL, start_new_session=True)\n"
+        "while str(child.pid) not in run('ip', 'netns', 'pids', network.namespace('a')).split():\n"
+        "    pass\n"
+        "print(network.namespace('a'), child.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", maker], stdout=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    name, pid = done.stdout.split()
+    assert name in run("ip", "netns", "list")
+    assert name in remove_leftovers()
+    assert name not in run("ip", "netns", "list")
+    assert not lives(int(pid))
