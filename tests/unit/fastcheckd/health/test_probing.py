@@ -77,23 +77,26 @@ def test_nobody_there_is_refused_and_somebody_mute_is_silent_in_time():
 
 def test_an_agent_asks_for_others_and_says_when_it_asks_for_too_many():
     async def story():
-        async with agent(5) as target, agent(9, "asker") as asker:
-            async with grpc.aio.insecure_channel(asker) as channel:
-                stub = node_pb2_grpc.NodeServiceStub(channel)
+        async with (
+            agent(5) as target,
+            agent(9, "asker") as asker,
+            grpc.aio.insecure_channel(asker) as channel,
+        ):
+            stub = node_pb2_grpc.NodeServiceStub(channel)
 
-                async def ask(address, timeout_s=5.0):
-                    node = common_pb2.NodeRef(node_id="n", incarnation=5)
-                    request = node_pb2.ProbeForRequest(node=node, agent_address=address, timeout_s=timeout_s)
-                    return from_wire((await stub.ProbeFor(request)).finding)
+            async def ask(address, timeout_s=5.0):
+                node = common_pb2.NodeRef(node_id="n", incarnation=5)
+                request = node_pb2.ProbeForRequest(node=node, agent_address=address, timeout_s=timeout_s)
+                return from_wire((await stub.ProbeFor(request)).finding)
 
-                assert await ask(target) is ProbeResult.ANSWERED
-                assert await ask(free_address()) is ProbeResult.REFUSED
-                with mute() as address:
-                    found = await asyncio.gather(*(ask(address, 1.0) for _ in range(20)))
-                assert found.count(ProbeResult.SILENT) == 16 and found.count(None) == 4
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await ask("x" * 400)
-                assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert await ask(target) is ProbeResult.ANSWERED
+            assert await ask(free_address()) is ProbeResult.REFUSED
+            with mute() as address:
+                found = await asyncio.gather(*(ask(address, 1.0) for _ in range(20)))
+            assert found.count(ProbeResult.SILENT) == 16 and found.count(None) == 4
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await ask("x" * 400)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     asyncio.run(story())
 
