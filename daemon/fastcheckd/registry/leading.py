@@ -30,6 +30,8 @@ class Placement:
     epoch: int
     shards: tuple[PlannedShard, ...]
     nodes: dict[str, Json]
+    #: Sessions that all ranks of the job have opened so far.
+    generation: int = 0
 
 
 class Leader:
@@ -207,7 +209,8 @@ class Leader:
                 avoid=suspects | set(avoid),
             )
             named = {holder for shard in shards for holder in shard.holders}
-            return Placement(state["epoch"], shards, {node_id: dict(up[node_id]) for node_id in named})
+            nodes = {node_id: dict(up[node_id]) for node_id in named}
+            return Placement(state["epoch"], shards, nodes, state["jobs"][job]["next_session"])
 
         placement = self._raft.read(decide)
         self._reports.collector.placed(

@@ -3,15 +3,18 @@
 Place → wait until the step before is sent → put every shard to every holder at once, against the step before
 where the planner says so → publish the owner's manifests → report until the registry decides. A holder that fails
 gets a rest (quarantine) and its copy goes elsewhere; the split into shards is fixed by the first placement, later
-ones only supply other holders.
+ones only supply other holders. A registry that does not answer is done without (`without_quorum`): the step is then
+provisional until somebody is there to commit it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from concurrent.futures import Executor
+from dataclasses import dataclass
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
@@ -43,6 +46,7 @@ from ..view import ViewFollower
 from .holders import Quarantine, pick_holders
 from .save import Save
 from .shards import Bases, Copy, Preparation, Shard, uses_per_copy
+from .without_quorum import LastPlacements, Silence, as_placed, place_alone
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,15 @@ PUT_ATTEMPTS_MAX = 30
 REGISTRY_TIMEOUT_S = 3.0
 #: How long the leader keeps a report waiting before it says for whom.
 REPORT_WAIT_S = 1.0
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Where the shards of a save go."""
+
+    response: rpb.PlaceResponse
+    #: This node said so, not the registry.
+    alone: bool = False
 
 
 class Replicator:
@@ -86,22 +99,24 @@ class Replicator:
         #: Shards being sent, of all saves.
         self._at_once = 0
         self._quarantine = Quarantine(config.quarantine_s)
+        self._silence = Silence()
+        self._placements = LastPlacements()
 
     async def run(self, save: Save) -> None:
         """Bring a staged save to COMMITTED; raises what stopped it."""
         started = time.monotonic()
-        placement = await self._place(save)
+        placed = await self._place(save)
         if save.after is not None:
             # Step by step: what is being sent now is the next one's base.
             await save.after.until_sent()
             save.after = None
             save.moved()
-            placement = await self._place(save)
+            placed = await self._place(save)
         with Bases(self._store) as bases:
-            shards = self._split(save, placement, bases)
+            shards = self._split(save, placed, bases)
             self._at_once += len(shards)
             try:
-                epoch = await self._replicate(save, shards, placement)
+                epoch = await self._replicate(save, shards, placed)
             finally:
                 self._at_once -= len(shards)
                 for shard in shards:
@@ -110,8 +125,10 @@ class Replicator:
         while True:
             save.replicate_s = time.monotonic() - started
             self._account(save, shards)
-            if save.state < tpb.SAVE_STATE_REPLICATED:
-                save.advance(tpb.SAVE_STATE_REPLICATED)
+            if self._alone(shards) and not save.reported:
+                save.reach(tpb.SAVE_STATE_PROVISIONAL)
+                await self._until_heard(save)
+            save.reach(tpb.SAVE_STATE_REPLICATED)
             reported = time.monotonic()
             try:
                 await self._report(save, shards, epoch)
@@ -120,8 +137,8 @@ class Replicator:
                 for shard in shards:
                     for node_id in error.node_ids:
                         shard.acknowledged.pop(node_id, None)
-                placement = await self._place(save)
-                epoch = await self._replicate(save, shards, placement)
+                placed = await self._place(save)
+                epoch = await self._replicate(save, shards, placed)
                 continue
             save.commit_s = time.monotonic() - reported
             return
@@ -145,11 +162,32 @@ class Replicator:
 
     # --- placing ---------------------------------------------------------------------------------
 
-    async def _place(self, save: Save) -> rpb.PlaceResponse:
-        """Ask where the shards go, again and again while nobody can say, within the save's patience."""
+    async def _place(self, save: Save) -> _Placed:
+        """Ask where the shards go; if the registry is silent, say so oneself. Within the save's patience."""
+        timeout_s = min(REGISTRY_TIMEOUT_S, self._config.provisional_after_s)
+        placed = None
+        if self._silence.lasts:
+            with contextlib.suppress(PlacementError):  # then perhaps somebody answers by now
+                placed = self._place_alone(save)
+        while placed is None:
+            try:
+                placed = _Placed(await self._ask_for_place(save, timeout_s))
+                self._placements.remember(save.key.job, save.key.rank, placed.response)
+            except NoQuorumError as silent:
+                try:
+                    placed = self._place_alone(save)
+                except PlacementError as error:
+                    await self._wait_out(save, PlacementError(f"{error}; {silent}"))
+            except (PlacementError, PeerError) as error:
+                await self._wait_out(save, error)
+        save.generation = max(save.generation, placed.response.generation)
+        return placed
+
+    async def _ask_for_place(self, save: Save, timeout_s: float) -> rpb.PlaceResponse:
+        """The registry's placement; raises what it answers, NoQuorumError when it does not."""
         while True:
             try:
-                await self._identity.until_known(REGISTRY_TIMEOUT_S)
+                await self._identity.until_known(timeout_s)
                 owner = self._identity.ref()
                 response = await self._registry.place(
                     rpb.PlaceRequest(
@@ -164,24 +202,62 @@ class Replicator:
                         avoid=self._quarantine.members(),
                         oldest_step=save.oldest_step(),
                     ),
-                    timeout_s=REGISTRY_TIMEOUT_S,
+                    timeout_s=timeout_s,
                 )
-            except (NoQuorumError, PlacementError, PeerError) as error:
-                await self._wait_out(save, error)
-                continue
+            except NoQuorumError:
+                self._silence.noted()
+                raise
             except FencedError:
                 if not self._reborn(owner):
                     raise
                 continue
+            self._silence.heard()
             if not response.shards or any(not s.holders for s in response.shards):
                 raise FastCheckdError(
                     f"{save.key}: the registry's placement names no holders; report this defect"
                 )
             return response
 
+    def _place_alone(self, save: Save) -> _Placed:
+        view = self._view.members()
+        response = place_alone(
+            previous=self._placements.get(save.key.job, save.key.rank),
+            nodes=view.nodes,
+            is_gone=self._view.is_gone,
+            owner=self._config.node_id,
+            job=save.key.job,
+            rank=save.key.rank,
+            state_bytes=save.state_bytes,
+            chunk_bytes=self._config.chunk_bytes,
+            tolerate=self._config.tolerate,
+            spread=self._config.spread,
+            avoid=self._quarantine.members(),
+        )
+        response.epoch = max(response.epoch, view.epoch)
+        return _Placed(response, alone=True)
+
+    async def _until_heard(self, save: Save) -> None:
+        """Ask for the registry until it answers, however long that takes, and it is this step's turn.
+
+        A report may count although its answer is lost, and then the step must never be dropped. So it is not made
+        before somebody is there to answer it.
+        """
+        pause_s = RETRY_PAUSE_S
+        while True:
+            try:
+                await self._ask_for_place(save, REGISTRY_TIMEOUT_S)
+            except (NoQuorumError, PeerError) as error:
+                save.stalled(error)
+                pause_s = min(2 * pause_s, RETRY_PAUSE_MAX_S)
+            except PlacementError:
+                self._silence.heard()  # that is an answer, and this step has its holders
+            if not self._silence.lasts and save.may_report():
+                return
+            await asyncio.sleep(pause_s)
+
     async def _wait_out(self, save: Save, error: FastCheckdError) -> None:
         save.stalled(error)
-        if save.idle_s() > self._config.commit_timeout_s:
+        if save.idle_s() > self._config.commit_timeout_s and not save.provisional:
             raise error
         await asyncio.sleep(RETRY_PAUSE_S)
 
@@ -189,9 +265,10 @@ class Replicator:
         """Whether the node has begun a new life since `ref`: then the same call is worth repeating."""
         return self._identity.incarnation > ref.incarnation
 
-    def _split(self, save: Save, placement: rpb.PlaceResponse, bases: Bases) -> list[Shard]:
+    def _split(self, save: Save, placed: _Placed, bases: Bases) -> list[Shard]:
         """Cut the state at chunk ends, one shard for each that the placement has, and plan each."""
         content = save.content
+        placement = placed.response
         copies = min(len(s.holders) for s in placement.shards)
         stretches = content.cut(len(placement.shards))
         fits = Fits()
@@ -216,6 +293,8 @@ class Replicator:
                 chunk_lengths=table.lengths if content.listed else (),
                 lossy=save.lossy,
                 kind=pb.REPLICA_KIND_COPY,
+                save_id=save.save_id,
+                generation=save.generation,
             )
             base = bases.find(key, offset, table)
             holders = pick_holders(index, copies, (), placement)
@@ -240,10 +319,13 @@ class Replicator:
 
     # --- sending ---------------------------------------------------------------------------------
 
-    async def _replicate(self, save: Save, shards: list[Shard], placement: rpb.PlaceResponse) -> int:
+    async def _replicate(self, save: Save, shards: list[Shard], placed: _Placed) -> int:
         """Get every shard to as many holders as the placement names; returns the epoch placed by."""
-        copies = min(len(s.holders) for s in placement.shards)
+        copies = min(len(s.holders) for s in placed.response.shards)
         for attempt in range(PUT_ATTEMPTS_MAX):
+            placement = placed.response
+            for shard in shards:
+                shard.manifest.provisional = placed.alone
             puts = [
                 self._put(save, shard, holder, placement.epoch)
                 for shard in shards
@@ -254,6 +336,8 @@ class Replicator:
             errors = [error for error in await asyncio.gather(*puts) if error is not None]
             short = [s for s in shards if len(s.acknowledged) < copies]
             if not short:
+                held_by = {s.index: [c.holder for c in s.acknowledged.values()] for s in shards}
+                self._placements.remember(save.key.job, save.key.rank, as_placed(placement, held_by))
                 return placement.epoch
             error = errors[0] if errors else PlacementError(f"nobody is left to hold shard {short[0].index}")
             save.stalled(error)
@@ -262,8 +346,13 @@ class Replicator:
             save.resent_shards += len(short)
             self._counters.add("shards_resent", len(short))
             await asyncio.sleep(min(RETRY_PAUSE_S * attempt, RETRY_PAUSE_MAX_S))
-            placement = await self._place(save)
+            placed = await self._place(save)
         raise AssertionError("unreachable")
+
+    @staticmethod
+    def _alone(shards: list[Shard]) -> bool:
+        """Whether the last placement was this node's own."""
+        return any(shard.manifest.provisional for shard in shards)
 
     async def _put(self, save: Save, shard: Shard, holder: pb.Holder, epoch: int) -> FastCheckdError | None:
         """Send one copy; a failure is returned, and the holder rests, so that the others go on."""
@@ -276,6 +365,7 @@ class Replicator:
                 manifest=shard.manifest,
                 source=shard.source,
                 progress=save.moved,
+                obsolete_steps=save.obsolete() if shard.manifest.provisional else (),
             )
         )
         gone = asyncio.create_task(self._view.until_gone(holder.node))
@@ -290,7 +380,8 @@ class Replicator:
         except FastCheckdError as error:
             shard.troubled = True
             logger.warning("%s: shard %d to %s failed: %s", save.key, shard.index, node_id, error)
-            if not isinstance(error, FencedError):  # an old epoch is our lag, not the holder's fault
+            # An old epoch is our lag, not the holder's fault; placed alone, it means another life of the holder.
+            if shard.manifest.provisional or not isinstance(error, FencedError):
                 self._quarantine.add(node_id)
                 self._counters.add("peers_quarantined")
             return error
@@ -300,7 +391,7 @@ class Replicator:
             await asyncio.gather(put, gone, return_exceptions=True)
         save.moved()
         self._counters.add("bytes_saved", max(0, outcome.raw_bytes - outcome.sent_bytes))
-        shard.acknowledged[node_id] = Copy(holder.node, outcome, seconds)
+        shard.acknowledged[node_id] = Copy(holder, outcome, seconds)
         return None
 
     async def _publish_own(self, save: Save, shard: Shard) -> None:
@@ -322,6 +413,7 @@ class Replicator:
 
     async def _report(self, save: Save, shards: list[Shard], epoch: int) -> None:
         """Report until the registry commits; raises what it refuses with."""
+        silent_since: float | None = None
         give_up_at = time.monotonic() + self._config.rank_wait_timeout_s
         while True:
             record = rpb.RankRecord(
@@ -354,8 +446,19 @@ class Replicator:
             try:
                 response = await self._registry.report(request, timeout_s=REPORT_WAIT_S + REGISTRY_TIMEOUT_S)
             except (NoQuorumError, PeerError) as error:
+                now = time.monotonic()
+                silent_since = now if silent_since is None else silent_since
+                if isinstance(error, NoQuorumError):
+                    self._silence.noted()
+                    if now - silent_since > self._config.provisional_after_s:
+                        # Replicated, and nobody there to commit it: it waits like those that were placed without.
+                        save.reach(tpb.SAVE_STATE_PROVISIONAL)
                 await self._wait_out(save, error)
+                # The silence is not the other ranks' fault.
+                give_up_at = time.monotonic() + self._config.rank_wait_timeout_s
                 continue
+            self._silence.heard()
+            silent_since = None
             if response.state == rpb.REPORT_STATE_COMMITTED:
                 return
             if response.state == rpb.REPORT_STATE_WAITING:

@@ -161,7 +161,7 @@ class RegistryService(RegistrySigns, registry_pb2_grpc.RegistryServiceServicer):
             avoid=request.avoid,
             oldest_step=min(request.oldest_step, request.step),
         )
-        response = registry_pb2.PlaceResponse(epoch=placement.epoch)
+        response = registry_pb2.PlaceResponse(epoch=placement.epoch, generation=placement.generation)
         for shard in placement.shards:
             holders = [
                 common_pb2.Holder(
