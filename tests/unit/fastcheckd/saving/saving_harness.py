@@ -47,6 +47,8 @@ class Registry:
         self.reports: list[rpb.ReportRequest] = []
         #: There is no quorum: nothing is answered.
         self.silent = False
+        #: Some other rank is not there yet.
+        self.waiting = False
 
     async def place(self, request, timeout_s):
         self._answer()
@@ -64,11 +66,13 @@ class Registry:
     async def report(self, request, timeout_s):
         self._answer()
         self.reports.append(request)
+        if self.waiting:
+            await asyncio.sleep(0.02)
+            return rpb.ReportResponse(state=rpb.REPORT_STATE_WAITING)
         answer = self.answers.pop(0) if self.answers else None
         if isinstance(answer, Exception):
             raise answer
         return answer or rpb.ReportResponse(state=rpb.REPORT_STATE_COMMITTED)
-
 
     def _answer(self):
         if self.silent:

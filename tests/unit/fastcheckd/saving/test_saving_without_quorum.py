@@ -119,9 +119,7 @@ def test_a_reported_step_is_never_given_up_nor_dropped(tmp_path):
         await node.save(1, state_of(1))
         registry.silent = True
         reported = await provisional(node, 2)
-        registry.silent = False
-        waiting = rpb.ReportResponse(state=rpb.REPORT_STATE_WAITING)
-        registry.answers = [waiting] * 1_000_000
+        registry.silent, registry.waiting = False, True
         await eventually(lambda: reported.reported, within_s=10)
         registry.silent = True
         for step in range(3, 10):
@@ -135,8 +133,7 @@ def test_a_reported_step_is_never_given_up_nor_dropped(tmp_path):
 
 def test_a_replicated_step_whose_report_is_not_answered_becomes_provisional(tmp_path):
     async def body(node, registry, holders):
-        waiting = rpb.ReportResponse(state=rpb.REPORT_STATE_WAITING)
-        registry.answers = [waiting] * 1_000_000
+        registry.waiting = True
         save = await node.stage(1, STATE)
         await eventually(lambda: save.reported)
         registry.silent = True
@@ -144,7 +141,7 @@ def test_a_replicated_step_whose_report_is_not_answered_becomes_provisional(tmp_
         # However long it lasts.
         await eventually(lambda: save.idle_s() > 1.0)
         assert not save.done
-        registry.silent, registry.answers = False, []
+        registry.silent = registry.waiting = False
         await node.done(save)
 
     in_world(tmp_path, body, provisional_after_s=0.2, commit_timeout_s=0.5)
