@@ -11,7 +11,7 @@ from . import tables
 from .demo_command import demo
 from .local_commands import local
 from .options import FastCheckGroup, admin_options
-from .output import emit, exit_for_health
+from .output import emit, exit_for_health, say
 
 
 class JobName(click.ParamType[str]):
@@ -72,7 +72,10 @@ def jobs(address: str, timeout_s: float, output: str) -> None:
 def checkpoints(job: str, address: str, timeout_s: float, output: str) -> None:
     """List a job's steps: committed, replicating, provisional."""
     with AdminClient(address, timeout_s=timeout_s) as client:
-        emit(client.checkpoints(job), output, tables.checkpoints)
+        result = client.checkpoints(job)
+    if not result["registry_answered"]:
+        say("The registry does not answer: these are the steps that the nodes hold complete.")
+    emit(result, output, tables.checkpoints)
 
 
 @cli.command()

@@ -19,8 +19,10 @@ from fastcheck_proto.v1 import admin_pb2, admin_pb2_grpc, peer_pb2, registry_pb2
 
 from ..config import Config
 from ..errors import FastCheckdError, InvalidRequestError, NoQuorumError, StepGoneError
+from ..last_view import LastView
 from ..rpc import answers
 from . import admin_reports as reports
+from . import checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._config = config
         self._registry = registry
         self._peers = peers
+        self._last_view = LastView(config)
 
     @answers
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusResponse:
@@ -107,12 +110,31 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def Checkpoints(
         self, request: admin_pb2.CheckpointsRequest, context: Context
     ) -> admin_pb2.CheckpointsResponse:
-        """A job's steps that can be loaded or are under way."""
+        """A job's steps that can be loaded or are under way, provisional ones too: those only the nodes know."""
         job = _job(request.job)
-        listed = await self._registry.list_job_steps(
-            registry_pb2.ListJobStepsRequest(job=job), CALL_TIMEOUT_S
+        steps: Sequence[registry_pb2.StepSummary] | None = None
+        try:
+            ask = registry_pb2.ListJobStepsRequest(job=job)
+            steps = (await self._registry.list_job_steps(ask, CALL_TIMEOUT_S)).steps
+        except NoQuorumError as error:
+            logger.info("listing what the nodes hold of job %s: %s", job, error)
+        view = await self._any_view()
+        held = await self._held(view, job)
+        return admin_pb2.CheckpointsResponse(
+            steps=checkpoints.with_provisional(job, view, steps, held),
+            without_registry=steps is None,
+            unreachable=reports.unanswered(view, held),
         )
-        return admin_pb2.CheckpointsResponse(steps=listed.steps)
+
+    async def _any_view(self) -> registry_pb2.ClusterView:
+        """Whom to ask: any voter's view, or the last one that this node has kept."""
+        try:
+            return await self._registry.view(CALL_TIMEOUT_S)
+        except NoQuorumError:
+            kept = await asyncio.to_thread(self._last_view.read)
+            if kept is None:
+                raise
+            return kept
 
     @answers
     async def Replicas(
