@@ -44,6 +44,7 @@ class ViewFollower:
         async for view in self._registry.watch():
             moved_on = view.epoch != self.view.epoch
             self.view = view
+            self._registry.use_voters(view.voter_records)
             self._identity.saw_epoch(view.epoch)
             self._changed.set()
             self._changed = asyncio.Event()
