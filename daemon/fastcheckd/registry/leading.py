@@ -33,7 +33,7 @@ class Placement:
     epoch: int
     shards: tuple[PlannedShard, ...]
     nodes: dict[str, Json]
-    #: Sessions that all ranks of the job have opened so far.
+    #: How often ranks of the job have been taken over by a new process so far.
     generation: int = 0
 
 
@@ -219,7 +219,7 @@ class Leader:
             )
             named = {holder for shard in shards for holder in shard.holders}
             nodes = {node_id: dict(up[node_id]) for node_id in named}
-            return Placement(state["epoch"], shards, nodes, state["jobs"][job]["next_session"])
+            return Placement(state["epoch"], shards, nodes, _takeovers(state["jobs"][job]))
 
         placement = self._raft.read(decide)
         self._reports.collector.placed(
@@ -263,3 +263,8 @@ class Leader:
             await asyncio.wait([before])
         self._barrier_running, self._barrier_next = self._barrier_next, None
         await self._raft.propose(commands.noop())
+
+
+def _takeovers(job: Json) -> int:
+    """Sessions beyond the first of each rank, and a number that is constant for the job."""
+    return int(job["next_session"]) - len(job["ranks"])

@@ -70,7 +70,7 @@ class Save:
     after: Save | None = None
     #: The registry may have heard that this rank is replicated: from then on the step may be committed.
     reported: bool = False
-    #: Sessions of all ranks of the job when it was placed; 0: not known.
+    #: How often ranks of the job had been taken over when it was placed; 0: not known.
     generation: int = 0
 
     state: State = tpb.SAVE_STATE_UNSPECIFIED

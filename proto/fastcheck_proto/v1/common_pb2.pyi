@@ -273,8 +273,8 @@ class ShardManifest(google.protobuf.message.Message):
     save_id: builtins.str
     """Which attempt at saving the step this is part of: shards of two attempts never make one state."""
     generation: builtins.int
-    """The job's sessions, all ranks', counted when the step was placed: steps of ranks that differ in it are of
-    different runs.
+    """How often ranks of the job had been taken over by a new process when the step was placed: ranks that differ in
+    it are of different runs.
     """
     @property
     def key(self) -> Global___ShardKey: ...

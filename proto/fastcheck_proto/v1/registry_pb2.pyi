@@ -584,7 +584,7 @@ class PlaceResponse(google.protobuf.message.Message):
     other choice.
     """
     generation: builtins.int
-    """Sessions that all ranks of the job have opened so far."""
+    """How often ranks of the job have been taken over by a new process so far."""
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ShardPlacement]: ...
     def __init__(
