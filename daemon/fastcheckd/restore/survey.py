@@ -136,7 +136,8 @@ def _shards(attempt: _Attempt, held: Iterable[_Held]) -> list[list[_Held]] | Non
     by_shard: dict[int, list[_Held]] = {}
     for node_id, replica in held:
         by_shard.setdefault(replica.key.shard, []).append((node_id, replica))
-    if sorted(by_shard) != list(range(attempt.shard_count)) or not by_shard:
+    # The count is what a node says: it is compared before anything is made of it.
+    if not by_shard or len(by_shard) != attempt.shard_count or max(by_shard) >= attempt.shard_count:
         return None
     position = 0
     shards = []

@@ -374,6 +374,11 @@ class SavingRoom:
                 async with asyncio.timeout(RESUME_PATIENCE_S):
                     await self._resumed.wait()
             save = self._known(request)
+        if save is None and not self._resumed.is_set():
+            raise NotHeldError(
+                f"step {request.step} of rank {request.rank}: the daemon restarted and has seen no registry since, so "
+                "it does not know yet which steps are under way; what was replicated is kept, and reported later"
+            )
         if save is None:
             raise NotHeldError(
                 f"step {request.step} of rank {request.rank} is not known here: "

@@ -93,6 +93,9 @@ def test_nonsense_from_a_node_is_left_out():
     wild = [replica(5, 7), replica(5, 0, 0, world_size=0), replica(5, 0, 9), replica(5, shards=0)]
     assert numbers({"a": whole(5), "b": wild[:2]}) == [5]
     assert isinstance(numbers({"a": whole(5), "b": wild}), list)
+    endless = replica(5, 0, 0)
+    endless.shard_count = 2**32 - 1
+    assert numbers({"a": whole(5), "b": [endless]}) == [5]
 
 
 @given(st.data())
