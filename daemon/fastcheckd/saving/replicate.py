@@ -10,11 +10,9 @@ provisional until somebody is there to commit it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from concurrent.futures import Executor
-from dataclasses import dataclass
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
@@ -44,29 +42,16 @@ from ..transfer.peer_client import PeerClient
 from ..transfer.shard_source import ShardSource
 from ..view import ViewFollower
 from .holders import Quarantine, pick_holders
+from .placing import REGISTRY_TIMEOUT_S, RETRY_PAUSE_MAX_S, RETRY_PAUSE_S, Placed, Placing
 from .save import Save
 from .shards import Bases, Copy, Preparation, Shard, uses_per_copy
-from .without_quorum import LastPlacements, Silence, as_placed, place_alone
 
 logger = logging.getLogger(__name__)
 
-#: Pause before asking a registry again that could not place or had no leader.
-RETRY_PAUSE_S = 0.3
-RETRY_PAUSE_MAX_S = 2.0
 #: Rounds of sending before the save fails: nodes die one by one, only a defect fails every round.
 PUT_ATTEMPTS_MAX = 30
-REGISTRY_TIMEOUT_S = 3.0
 #: How long the leader keeps a report waiting before it says for whom.
 REPORT_WAIT_S = 1.0
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """Where the shards of a save go."""
-
-    response: rpb.PlaceResponse
-    #: This node said so, not the registry.
-    alone: bool = False
 
 
 class Replicator:
@@ -99,19 +84,18 @@ class Replicator:
         #: Shards being sent, of all saves.
         self._at_once = 0
         self._quarantine = Quarantine(config.quarantine_s)
-        self._silence = Silence()
-        self._placements = LastPlacements()
+        self._placing = Placing(config, identity, registry, view, self._quarantine)
 
     async def run(self, save: Save) -> None:
         """Bring a staged save to COMMITTED; raises what stopped it."""
         started = time.monotonic()
-        placed = await self._place(save)
+        placed = await self._placing.place(save)
         if save.after is not None:
             # Step by step: what is being sent now is the next one's base.
             await save.after.until_sent()
             save.after = None
             save.moved()
-            placed = await self._place(save)
+            placed = await self._placing.place(save)
         with Bases(self._store) as bases:
             shards = self._split(save, placed, bases)
             self._at_once += len(shards)
@@ -127,7 +111,7 @@ class Replicator:
             self._account(save, shards)
             if self._alone(shards) and not save.reported:
                 save.reach(tpb.SAVE_STATE_PROVISIONAL)
-                await self._until_heard(save)
+                await self._placing.until_heard(save)
             save.reach(tpb.SAVE_STATE_REPLICATED)
             reported = time.monotonic()
             try:
@@ -137,7 +121,7 @@ class Replicator:
                 for shard in shards:
                     for node_id in error.node_ids:
                         shard.acknowledged.pop(node_id, None)
-                placed = await self._place(save)
+                placed = await self._placing.place(save)
                 epoch = await self._replicate(save, shards, placed)
                 continue
             save.commit_s = time.monotonic() - reported
@@ -160,112 +144,7 @@ class Replicator:
         save.codecs = uses_per_copy(shards, save.copies)
         save.encode_s = sum(s.source.encode_s for s in shards)
 
-    # --- placing ---------------------------------------------------------------------------------
-
-    async def _place(self, save: Save) -> _Placed:
-        """Ask where the shards go; if the registry is silent, say so oneself. Within the save's patience."""
-        timeout_s = min(REGISTRY_TIMEOUT_S, self._config.provisional_after_s)
-        placed = None
-        if self._silence.lasts:
-            with contextlib.suppress(PlacementError):  # then perhaps somebody answers by now
-                placed = self._place_alone(save)
-        while placed is None:
-            try:
-                placed = _Placed(await self._ask_for_place(save, timeout_s))
-                self._placements.remember(save.key.job, save.key.rank, placed.response)
-            except NoQuorumError as silent:
-                try:
-                    placed = self._place_alone(save)
-                except PlacementError as error:
-                    await self._wait_out(save, PlacementError(f"{error}; {silent}"))
-            except (PlacementError, PeerError) as error:
-                await self._wait_out(save, error)
-        save.generation = max(save.generation, placed.response.generation)
-        return placed
-
-    async def _ask_for_place(self, save: Save, timeout_s: float) -> rpb.PlaceResponse:
-        """The registry's placement; raises what it answers, NoQuorumError when it does not."""
-        while True:
-            try:
-                await self._identity.until_known(timeout_s)
-                owner = self._identity.ref()
-                response = await self._registry.place(
-                    rpb.PlaceRequest(
-                        job=save.key.job,
-                        step=save.key.step,
-                        rank=save.key.rank,
-                        world_size=save.world_size,
-                        session=save.session,
-                        owner=owner,
-                        state_bytes=save.state_bytes,
-                        chunk_bytes=self._config.chunk_bytes,
-                        avoid=self._quarantine.members(),
-                        oldest_step=save.oldest_step(),
-                    ),
-                    timeout_s=timeout_s,
-                )
-            except NoQuorumError:
-                self._silence.noted()
-                raise
-            except FencedError:
-                if not self._reborn(owner):
-                    raise
-                continue
-            self._silence.heard()
-            if not response.shards or any(not s.holders for s in response.shards):
-                raise FastCheckdError(
-                    f"{save.key}: the registry's placement names no holders; report this defect"
-                )
-            return response
-
-    def _place_alone(self, save: Save) -> _Placed:
-        view = self._view.members()
-        response = place_alone(
-            previous=self._placements.get(save.key.job, save.key.rank),
-            nodes=view.nodes,
-            is_gone=self._view.is_gone,
-            owner=self._config.node_id,
-            job=save.key.job,
-            rank=save.key.rank,
-            state_bytes=save.state_bytes,
-            chunk_bytes=self._config.chunk_bytes,
-            tolerate=self._config.tolerate,
-            spread=self._config.spread,
-            avoid=self._quarantine.members(),
-        )
-        response.epoch = max(response.epoch, view.epoch)
-        return _Placed(response, alone=True)
-
-    async def _until_heard(self, save: Save) -> None:
-        """Ask for the registry until it answers, however long that takes, and it is this step's turn.
-
-        A report may count although its answer is lost, and then the step must never be dropped. So it is not made
-        before somebody is there to answer it.
-        """
-        pause_s = RETRY_PAUSE_S
-        while True:
-            try:
-                await self._ask_for_place(save, REGISTRY_TIMEOUT_S)
-            except (NoQuorumError, PeerError) as error:
-                save.stalled(error)
-                pause_s = min(2 * pause_s, RETRY_PAUSE_MAX_S)
-            except PlacementError:
-                self._silence.heard()  # that is an answer, and this step has its holders
-            if not self._silence.lasts and save.may_report():
-                return
-            await asyncio.sleep(pause_s)
-
-    async def _wait_out(self, save: Save, error: FastCheckdError) -> None:
-        save.stalled(error)
-        if save.idle_s() > self._config.commit_timeout_s and not save.provisional:
-            raise error
-        await asyncio.sleep(RETRY_PAUSE_S)
-
-    def _reborn(self, ref: pb.NodeRef) -> bool:
-        """Whether the node has begun a new life since `ref`: then the same call is worth repeating."""
-        return self._identity.incarnation > ref.incarnation
-
-    def _split(self, save: Save, placed: _Placed, bases: Bases) -> list[Shard]:
+    def _split(self, save: Save, placed: Placed, bases: Bases) -> list[Shard]:
         """Cut the state at chunk ends, one shard for each that the placement has, and plan each."""
         content = save.content
         placement = placed.response
@@ -319,7 +198,7 @@ class Replicator:
 
     # --- sending ---------------------------------------------------------------------------------
 
-    async def _replicate(self, save: Save, shards: list[Shard], placed: _Placed) -> int:
+    async def _replicate(self, save: Save, shards: list[Shard], placed: Placed) -> int:
         """Get every shard to as many holders as the placement names; returns the epoch placed by."""
         copies = min(len(s.holders) for s in placed.response.shards)
         for attempt in range(PUT_ATTEMPTS_MAX):
@@ -337,7 +216,7 @@ class Replicator:
             short = [s for s in shards if len(s.acknowledged) < copies]
             if not short:
                 held_by = {s.index: [c.holder for c in s.acknowledged.values()] for s in shards}
-                self._placements.remember(save.key.job, save.key.rank, as_placed(placement, held_by))
+                self._placing.remember(save, placed, held_by)
                 return placement.epoch
             error = errors[0] if errors else PlacementError(f"nobody is left to hold shard {short[0].index}")
             save.stalled(error)
@@ -346,7 +225,7 @@ class Replicator:
             save.resent_shards += len(short)
             self._counters.add("shards_resent", len(short))
             await asyncio.sleep(min(RETRY_PAUSE_S * attempt, RETRY_PAUSE_MAX_S))
-            placed = await self._place(save)
+            placed = await self._placing.place(save)
         raise AssertionError("unreachable")
 
     @staticmethod
@@ -449,15 +328,15 @@ class Replicator:
                 now = time.monotonic()
                 silent_since = now if silent_since is None else silent_since
                 if isinstance(error, NoQuorumError):
-                    self._silence.noted()
+                    self._placing.silence.noted()
                     if now - silent_since > self._config.provisional_after_s:
                         # Replicated, and nobody there to commit it: it waits like those that were placed without.
                         save.reach(tpb.SAVE_STATE_PROVISIONAL)
-                await self._wait_out(save, error)
+                await self._placing.wait_out(save, error)
                 # The silence is not the other ranks' fault.
                 give_up_at = time.monotonic() + self._config.rank_wait_timeout_s
                 continue
-            self._silence.heard()
+            self._placing.silence.heard()
             silent_since = None
             if response.state == rpb.REPORT_STATE_COMMITTED:
                 return
@@ -478,6 +357,6 @@ class Replicator:
             if response.error.code == pb.ERROR_CODE_HOLDER_LOST:
                 lost = tuple(n.node_id for n in response.lost_holders)
                 raise HolderLostError(response.error.message, lost)
-            if response.error.code == pb.ERROR_CODE_FENCED and self._reborn(record.owner):
+            if response.error.code == pb.ERROR_CODE_FENCED and self._placing.reborn(record.owner):
                 continue
             raise from_code(response.error.code, response.error.message)
