@@ -148,19 +148,22 @@ class Placing:
         """
         pause_s = RETRY_PAUSE_S
         while True:
+            heard = True
             try:
                 await self._ask_for_place(save, REGISTRY_TIMEOUT_S)
             except (NoQuorumError, PeerError) as error:
+                heard = False
                 save.stalled(error)
                 pause_s = min(2 * pause_s, RETRY_PAUSE_MAX_S)
             except PlacementError:
                 self.silence.heard()  # that is an answer, and this step has its holders
-            if not self.silence.lasts and save.may_report():
+            # Nothing may come between this and the report: others count it from then on.
+            if heard and save.may_report():
                 return
             await asyncio.sleep(pause_s)
 
     async def wait_out(self, save: Save, error: FastCheckdError) -> None:
-        """Pause before trying again; raises `error` when the save's patience is at its end. A provisional one's is not."""
+        """Pause before trying again; raises `error` when a save that is not provisional has waited long enough."""
         save.stalled(error)
         if save.idle_s() > self._config.commit_timeout_s and not save.provisional:
             raise error
