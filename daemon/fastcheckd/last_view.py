@@ -36,6 +36,10 @@ class LastView:
         self._cluster_id = config.cluster_id
         self._path = config.state_dir / FILE_NAME
 
+    def is_ours(self, view: rpb.ClusterView) -> bool:
+        """Whether a view is of this node's cluster and no other that took over a dead voter's address."""
+        return view.cluster_id == self._cluster_id
+
     def read(self) -> rpb.ClusterView | None:
         """What was kept last, if it can be used."""
         try:

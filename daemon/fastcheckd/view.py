@@ -42,6 +42,9 @@ class ViewFollower:
     async def run(self) -> None:
         """Follow until cancelled."""
         async for view in self._registry.watch():
+            if self._last is not None and not self._last.is_ours(view):
+                logger.warning("ignoring a view of another cluster, %r", view.cluster_id[:128])
+                continue
             moved_on = view.epoch != self.view.epoch
             self.view = view
             self._registry.use_voters(view.voter_records)

@@ -7,7 +7,13 @@ import time
 import pytest
 from tests.cluster.harness import Job, assert_same, make_state, run_module, until
 
-from fastcheck import InvalidArgumentError, RegistryUnavailableError, StepNotFoundError, SupersededError
+from fastcheck import (
+    DaemonUnavailableError,
+    InvalidArgumentError,
+    RegistryUnavailableError,
+    StepNotFoundError,
+    SupersededError,
+)
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalClusterError
 
@@ -23,6 +29,15 @@ def lose_quorum(cluster, nodes=LOST):
 def start_without_quorum(cluster, node):
     with contextlib.suppress(LocalClusterError):  # it cannot become UP
         cluster.start(node, timeout_s=2)
+
+
+def data_answers(ckpt):
+    try:
+        ckpt.steps()
+    except DaemonUnavailableError:
+        return False
+    except RegistryUnavailableError:
+        return True
 
 
 def wait_provisional(handles):
@@ -105,6 +120,7 @@ def test_a_single_rank_gets_the_newest_step_also_after_its_daemon_restarted(make
     cluster.kill("node-5")
     start_without_quorum(cluster, "node-5")  # it knows the nodes from its state_dir alone
     job.start(["node-5"])
+    until(lambda: data_answers(job.ranks[0]), "the data process to answer")
     state = make_state(99, 0, 0)
     assert job.ranks[0].load(state, allow_provisional=True) == 3
     assert_same(state, job.state(3, 0))

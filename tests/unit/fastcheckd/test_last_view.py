@@ -26,6 +26,9 @@ class Registry:
     def __init__(self, *views):
         self.views = views
 
+    def use_voters(self, records):
+        pass
+
     async def watch(self):
         for view in self.views:
             yield view
@@ -73,3 +76,5 @@ def test_an_old_view_says_where_nodes_are_and_nothing_else(tmp_path):
     assert restarted.members() == view_of(4)
     assert not restarted.view.version and not restarted.kept_steps()
     assert asyncio.run(follow(view_of(9))).members() == view_of(9)
+    foreign = view_of(11, cluster_id="other")
+    assert asyncio.run(follow(foreign)).members() == view_of(9)
