@@ -159,10 +159,14 @@ class AdminClient:
         }
 
     def checkpoints(self, job: str) -> Json:
-        """A job's steps that can be loaded or are under way."""
+        """A job's steps that can be loaded or are under way. Without a registry, what the nodes hold complete."""
         request = admin_pb2.CheckpointsRequest(job=job)
         reply = self._ask(lambda t: self._admin.Checkpoints(request, timeout=t))
-        return {"checkpoints": [shapes.step(s) for s in sorted(reply.steps, key=lambda s: s.step)]}
+        return {
+            "checkpoints": [shapes.step(s) for s in sorted(reply.steps, key=lambda s: s.step)],
+            "registry_answered": not reply.without_registry,
+            "unreachable": list(reply.unreachable),
+        }
 
     def replicas(self, job: str, step: int | None = None) -> Json:
         """Which nodes say that they hold which shard, of one step or of all that are kept."""

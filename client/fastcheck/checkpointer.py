@@ -16,6 +16,7 @@ from types import TracebackType
 from fastcheck_proto.conventions import STEP_MAX
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
+from .agreeing import agree_on_step
 from .connection import Connection, parse_address
 from .copying import contiguous_bytes, default_copy_threads
 from .daemon import CONNECT_S, Daemon
@@ -26,6 +27,7 @@ from .errors import (
     FastCheckError,
     InvalidArgumentError,
     LoadFailedError,
+    RegistryUnavailableError,
     SaveFailedError,
 )
 from .following import Follower
@@ -106,6 +108,7 @@ class Checkpointer:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._session: int | None = None
+        self._loaded_provisional = False
         self._pause = Pause()
         self._failures = FailureLog()
         self._followers: list[Follower] = []
@@ -124,6 +127,11 @@ class Checkpointer:
     def world_size(self) -> int:
         """Number of ranks in the job."""
         return self._identity.world_size
+
+    @property
+    def loaded_provisional(self) -> bool:
+        """Whether the last `load` took a step that nobody could say is committed."""
+        return self._loaded_provisional
 
     def save(self, step: int, state: object) -> SaveHandle:
         """Hand a copy of `state` to the daemon; returns when `state` may change again.
@@ -186,12 +194,24 @@ class Checkpointer:
         if error is not None and not self._closing.is_set():
             self._failures.note(handle.step, error)
 
-    def load(self, state: object, step: int | None = None, *, allow_lossy: bool | None = None) -> int | None:
+    def load(
+        self,
+        state: object,
+        step: int | None = None,
+        *,
+        allow_lossy: bool | None = None,
+        allow_provisional: bool = False,
+    ) -> int | None:
         """Fill `state` in place with a committed step and return its number; None when there is none.
 
         Without `step`, the newest one. All ranks get the same. Everything is checked before anything in
         `state` is touched. A step that was saved with a lossy coding is only loaded with `allow_lossy`; by
         default if this Checkpointer is lossy itself.
+
+        With `allow_provisional`, a registry that does not answer is done without: the newest step that the nodes hold
+        complete is taken, whether or not it was committed; `loaded_provisional` then says so. Of several ranks all
+        must allow it: they agree on the step through torch.distributed, or `step` is given. What was loaded so can
+        be saved again once the registry answers. While it does answer, the argument changes nothing.
 
         Raises:
             LossyCheckpointError: the step is not exact, and exactness is asked for.
@@ -199,6 +219,7 @@ class Checkpointer:
             UnsupportedStateError: `state` holds something that cannot be filled.
             StepNotFoundError: the asked-for step is not kept.
             WorldSizeError: it was saved with another number of ranks.
+            InvalidArgumentError: `step` is needed; the message names the complete ones.
             DaemonUnavailableError, RegistryUnavailableError, LoadFailedError, ...: it cannot be had now.
             ClosedError: after close().
         """
@@ -209,15 +230,59 @@ class Checkpointer:
         lossy = self._layouts.precision is not None if allow_lossy is None else bool(allow_lossy)
         self._layouts.watch(state)
         with self._lock:
-            self._find_daemon()
-            self._open_session(Patience(CONNECT_S, self._timeout_s))
-            request = pb.LoadRequest(job=self.job, rank=self.rank, world_size=self.world_size, step=wanted)
+            self._loaded_provisional = False
+            if allow_provisional and wanted is None and self.world_size > 1:
+                wanted = agree_on_step(self._loadable, self.rank, self.world_size)
+                if wanted is None:
+                    return None
+            else:
+                self._prepare_load(allow_provisional)
+            request = pb.LoadRequest(
+                job=self.job,
+                rank=self.rank,
+                world_size=self.world_size,
+                step=wanted,
+                allow_provisional=allow_provisional,
+            )
             try:
                 with self._transport.load(request, Patience(CONNECT_S, _LOAD_S), allow_lossy=lossy) as loaded:
-                    return None if loaded is None else _fill(state, loaded)
+                    if loaded is None:
+                        return None
+                    number = _fill(state, loaded)
+                    self._note_loaded(loaded.ready)
+                    return number
             except SaveFailedError as error:
                 # Codes about peers are the same in both directions.
                 raise LoadFailedError(str(error)) from None
+
+    def _prepare_load(self, allow_provisional: bool) -> None:
+        """Find the daemon and take the rank's place; without a registry nobody can, and nobody else did."""
+        self._find_daemon()
+        try:
+            self._open_session(Patience(CONNECT_S, self._timeout_s))
+        except RegistryUnavailableError as error:
+            if not allow_provisional:
+                raise RegistryUnavailableError(
+                    f"{error}. Without it, the newest step that the nodes hold complete can be loaded, committed or "
+                    "not: load(state, allow_provisional=True)"
+                ) from None
+
+    def _loadable(self) -> tuple[list[int], bool]:
+        """Steps that this rank could load now, and whether they were found without the registry."""
+        self._prepare_load(allow_provisional=True)
+        request = pb.ListStepsRequest(job=self.job, allow_provisional=True, world_size=self.world_size)
+        found = self._daemon.list_steps(request, connect_s=CONNECT_S, timeout_s=self._timeout_s)
+        return list(found.steps), found.provisional
+
+    def _note_loaded(self, ready: pb.LoadReady) -> None:
+        self._loaded_provisional = ready.provisional
+        if ready.provisional:
+            logger.warning(
+                "step %d of job %s was loaded without the registry: it is complete and checked, but a newer step may "
+                "have been committed",
+                ready.step,
+                self.job,
+            )
 
     def steps(self) -> list[int]:
         """Committed steps that can be loaded, oldest first."""
@@ -225,7 +290,9 @@ class Checkpointer:
         if not self._identity.enabled:
             return []
         self._find_daemon()
-        return self._daemon.list_steps(self.job, connect_s=CONNECT_S, timeout_s=self._timeout_s)
+        request = pb.ListStepsRequest(job=self.job)
+        found = self._daemon.list_steps(request, connect_s=CONNECT_S, timeout_s=self._timeout_s)
+        return list(found.steps)
 
     def _find_daemon(self) -> None:
         """Give a daemon that is just starting a moment; raises DaemonUnavailableError after it."""

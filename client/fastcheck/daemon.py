@@ -79,11 +79,11 @@ class Daemon:
         with self.errors(CONNECT_S) as link:
             yield from link.trainer.WatchSave(request, timeout=_WATCH_S)
 
-    def list_steps(self, job: str, *, connect_s: float, timeout_s: float) -> list[int]:
-        """Committed steps, oldest first."""
-        request = pb.ListStepsRequest(job=job)
-        found = self._ask(lambda link: link.trainer.ListSteps(request, timeout=timeout_s), connect_s)
-        return list(found.steps)
+    def list_steps(
+        self, request: pb.ListStepsRequest, *, connect_s: float, timeout_s: float
+    ) -> pb.ListStepsResponse:
+        """Steps that can be loaded, oldest first."""
+        return self._ask(lambda link: link.trainer.ListSteps(request, timeout=timeout_s), connect_s)
 
     def _ask(self, call: Callable[[Link], T], connect_s: float, tries: int = 2) -> T:
         """Make a call; one that meets a link gone stale is made again over a fresh one."""

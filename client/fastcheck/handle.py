@@ -23,8 +23,8 @@ class SaveHandle:
     """Follows one save. Safe to use from any thread.
 
     `staged`: the bytes are in the daemon's hands and `state` may change. `replicated`: every shard of
-    this rank is acknowledged by its holders. `committed`: so are those of all ranks; only now is
-    anything promised.
+    this rank is acknowledged by its holders. `provisional`: it is, and there is no registry that could commit the
+    step; it is committed later if it can be. `committed`: so are those of all ranks; only now is anything promised.
     """
 
     def __init__(self, step: int, state_bytes: int = 0) -> None:
@@ -34,6 +34,7 @@ class SaveHandle:
         self._done = False
         self._staged = False
         self._replicated = False
+        self._provisional = False
         self._committed = False
         self._stats: dict[str, Any] = {
             "bytes": state_bytes,
@@ -48,6 +49,7 @@ class SaveHandle:
             "commit_s": 0.0,
             "copies": 0,
             "resent_shards": 0,
+            "provisional": False,
         }
 
     @property
@@ -59,6 +61,14 @@ class SaveHandle:
     def replicated(self) -> bool:
         """This rank's copies are acknowledged by their holders."""
         return self._replicated
+
+    @property
+    def provisional(self) -> bool:
+        """Replicated while the registry does not answer, and not committed yet: nothing is promised.
+
+        Without the registry it can be loaded by `load(state, allow_provisional=True)`.
+        """
+        return self._provisional
 
     @property
     def committed(self) -> bool:
@@ -76,9 +86,9 @@ class SaveHandle:
 
         `bytes` of the state, `encoded_bytes` sent to all holders divided by the number of `copies`, their
         `ratio` (None until known), `codecs`: what each did, name → `raw_bytes` and `encoded_bytes` per copy;
-        `lossy`: whether the bytes are those of a lossy coding that you asked for; `resent_shards`, and the seconds
-        `waited_s` (for older steps), `stage_s` (copying), `encode_s` (of threads), `replicate_s` and
-        `commit_s`. Zero until known.
+        `lossy`: whether the bytes are those of a lossy coding that you asked for; `resent_shards`; `provisional`:
+        whether it was replicated while the registry did not answer; and the seconds `waited_s` (for older steps),
+        `stage_s` (copying), `encode_s` (of threads), `replicate_s` and `commit_s`. Zero until known.
         """
         with self._condition:
             return MappingProxyType(dict(self._stats))
@@ -109,6 +119,8 @@ class SaveHandle:
             return self._condition.wait_for(lambda: self._done, timeout)
 
     def _progress(self) -> str:
+        if self._provisional:
+            return "provisional: this rank is replicated, and the registry does not answer"
         if self._replicated:
             return "this rank is replicated, others are not yet"
         return "staged, not replicated yet" if self._staged else "not staged"
@@ -147,8 +159,12 @@ class SaveHandle:
                 copies=update.copies,
                 resent_shards=update.resent_shards,
             )
+            if update.state == pb.SAVE_STATE_PROVISIONAL:
+                self._stats["provisional"] = True
+            self._provisional = update.state == pb.SAVE_STATE_PROVISIONAL
             self._replicated = self._replicated or update.state in (
                 pb.SAVE_STATE_REPLICATED,
+                pb.SAVE_STATE_PROVISIONAL,
                 pb.SAVE_STATE_COMMITTED,
             )
             self._committed = update.state == pb.SAVE_STATE_COMMITTED

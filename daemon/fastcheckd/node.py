@@ -40,6 +40,7 @@ from .errors import (
 )
 from .health.lease import LeaseHolder
 from .identity import Identity
+from .last_view import LastView
 from .registry.client import RegistryClient
 from .registry_server import RegistryServer
 from .restore.room import RestoreRoom
@@ -112,7 +113,7 @@ class _DataRooms:
         self.lanes = ThreadPoolExecutor(4 * config.spread * config.lane_streams, thread_name_prefix="lane")
         self.codec = CodecPool(config.codec_threads, config.codec_nice)
         self.registry = registry = RegistryClient(config, counters)
-        self.view = view = ViewFollower(registry, identity)
+        self.view = view = ViewFollower(registry, identity, LastView(config))
         self.peers = peers = PeerClient(config, counters, self.lanes)
         tickets = TicketOffice()
         self.lane = LaneServer(

@@ -1,7 +1,8 @@
 """The registry's view as a data process follows it: who is UP, which steps are kept.
 
 The view is advice, never authority: it may lag. Acting on an old view is safe because steps and
-epochs only grow; whatever decides (placement, commit, lookup) asks the leader.
+epochs only grow; whatever decides (placement, commit, lookup) asks the leader. Only while no leader answers it
+says where the nodes are; for that the newest one is kept across restarts of this process.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from .identity import Identity
+from .last_view import LastView
 from .registry.client import RegistryClient
 
 logger = logging.getLogger(__name__)
@@ -22,8 +24,12 @@ logger = logging.getLogger(__name__)
 class ViewFollower:
     """Keeps the newest view and wakes those who wait for a change of it."""
 
-    def __init__(self, registry: RegistryClient, identity: Identity) -> None:
+    def __init__(self, registry: RegistryClient, identity: Identity, last: LastView | None = None) -> None:
+        """`last`: where the newest view is kept; what an earlier life kept there is read at once."""
+        #: The newest that this process has seen; empty before the first.
         self.view = rpb.ClusterView()
+        self._last = last
+        self._remembered = last.read() if last is not None else None
         self._registry = registry
         self._identity = identity
         self._changed = asyncio.Event()
@@ -36,16 +42,31 @@ class ViewFollower:
     async def run(self) -> None:
         """Follow until cancelled."""
         async for view in self._registry.watch():
+            if self._last is not None and not self._last.is_ours(view):
+                logger.warning("ignoring a view of another cluster, %r", view.cluster_id[:128])
+                continue
+            moved_on = view.epoch != self.view.epoch
             self.view = view
             self._registry.use_voters(view.voter_records)
             self._identity.saw_epoch(view.epoch)
             self._changed.set()
             self._changed = asyncio.Event()
+            if moved_on and self._last is not None:
+                try:
+                    await asyncio.to_thread(self._last.keep, view)
+                except OSError as error:
+                    logger.warning("cannot keep the view of the cluster for a restart: %s", error)
             for listener in self._listeners:
                 try:
                     await listener(view)
                 except Exception:
                     logger.exception("a view listener failed; it is called again with the next view")
+
+    def members(self) -> rpb.ClusterView:
+        """The newest view of this process, or else the last one of an earlier life: whom to ask without a registry."""
+        if not self.view.version and self._remembered is not None:
+            return self._remembered
+        return self.view
 
     def node(self, node_id: str) -> rpb.NodeRecord | None:
         """The node's record in the newest view."""

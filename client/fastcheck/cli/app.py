@@ -10,7 +10,7 @@ from .demo_command import demo
 from .local_commands import local
 from .membership_commands import drain, forget, history, safe_to_stop, voters
 from .options import FastCheckGroup, admin_options, job_argument, patient_admin_options
-from .output import Exit, emit, exit_for_health
+from .output import Exit, emit, exit_for_health, say
 from .plan_command import plan
 
 
@@ -56,7 +56,10 @@ def jobs(address: str, timeout_s: float, output: str) -> None:
 def checkpoints(job: str, address: str, timeout_s: float, output: str) -> None:
     """List a job's steps: committed, replicating, provisional."""
     with AdminClient(address, timeout_s=timeout_s) as client:
-        emit(client.checkpoints(job), output, tables.checkpoints)
+        result = client.checkpoints(job)
+    if not result["registry_answered"]:
+        say("The registry does not answer: these are the steps that the nodes hold complete.")
+    emit(result, output, tables.checkpoints)
 
 
 @cli.command()

@@ -148,7 +148,7 @@ def checkpoints(result: Json) -> RenderableType:
             f"{step['ranks']} of {step['world_size']}",
             human_bytes(step["bytes"]),
             str(step["copies"]),
-            precision(lossy=step["lossy"]) if step["state"] == "committed" else "",
+            precision(lossy=step["lossy"]) if step["state"] in {"committed", "provisional"} else "",
         )
     return or_note(table, "no step of this job is committed or under way")
 

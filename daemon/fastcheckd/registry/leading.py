@@ -37,6 +37,8 @@ class Placement:
     nodes: dict[str, Json]
     #: The nodes that are UP lie in too few failure domains.
     domains_short: bool = False
+    #: How often ranks of the job have been taken over by a new process so far.
+    generation: int = 0
 
 
 class Leader:
@@ -207,7 +209,9 @@ class Leader:
             self._loads.placed(state, job, rank, world_size, step, plan)
             named = {holder for shard in plan.shards for holder in shard.holders}
             reached = {node_id: dict(nodes[node_id]) for node_id in named}
-            return Placement(state["epoch"], plan.shards, reached, plan.domains_short)
+            return Placement(
+                state["epoch"], plan.shards, reached, plan.domains_short, _takeovers(state["jobs"][job])
+            )
 
         placement = self._raft.read(decide)
         self._reports.collector.placed(
@@ -251,3 +255,8 @@ class Leader:
             await asyncio.wait([before])
         self._barrier_running, self._barrier_next = self._barrier_next, None
         await self._raft.propose(commands.noop())
+
+
+def _takeovers(job: Json) -> int:
+    """Sessions beyond the first of each rank, and a number that is constant for the job."""
+    return int(job["next_session"]) - len(job["ranks"])

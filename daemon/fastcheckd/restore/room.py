@@ -21,6 +21,7 @@ from ..errors import (
     FastCheckdError,
     InvalidRequestError,
     LostError,
+    NoQuorumError,
     NotHeldError,
     PeerError,
     StepGoneError,
@@ -33,6 +34,8 @@ from ..transfer.peer_client import PeerClient
 from ..view import ViewFollower
 from .plan import ShardPlan, other_sources, plan_fetch
 from .verify import count_bad_chunks
+from .without_quorum import LOOKUP_TIMEOUT_S as PROVISIONAL_LOOKUP_TIMEOUT_S
+from .without_quorum import Survey
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,22 @@ class _Tally:
     fetched_bytes: int = 0
     bad_copies: int = 0
     holders: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A step that answers a load, this rank's part of it."""
+
+    record: rpb.StepRecord
+    #: Steps to name if it cannot be had.
+    kept: list[int]
+    #: Whom to ask, if the registry cannot say.
+    nodes: Mapping[str, rpb.NodeRecord] | None = None
+
+    @property
+    def provisional(self) -> bool:
+        """Found without the registry."""
+        return self.nodes is not None
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,7 @@ class RestoreRoom:
         self._view = view
         self._counters = counters
         self._executor = executor
+        self.survey = Survey(peers, view)
         self._locks: dict[tuple[str, int], asyncio.Lock] = {}
         #: Loads whose bytes are being brought here.
         self._bringing = 0
@@ -98,25 +118,24 @@ class RestoreRoom:
             StepGoneError: the asked-for step is not kept; the message lists what is.
             WorldSizeError: the step was saved by another number of ranks.
             LostError: every copy of some shard is bad or gone; the message names older steps.
+            NoQuorumError: no registry answers, and the request does not allow to do without.
         """
         started = time.monotonic()
-        found = await self._lookup(request)
-        if found is None:
+        candidates = await self._find(request)
+        if not candidates:
             yield None
             return
-        record, kept = found
         lock = self._locks.setdefault((request.job, request.rank), asyncio.Lock())
         tally = _Tally()
         async with lock:  # two loads of one rank must not both fetch
             self._bringing += 1
             try:
-                shards = await self._bring(request.job, record, tally)
-            except LostError as error:
-                raise LostError(f"{error}. {_offer(record.step, kept)}") from None
+                found, shards = await self._bring_first(request.job, candidates, tally)
             finally:
                 self._bringing -= 1
             pins = contextlib.ExitStack()
             pins.enter_context(self._store.pinned(shards[0]))  # all lie in one segment
+        record = found.record
         first, segment = shards[0].manifest, shards[0].segment
         self._counters.add("restores")
         with pins:
@@ -133,15 +152,48 @@ class RestoreRoom:
                     bad_copies=tally.bad_copies,
                     restore_s=time.monotonic() - started,
                     lossy=record.ranks[0].lossy,
+                    provisional=found.provisional,
                 ),
                 segment,
             )
 
+    async def _find(self, request: tpb.LoadRequest) -> list[_Candidate]:
+        """The steps to try, the best first: the registry's answer, or all that the nodes hold complete."""
+        try:
+            found = await self._lookup(request)
+        except NoQuorumError as error:
+            if not request.allow_provisional:
+                raise NoQuorumError(
+                    f"{error}. Without it, the newest step that the nodes hold complete can be loaded, committed or "
+                    "not: load(state, allow_provisional=True)"
+                ) from None
+        else:
+            return [] if found is None else [_Candidate(*found)]
+        steps = await self.survey.candidates(request)
+        nodes = self.survey.nodes()
+        numbers = [step.step for step in reversed(steps)]
+        return [_Candidate(s.rank_record(request.job, request.rank), numbers, nodes) for s in steps]
+
+    async def _bring_first(
+        self, job: str, candidates: list[_Candidate], tally: _Tally
+    ) -> tuple[_Candidate, list[HeldShard]]:
+        """The first step that proves good. A single rank may go on to an older one; several have agreed on one."""
+        for candidate in candidates:
+            try:
+                return candidate, await self._bring(job, candidate.record, tally, candidate.nodes)
+            except LostError as error:
+                step = candidate.record.step
+                if candidate is candidates[-1] or candidate.record.world_size > 1:
+                    raise LostError(f"{error}. {_offer(step, candidate.kept)}") from None
+                logger.warning("step %d of job %s looked complete and is not: %s", step, job, error)
+        raise AssertionError("no candidates")
+
     async def _lookup(self, request: tpb.LoadRequest) -> tuple[rpb.StepRecord, list[int]] | None:
+        timeout_s = PROVISIONAL_LOOKUP_TIMEOUT_S if request.allow_provisional else LOOKUP_TIMEOUT_S
         lookup = rpb.LookupRequest(job=request.job, rank=request.rank)
         if request.HasField("step"):
             lookup.step = request.step
-        response = await self._registry.lookup(lookup, timeout_s=LOOKUP_TIMEOUT_S)
+        response = await self._registry.lookup(lookup, timeout_s=timeout_s)
         kept = list(response.kept_steps)
         if not response.HasField("record"):
             if request.HasField("step"):
@@ -162,7 +214,10 @@ class RestoreRoom:
 
     # --- bringing the bytes here -----------------------------------------------------------------
 
-    async def _bring(self, job: str, step: rpb.StepRecord, tally: _Tally) -> list[HeldShard]:
+    async def _bring(
+        self, job: str, step: rpb.StepRecord, tally: _Tally, nodes: Mapping[str, rpb.NodeRecord] | None = None
+    ) -> list[HeldShard]:
+        """The rank's shards in one segment here; `nodes`: whom to ask, if not those of the registry's view."""
         record = step.ranks[0]
         own = await self._own(job, step.step, record)
         if own is not None:
@@ -171,7 +226,8 @@ class RestoreRoom:
         pool = staging_pool(job, record.rank)
         segment = await asyncio.to_thread(self._store.allocate, record.state_bytes, pool)
         try:
-            nodes = {n.node_id: n for n in (await self._nodes()).nodes}
+            if nodes is None:
+                nodes = {n.node_id: n for n in (await self._nodes()).nodes}
             plans = plan_fetch(record, nodes, self._config.node_id)
             fetches = [self._fetch(job, step.step, record, plan, segment, nodes, tally) for plan in plans]
             manifests = await asyncio.gather(*fetches)
@@ -185,7 +241,7 @@ class RestoreRoom:
             return await self._registry.view(timeout_s=LIST_TIMEOUT_S)
         except FastCheckdError as error:
             logger.info("using the last view seen: %s", error)
-            return self._view.view
+            return self._view.members()
 
     async def _own(self, job: str, step: int, record: rpb.RankRecord) -> list[HeldShard] | None:
         """The rank's shards as this node's own bytes, checked, if they all lie in one segment here."""
@@ -324,4 +380,4 @@ def _offer(step: int, kept: list[int]) -> str:
     older = [s for s in kept if s < step]
     if not older:
         return "No older step is kept in memory: fall back to durable storage"
-    return f"Older committed steps: {', '.join(map(str, older))}; load one with load(state, step={older[-1]})"
+    return f"Older steps: {', '.join(map(str, older))}; load one with load(state, step={older[-1]})"

@@ -3,7 +3,8 @@
 Place → wait until the step before is sent → put every shard to every holder at once, against the step before
 where the planner says so → publish the owner's manifests → report until the registry decides. A holder that fails
 gets a rest (quarantine) and its copy goes elsewhere; the split into shards is fixed by the first placement, later
-ones only supply other holders.
+ones only supply other holders. A registry that does not answer is done without (`without_quorum`): the step is then
+provisional until somebody is there to commit it.
 """
 
 from __future__ import annotations
@@ -41,17 +42,14 @@ from ..transfer.peer_client import PeerClient
 from ..transfer.shard_source import ShardSource
 from ..view import ViewFollower
 from .holders import Quarantine, pick_holders
+from .placing import REGISTRY_TIMEOUT_S, RETRY_PAUSE_MAX_S, RETRY_PAUSE_S, Placed, Placing
 from .save import Save
 from .shards import Bases, Copy, Preparation, Shard, uses_per_copy
 
 logger = logging.getLogger(__name__)
 
-#: Pause before asking a registry again that could not place or had no leader.
-RETRY_PAUSE_S = 0.3
-RETRY_PAUSE_MAX_S = 2.0
 #: Rounds of sending before the save fails: nodes die one by one, only a defect fails every round.
 PUT_ATTEMPTS_MAX = 30
-REGISTRY_TIMEOUT_S = 3.0
 #: How long the leader keeps a report waiting before it says for whom.
 REPORT_WAIT_S = 1.0
 
@@ -86,22 +84,23 @@ class Replicator:
         #: Shards being sent, of all saves.
         self._at_once = 0
         self._quarantine = Quarantine(config.quarantine_s)
+        self._placing = Placing(config, identity, registry, view, self._quarantine)
 
     async def run(self, save: Save) -> None:
         """Bring a staged save to COMMITTED; raises what stopped it."""
         started = time.monotonic()
-        placement = await self._place(save)
+        placed = await self._placing.place(save)
         if save.after is not None:
             # Step by step: what is being sent now is the next one's base.
             await save.after.until_sent()
             save.after = None
             save.moved()
-            placement = await self._place(save)
+            placed = await self._placing.place(save)
         with Bases(self._store) as bases:
-            shards = self._split(save, placement, bases)
+            shards = self._split(save, placed, bases)
             self._at_once += len(shards)
             try:
-                epoch = await self._replicate(save, shards, placement)
+                epoch = await self._replicate(save, shards, placed)
             finally:
                 self._at_once -= len(shards)
                 for shard in shards:
@@ -110,8 +109,10 @@ class Replicator:
         while True:
             save.replicate_s = time.monotonic() - started
             self._account(save, shards)
-            if save.state < tpb.SAVE_STATE_REPLICATED:
-                save.advance(tpb.SAVE_STATE_REPLICATED)
+            if self._alone(shards) and not save.reported:
+                save.reach(tpb.SAVE_STATE_PROVISIONAL)
+                await self._placing.until_heard(save)
+            save.reach(tpb.SAVE_STATE_REPLICATED)
             reported = time.monotonic()
             try:
                 await self._report(save, shards, epoch)
@@ -120,8 +121,8 @@ class Replicator:
                 for shard in shards:
                     for node_id in error.node_ids:
                         shard.acknowledged.pop(node_id, None)
-                placement = await self._place(save)
-                epoch = await self._replicate(save, shards, placement)
+                placed = await self._placing.place(save)
+                epoch = await self._replicate(save, shards, placed)
                 continue
             save.commit_s = time.monotonic() - reported
             return
@@ -143,55 +144,10 @@ class Replicator:
         save.codecs = uses_per_copy(shards, save.copies)
         save.encode_s = sum(s.source.encode_s for s in shards)
 
-    # --- placing ---------------------------------------------------------------------------------
-
-    async def _place(self, save: Save) -> rpb.PlaceResponse:
-        """Ask where the shards go, again and again while nobody can say, within the save's patience."""
-        while True:
-            try:
-                await self._identity.until_known(REGISTRY_TIMEOUT_S)
-                owner = self._identity.ref()
-                response = await self._registry.place(
-                    rpb.PlaceRequest(
-                        job=save.key.job,
-                        step=save.key.step,
-                        rank=save.key.rank,
-                        world_size=save.world_size,
-                        session=save.session,
-                        owner=owner,
-                        state_bytes=save.state_bytes,
-                        chunk_bytes=self._config.chunk_bytes,
-                        avoid=self._quarantine.members(),
-                        oldest_step=save.oldest_step(),
-                    ),
-                    timeout_s=REGISTRY_TIMEOUT_S,
-                )
-            except (NoQuorumError, PlacementError, PeerError) as error:
-                await self._wait_out(save, error)
-                continue
-            except FencedError:
-                if not self._reborn(owner):
-                    raise
-                continue
-            if not response.shards or any(not s.holders for s in response.shards):
-                raise FastCheckdError(
-                    f"{save.key}: the registry's placement names no holders; report this defect"
-                )
-            return response
-
-    async def _wait_out(self, save: Save, error: FastCheckdError) -> None:
-        save.stalled(error)
-        if save.idle_s() > self._config.commit_timeout_s:
-            raise error
-        await asyncio.sleep(RETRY_PAUSE_S)
-
-    def _reborn(self, ref: pb.NodeRef) -> bool:
-        """Whether the node has begun a new life since `ref`: then the same call is worth repeating."""
-        return self._identity.incarnation > ref.incarnation
-
-    def _split(self, save: Save, placement: rpb.PlaceResponse, bases: Bases) -> list[Shard]:
+    def _split(self, save: Save, placed: Placed, bases: Bases) -> list[Shard]:
         """Cut the state at chunk ends, one shard for each that the placement has, and plan each."""
         content = save.content
+        placement = placed.response
         copies = min(len(s.holders) for s in placement.shards)
         stretches = content.cut(len(placement.shards))
         fits = Fits()
@@ -216,6 +172,8 @@ class Replicator:
                 chunk_lengths=table.lengths if content.listed else (),
                 lossy=save.lossy,
                 kind=pb.REPLICA_KIND_COPY,
+                save_id=save.save_id,
+                generation=save.generation,
             )
             base = bases.find(key, offset, table)
             holders = pick_holders(index, copies, (), placement)
@@ -240,10 +198,13 @@ class Replicator:
 
     # --- sending ---------------------------------------------------------------------------------
 
-    async def _replicate(self, save: Save, shards: list[Shard], placement: rpb.PlaceResponse) -> int:
+    async def _replicate(self, save: Save, shards: list[Shard], placed: Placed) -> int:
         """Get every shard to as many holders as the placement names; returns the epoch placed by."""
-        copies = min(len(s.holders) for s in placement.shards)
+        copies = min(len(s.holders) for s in placed.response.shards)
         for attempt in range(PUT_ATTEMPTS_MAX):
+            placement = placed.response
+            for shard in shards:
+                shard.manifest.provisional = placed.alone
             puts = [
                 self._put(save, shard, holder, placement.epoch)
                 for shard in shards
@@ -254,6 +215,8 @@ class Replicator:
             errors = [error for error in await asyncio.gather(*puts) if error is not None]
             short = [s for s in shards if len(s.acknowledged) < copies]
             if not short:
+                held_by = {s.index: [c.holder for c in s.acknowledged.values()] for s in shards}
+                self._placing.remember(save, placed, held_by)
                 return placement.epoch
             error = errors[0] if errors else PlacementError(f"nobody is left to hold shard {short[0].index}")
             save.stalled(error)
@@ -262,8 +225,13 @@ class Replicator:
             save.resent_shards += len(short)
             self._counters.add("shards_resent", len(short))
             await asyncio.sleep(min(RETRY_PAUSE_S * attempt, RETRY_PAUSE_MAX_S))
-            placement = await self._place(save)
+            placed = await self._placing.place(save)
         raise AssertionError("unreachable")
+
+    @staticmethod
+    def _alone(shards: list[Shard]) -> bool:
+        """Whether the last placement was this node's own."""
+        return any(shard.manifest.provisional for shard in shards)
 
     async def _put(self, save: Save, shard: Shard, holder: pb.Holder, epoch: int) -> FastCheckdError | None:
         """Send one copy; a failure is returned, and the holder rests, so that the others go on."""
@@ -276,6 +244,7 @@ class Replicator:
                 manifest=shard.manifest,
                 source=shard.source,
                 progress=save.moved,
+                obsolete_steps=save.obsolete() if shard.manifest.provisional else (),
             )
         )
         gone = asyncio.create_task(self._view.until_gone(holder.node))
@@ -290,7 +259,8 @@ class Replicator:
         except FastCheckdError as error:
             shard.troubled = True
             logger.warning("%s: shard %d to %s failed: %s", save.key, shard.index, node_id, error)
-            if not isinstance(error, FencedError):  # an old epoch is our lag, not the holder's fault
+            # An old epoch is our lag, not the holder's fault; placed alone, it means another life of the holder.
+            if shard.manifest.provisional or not isinstance(error, FencedError):
                 self._quarantine.add(node_id)
                 self._counters.add("peers_quarantined")
             return error
@@ -300,7 +270,7 @@ class Replicator:
             await asyncio.gather(put, gone, return_exceptions=True)
         save.moved()
         self._counters.add("bytes_saved", max(0, outcome.raw_bytes - outcome.sent_bytes))
-        shard.acknowledged[node_id] = Copy(holder.node, outcome, seconds)
+        shard.acknowledged[node_id] = Copy(holder, outcome, seconds)
         return None
 
     async def _publish_own(self, save: Save, shard: Shard) -> None:
@@ -322,6 +292,7 @@ class Replicator:
 
     async def _report(self, save: Save, shards: list[Shard], epoch: int) -> None:
         """Report until the registry commits; raises what it refuses with."""
+        silent_since: float | None = None
         give_up_at = time.monotonic() + self._config.rank_wait_timeout_s
         while True:
             record = rpb.RankRecord(
@@ -354,8 +325,19 @@ class Replicator:
             try:
                 response = await self._registry.report(request, timeout_s=REPORT_WAIT_S + REGISTRY_TIMEOUT_S)
             except (NoQuorumError, PeerError) as error:
-                await self._wait_out(save, error)
+                now = time.monotonic()
+                silent_since = now if silent_since is None else silent_since
+                if isinstance(error, NoQuorumError):
+                    self._placing.silence.noted()
+                    if now - silent_since > self._config.provisional_after_s:
+                        # Replicated, and nobody there to commit it: it waits like those that were placed without.
+                        save.reach(tpb.SAVE_STATE_PROVISIONAL)
+                await self._placing.wait_out(save, error)
+                # The silence is not the other ranks' fault.
+                give_up_at = time.monotonic() + self._config.rank_wait_timeout_s
                 continue
+            self._placing.silence.heard()
+            silent_since = None
             if response.state == rpb.REPORT_STATE_COMMITTED:
                 return
             if response.state == rpb.REPORT_STATE_WAITING:
@@ -375,6 +357,6 @@ class Replicator:
             if response.error.code == pb.ERROR_CODE_HOLDER_LOST:
                 lost = tuple(n.node_id for n in response.lost_holders)
                 raise HolderLostError(response.error.message, lost)
-            if response.error.code == pb.ERROR_CODE_FENCED and self._reborn(record.owner):
+            if response.error.code == pb.ERROR_CODE_FENCED and self._placing.reborn(record.owner):
                 continue
             raise from_code(response.error.code, response.error.message)

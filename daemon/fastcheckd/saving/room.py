@@ -1,7 +1,8 @@
 """The saves of this node's trainers: who may save, how many at once, and what becomes of them.
 
 Bounds the steps under way per rank. A trainer waits only when the bound is reached, and never for a
-step that cannot go forward: that one is given up for the newer.
+step that cannot go forward: that one is given up for the newer. It does not wait for provisional steps either:
+the newest few of them are kept until there is a registry again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Iterable
 
 from fastcheck_proto.v1 import common_pb2 as pb
@@ -25,12 +27,15 @@ from ..errors import (
     InvalidRequestError,
     NotHeldError,
     NotNewerError,
+    OverBudgetError,
+    StoreFullError,
     SupersededError,
 )
 from ..identity import Identity
 from ..registry.client import RegistryClient
 from ..store.ram_store import HeldShard, RamStore
-from ..store.segments import staging_pool
+from ..store.retention import PROVISIONAL_KEPT
+from ..store.segments import Segment, staging_pool
 from ..view import ViewFollower
 from .content import NOTHING, of_layout, of_manifests
 from .replicate import Replicator
@@ -50,6 +55,8 @@ SPARES_OFFERED_MAX = 8
 RESUME_PATIENCE_S = 20.0
 #: A segment that its trainer has not sealed for so long will not be sealed any more.
 RESERVED_S_MAX = 900.0
+#: Steps given up before they were reported whose numbers are remembered for their holders.
+OBSOLETE_MAX = 8
 
 
 class SavingRoom:
@@ -82,6 +89,8 @@ class SavingRoom:
         #: Ranks whose last steps could not be committed for want of a registry or of other ranks: until
         #: one is, their trainers do not wait for what only waits itself.
         self._starved: set[tuple[str, int]] = set()
+        #: Steps given up that nobody was told of: their provisional copies may go.
+        self._obsolete: dict[tuple[str, int], deque[int]] = {}
         #: Set once the steps that an earlier life of this process staged are under way again.
         self._resumed = asyncio.Event()
 
@@ -140,7 +149,7 @@ class SavingRoom:
         self._check_newer(request)
         waited_s = await self._wait_for_room(request)
         self._check_newer(request)
-        segment = await asyncio.to_thread(self._store.allocate, request.state_bytes, staging_pool(*rank))
+        segment = await self._allocate(request)
         save = Save(
             key=SaveKey(request.job, request.rank, request.step),
             save_id=secrets.token_hex(16),
@@ -151,6 +160,19 @@ class SavingRoom:
         )
         self._reserved[save.save_id] = save
         return save, waited_s
+
+    async def _allocate(self, request: tpb.BeginSaveRequest) -> Segment:
+        """Memory for a step; where it is short, older provisional steps make room for the newer."""
+        while True:
+            try:
+                return await asyncio.to_thread(
+                    self._store.allocate, request.state_bytes, staging_pool(request.job, request.rank)
+                )
+            except (OverBudgetError, StoreFullError):
+                waiting = self._droppable(request.job, request.rank)
+                if len(waiting) < 2:
+                    raise
+                await self._give_up(waiting[0], waiting[-1].key.step)
 
     def _expire_reserved(self) -> None:
         for save in [s for s in self._reserved.values() if s.idle_s() > RESERVED_S_MAX]:
@@ -192,18 +214,47 @@ class SavingRoom:
         return loop.time() - started
 
     def _under_way(self, job: str, rank: int) -> list[Save]:
-        return [s for s in self._saves.get((job, rank), []) if not s.done]
+        """Steps that a newer one may have to wait for."""
+        return [s for s in self._saves.get((job, rank), []) if not s.done and not s.provisional]
 
     async def _give_up(self, save: Save, newer_step: int) -> None:
+        self._supersede(save, newer_step)
+        if save.task is not None:
+            # Then its memory is free for the newer one.
+            await asyncio.wait({save.task}, timeout=GIVE_UP_PATIENCE_S)
+
+    def _supersede(self, save: Save, newer_step: int) -> None:
         logger.warning("%s given up for step %d: %s", save.key, newer_step, save.stalled_because)
         self._counters.add("saves_superseded")
+        if not save.reported:
+            rank = (save.key.job, save.key.rank)
+            self._obsolete.setdefault(rank, deque(maxlen=OBSOLETE_MAX)).append(save.key.step)
+        kind = "provisional step" if save.provisional else "step"
         self._finish(
-            save, SupersededError(f"given up for step {newer_step}, because: {save.stalled_because}")
+            save, SupersededError(f"{kind} given up for step {newer_step}, because: {save.stalled_because}")
         )
         if save.task is not None:
             save.task.cancel()
-            # Then its memory is free for the newer one.
-            await asyncio.wait({save.task}, timeout=GIVE_UP_PATIENCE_S)
+
+    # --- without a quorum ------------------------------------------------------------------------
+
+    def _droppable(self, job: str, rank: int) -> list[Save]:
+        """Provisional steps of a rank that no report has named, the oldest first."""
+        saves = self._saves.get((job, rank), [])
+        return sorted((s for s in saves if s.provisional and not s.reported), key=lambda s: s.key.step)
+
+    def _note_provisional(self, save: Save) -> None:
+        """One more: the newest few are kept, older ones are given up for them."""
+        self._counters.add("saves_provisional")
+        self._starved.discard((save.key.job, save.key.rank))
+        for old in self._droppable(save.key.job, save.key.rank)[:-PROVISIONAL_KEPT]:
+            self._supersede(old, save.key.step)
+
+    def _may_report(self, save: Save) -> bool:
+        """Steps with undecided reports can never be dropped, so there are only so many."""
+        saves = self._saves.get((save.key.job, save.key.rank), [])
+        undecided = [s for s in saves if s.reported and not s.done]
+        return len(undecided) < PROVISIONAL_KEPT
 
     async def _make_spares(self, save: Save) -> None:
         """Have enough segments for all steps of this rank that are kept or under way, before they are asked for.
@@ -267,6 +318,9 @@ class SavingRoom:
         save.after = next((s for s in reversed(saves) if not s.done), None)
         saves.append(save)
         save.oldest_step = lambda: min(s.key.step for s in saves if not s.done or s is save)
+        save.may_report = lambda: self._may_report(save)
+        save.obsolete = lambda: tuple(self._obsolete.get((save.key.job, save.key.rank), ()))
+        save.on_provisional = self._note_provisional
         save.moved()
         save.advance(tpb.SAVE_STATE_STAGED)
         save.task = asyncio.create_task(self._run(save), name=f"save-{save.key}")
@@ -299,7 +353,9 @@ class SavingRoom:
         else:
             self._counters.add("saves_failed")
             logger.warning("%s not committed: %s", save.key, error)
-            may_be_committed = save.reported or isinstance(error, NotNewerError | SupersededError)
+            may_be_committed = save.reported or (
+                isinstance(error, NotNewerError | SupersededError) and not save.provisional
+            )
             save.advance(tpb.SAVE_STATE_FAILED, error)
             if not may_be_committed:
                 self._drop_own(save.key)
@@ -331,6 +387,11 @@ class SavingRoom:
                 async with asyncio.timeout(RESUME_PATIENCE_S):
                     await self._resumed.wait()
             save = self._known(request)
+        if save is None and not self._resumed.is_set():
+            raise NotHeldError(
+                f"step {request.step} of rank {request.rank}: the daemon restarted and has seen no registry since, so "
+                "it does not know yet which steps are under way; what was replicated is kept, and reported later"
+            )
         if save is None:
             raise NotHeldError(
                 f"step {request.step} of rank {request.rank} is not known here: "
@@ -357,7 +418,8 @@ class SavingRoom:
         groups: dict[tuple[str, int, int], list[pb.ShardManifest]] = {}
         shards: dict[tuple[str, int, int], HeldShard] = {}
         for held in self._store.held():
-            if held.kind == pb.REPLICA_KIND_OWNER:
+            # What was restored here for a rank of another node is that node's to commit.
+            if held.kind == pb.REPLICA_KIND_OWNER and held.manifest.owner == self._config.node_id:
                 group = (held.key.job, held.key.rank, held.key.step)
                 groups.setdefault(group, []).append(held.manifest)
                 shards[group] = held
@@ -371,7 +433,8 @@ class SavingRoom:
             segment = self._store.take_again(shards[(job, rank, step)])
             save = Save(
                 key=SaveKey(job, rank, step),
-                save_id=secrets.token_hex(16),
+                save_id=first.save_id or secrets.token_hex(16),
+                generation=first.generation,
                 session=first.session,
                 world_size=first.world_size,
                 segment=segment,

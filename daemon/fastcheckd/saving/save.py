@@ -1,8 +1,9 @@
 """One step of one rank on its way to being committed.
 
     RESERVED ──seal──▶ STAGED ──all holders──▶ REPLICATED ──registry──▶ COMMITTED
-        │                 │                        │
-        └─abandon         └────────── FAILED ◀─────┘
+        │                 │                     │      │                  ▲
+        │                 └─────(no registry)──▶ PROVISIONAL ─────────────┘
+        └─abandon         └───────── FAILED ◀──────────┘
 
 A save only moves forward; whoever watches it may miss a state but never the last one.
 Owned by the event loop's thread, but for `moved()`, which sending threads may call.
@@ -26,6 +27,15 @@ from .content import NOTHING, Content
 
 State: TypeAlias = tpb.SaveState.ValueType
 FINAL: tuple[State, ...] = (tpb.SAVE_STATE_COMMITTED, tpb.SAVE_STATE_FAILED)
+#: How far each state is along the way. The numbers on the wire say nothing about that.
+PROGRESS: dict[State, int] = {
+    tpb.SAVE_STATE_UNSPECIFIED: 0,
+    tpb.SAVE_STATE_STAGED: 1,
+    tpb.SAVE_STATE_REPLICATED: 2,
+    tpb.SAVE_STATE_PROVISIONAL: 3,
+    tpb.SAVE_STATE_COMMITTED: 4,
+    tpb.SAVE_STATE_FAILED: 4,
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,8 @@ class Save:
     after: Save | None = None
     #: The registry may have heard that this rank is replicated: from then on the step may be committed.
     reported: bool = False
+    #: How often ranks of the job had been taken over when it was placed; 0: not known.
+    generation: int = 0
 
     state: State = tpb.SAVE_STATE_UNSPECIFIED
     error: FastCheckdError | None = None
@@ -79,6 +91,12 @@ class Save:
     moved_at: float = field(default_factory=time.monotonic)
     #: Oldest step of this rank that is under way here, this one at the latest.
     oldest_step: Callable[[], int] = lambda: 0
+    #: Whether it may be reported now: the number of steps whose reports are undecided is bounded.
+    may_report: Callable[[], bool] = lambda: True
+    #: Steps of this rank that were given up and never reported.
+    obsolete: Callable[[], tuple[int, ...]] = lambda: ()
+    #: Called when it has become provisional.
+    on_provisional: Callable[[Save], None] = lambda _: None
     #: Free segments that the trainer may warm up for its next saves.
     spares: tuple[Segment, ...] = ()
     task: asyncio.Task[None] | None = None
@@ -88,6 +106,16 @@ class Save:
     def done(self) -> bool:
         """Committed or failed."""
         return self.state in FINAL
+
+    @property
+    def sent(self) -> bool:
+        """All copies are acknowledged, or the save is over."""
+        return PROGRESS[self.state] >= PROGRESS[tpb.SAVE_STATE_REPLICATED]
+
+    @property
+    def provisional(self) -> bool:
+        """Replicated, and nobody there to commit it."""
+        return self.state == tpb.SAVE_STATE_PROVISIONAL
 
     def moved(self, _amount: int = 0) -> None:
         """Something went forward: a byte was sent, a call was answered."""
@@ -104,11 +132,17 @@ class Save:
 
     def advance(self, state: State, error: FastCheckdError | None = None) -> None:
         """Enter a later state and wake the watchers."""
-        assert state > self.state, f"{self.key} cannot go from {self.state} to {state}"
-        assert not self.done
+        assert PROGRESS[state] > PROGRESS[self.state], f"{self.key} cannot go from {self.state} to {state}"
         self.state = state
         self.error = error
         self._wake()
+        if self.provisional:
+            self.on_provisional(self)
+
+    def reach(self, state: State) -> None:
+        """Enter a state unless the save has come that far already."""
+        if PROGRESS[state] > PROGRESS[self.state]:
+            self.advance(state)
 
     def offer(self, spares: tuple[Segment, ...]) -> None:
         """Tell the watchers of segments for later saves."""
@@ -127,7 +161,7 @@ class Save:
 
     async def until_sent(self) -> None:
         """Return when all copies are acknowledged, or the save is over."""
-        while self.state < tpb.SAVE_STATE_REPLICATED:
+        while not self.sent:
             await self._changed.wait()
 
     async def watch(self) -> AsyncIterator[tpb.WatchSaveResponse]:

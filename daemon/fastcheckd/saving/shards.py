@@ -27,10 +27,15 @@ from .content import Quantise
 class Copy:
     """A copy that its holder acknowledged."""
 
-    node: pb.NodeRef
+    holder: pb.Holder
     outcome: PutOutcome
     #: From asking to acknowledgement.
     seconds: float
+
+    @property
+    def node(self) -> pb.NodeRef:
+        """The life that holds it."""
+        return self.holder.node
 
 
 @dataclass(eq=False)

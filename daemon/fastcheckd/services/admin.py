@@ -13,10 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from fastcheck_proto.v1 import admin_pb2, peer_pb2, registry_pb2
 
+from ..config import Config
 from ..errors import FastCheckdError, NoQuorumError, StepGoneError
+from ..last_view import LastView
 from ..rpc import answers
 from . import admin_reports as reports
+from . import checkpoints
 from . import health_codes as health
+from .admin_needs import Peers, Registry
 from .admin_upkeep import CALL_TIMEOUT_S, AdminUpkeep, Context, checked_job
 
 logger = logging.getLogger(__name__)
@@ -24,6 +28,10 @@ logger = logging.getLogger(__name__)
 
 class AdminService(AdminUpkeep):
     """Answers for the whole cluster from one node."""
+
+    def __init__(self, config: Config, registry: Registry, peers: Peers) -> None:
+        super().__init__(config, registry, peers)
+        self._last_view = LastView(config)
 
     @answers
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusResponse:
@@ -57,12 +65,31 @@ class AdminService(AdminUpkeep):
     async def Checkpoints(
         self, request: admin_pb2.CheckpointsRequest, context: Context
     ) -> admin_pb2.CheckpointsResponse:
-        """A job's steps that can be loaded or are under way."""
+        """A job's steps that can be loaded or are under way, provisional ones too: those only the nodes know."""
         job = checked_job(request.job)
-        listed = await self._registry.list_job_steps(
-            registry_pb2.ListJobStepsRequest(job=job), CALL_TIMEOUT_S
+        steps: Sequence[registry_pb2.StepSummary] | None = None
+        try:
+            ask = registry_pb2.ListJobStepsRequest(job=job)
+            steps = (await self._registry.list_job_steps(ask, CALL_TIMEOUT_S)).steps
+        except NoQuorumError as error:
+            logger.info("listing what the nodes hold of job %s: %s", job, error)
+        view = await self._any_view()
+        held = await self._held(view, job)
+        return admin_pb2.CheckpointsResponse(
+            steps=checkpoints.with_provisional(job, view, steps, held),
+            without_registry=steps is None,
+            unreachable=reports.unanswered(view, held),
         )
-        return admin_pb2.CheckpointsResponse(steps=listed.steps)
+
+    async def _any_view(self) -> registry_pb2.ClusterView:
+        """Whom to ask: any voter's view, or the last one that this node has kept."""
+        try:
+            return await self._registry.view(CALL_TIMEOUT_S)
+        except NoQuorumError:
+            kept = await asyncio.to_thread(self._last_view.read)
+            if kept is None:
+                raise
+            return kept
 
     @answers
     async def Replicas(

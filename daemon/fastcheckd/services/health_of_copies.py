@@ -6,12 +6,12 @@ counted over all steps. Only the first proves that bytes are gone.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from fastcheck_proto.v1 import admin_pb2, registry_pb2
 
 from .admin_reports import Answers, replica_reports, short_shards, unanswered
+from .checkpoints import provisional_codes
 
 #: Shards and jobs named in one detail; the rest is a number.
 NAMED_MAX = 3
@@ -25,7 +25,7 @@ def copy_codes(view: registry_pb2.ClusterView, answers: Answers) -> list[admin_p
     return [
         *short,
         *_redundancy_codes(answers.redundancy, seen_short=bool(short)),
-        *_provisional_codes(answers),
+        *provisional_codes(view, answers.replicas),
     ]
 
 
@@ -95,23 +95,6 @@ def _repairs(redundancy: registry_pb2.GetRedundancyResponse | None) -> str:
     if redundancy.repairing:
         return f"{redundancy.repairing} copies are being made"
     return "no copy is being made now"
-
-
-def _provisional_codes(answers: Answers) -> Iterator[admin_pb2.HealthCode]:
-    steps: defaultdict[str, set[int]] = defaultdict(set)
-    for replicas in answers.replicas.values():
-        for replica in replicas:
-            if replica.provisional:
-                steps[replica.key.job].add(replica.key.step)
-    if steps:
-        named = _some([f"{job} (newest {max(numbers)})" for job, numbers in sorted(steps.items())])
-        yield admin_pb2.HealthCode(
-            code="PROVISIONAL",
-            severity=DEGRADED,
-            detail=f"steps that nobody has committed are held for {named}",
-            remedy="with a quorum they are committed or replaced by themselves; without one, load with "
-            "allow_provisional=True",
-        )
 
 
 def _some(names: Sequence[str]) -> str:

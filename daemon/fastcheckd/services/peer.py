@@ -133,6 +133,14 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
                     codecs=held.manifest.codecs,
                     lossy=held.manifest.lossy,
                     stored_bytes=held.stored_bytes,
+                    provisional=held.manifest.provisional,
+                    world_size=held.manifest.world_size,
+                    shard_count=held.manifest.shard_count,
+                    session=held.manifest.session,
+                    state_bytes=held.manifest.state_bytes,
+                    offset=held.manifest.offset,
+                    save_id=held.manifest.save_id,
+                    generation=held.manifest.generation,
                 )
                 for held in self._store.held(request.job, step)
             ]

@@ -14,9 +14,10 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 from fastcheck_proto.v1 import trainer_pb2_grpc as tpb_grpc
 
 from ..config import Config
-from ..errors import FastCheckdError, InvalidRequestError, OverBudgetError
+from ..errors import FastCheckdError, InvalidRequestError, NoQuorumError, OverBudgetError
 from ..registry.client import RegistryClient
 from ..restore.room import RestoreRoom
+from ..restore.without_quorum import LOOKUP_TIMEOUT_S as PROVISIONAL_LOOKUP_TIMEOUT_S
 from ..rpc import abort, answers
 from ..saving.room import SavingRoom
 from ..saving.save import Save
@@ -100,11 +101,18 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
 
     @answers
     async def ListSteps(self, request: tpb.ListStepsRequest, context: Context) -> tpb.ListStepsResponse:
-        """Committed steps, linearizable."""
+        """Committed steps, linearizable; without a quorum, if that will do, those that the nodes hold complete."""
         _check_job(request.job)
-        response = await self._registry.lookup(
-            rpb.LookupRequest(job=request.job, rank=0), timeout_s=LIST_TIMEOUT_S
-        )
+        timeout_s = PROVISIONAL_LOOKUP_TIMEOUT_S if request.allow_provisional else LIST_TIMEOUT_S
+        try:
+            response = await self._registry.lookup(
+                rpb.LookupRequest(job=request.job, rank=0), timeout_s=timeout_s
+            )
+        except NoQuorumError:
+            if not request.allow_provisional:
+                raise
+            found = await self._restore.survey.steps(request.job, request.world_size)
+            return tpb.ListStepsResponse(steps=[s.step for s in reversed(found)], provisional=True)
         return tpb.ListStepsResponse(steps=response.kept_steps)
 
     async def Load(self, request: tpb.LoadRequest, context: Context) -> AsyncIterator[tpb.LoadResponse]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -75,12 +75,13 @@ class PeerClient:
         manifest: pb.ShardManifest,
         source: ShardSource,
         progress: Callable[[int], None],
+        obsolete_steps: Collection[int] = (),
     ) -> PutOutcome:
         """Put a copy of the shard in `source` on `holder`, as changes of the source's base if it has that.
 
         `manifest` needs no digests. `progress` is told, on the event loop, how many payload bytes were sent
-        since it was last called. When this returns, raises or is cancelled, no thread uses `source` for it
-        any more.
+        since it was last called. `obsolete_steps` of the shard were given up and never reported. When this returns,
+        raises or is cancelled, no thread uses `source` for it any more.
 
         Raises:
             PeerError: the holder cannot be reached, stopped, or refused.
@@ -97,6 +98,8 @@ class PeerClient:
             holder_incarnation=holder.node.incarnation,
             owner=owner,
             manifest=manifest,
+            provisional=manifest.provisional,
+            obsolete_steps=obsolete_steps,
         )
         request.manifest.ClearField("chunk_digests")
         request.manifest.ClearField("digest")

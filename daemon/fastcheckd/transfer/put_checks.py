@@ -19,6 +19,9 @@ SHARDS_MAX = 65536
 CHUNKS_MAX = MESSAGE_BYTES_MAX // 2 // DIGEST_BYTES
 #: Earlier steps that one BeginPut may offer.
 BASES_MAX = 4
+#: Given-up steps that one BeginPut may name.
+OBSOLETE_MAX = 16
+SAVE_ID_BYTES_MAX = 64
 
 
 def check_put(
@@ -41,7 +44,8 @@ def check_put(
     """
     check_cluster(request.cluster_id, cluster_id)
     check_life(request.holder_incarnation, incarnation)
-    if request.epoch < epoch:
+    # Without a registry to ask, the sender's epoch may be old; that membership stands still meanwhile.
+    if request.epoch < epoch and not request.provisional:
         raise FencedError(
             f"the put was placed in epoch {request.epoch}, this node knows of {epoch}: place the shard again"
         )
@@ -49,6 +53,14 @@ def check_put(
         raise InvalidRequestError(f"node {node_id} cannot hold a copy of its own shard")
     _need(0 <= request.streams <= STREAMS_MAX, f"streams {request.streams} is more than {STREAMS_MAX}")
     table = _check_manifest(request.manifest, request.owner.node_id)
+    _need(
+        request.manifest.provisional == request.provisional,
+        "manifest and request differ in being provisional",
+    )
+    _need(
+        len(request.obsolete_steps) <= OBSOLETE_MAX,
+        f"more than {OBSOLETE_MAX} obsolete steps are named at once",
+    )
     _need(len(request.bases) <= BASES_MAX, f"{len(request.bases)} bases are more than {BASES_MAX}")
     _need(all(len(base.digest) == DIGEST_BYTES for base in request.bases), "a base's digest has 16 bytes")
     _need(request.streams > 0 or request.manifest.bytes == 0, "streams is 0 for a shard that has bytes")
@@ -113,6 +125,7 @@ def _check_manifest(manifest: pb.ShardManifest, owner: str) -> ChunkTable:
         manifest.kind in {pb.REPLICA_KIND_UNSPECIFIED, pb.REPLICA_KIND_COPY}, "only whole copies can be put"
     )
     _need(manifest.part == 0, "only whole copies can be put")
+    _need(len(manifest.save_id) <= SAVE_ID_BYTES_MAX, f"save_id has more than {SAVE_ID_BYTES_MAX} characters")
     _need(not manifest.chunk_digests and not manifest.digest, "digests come with FinishPut")
     _need(manifest.offset + manifest.bytes <= manifest.state_bytes, "the shard is not within its state")
     _need(

@@ -22,6 +22,7 @@ from ..chunks import ChunkTable
 from ..counters import Counters
 from ..digests import shard_digest
 from ..errors import CorruptError, FastCheckdError, FencedError, NotHeldError, PeerError, StoreError
+from ..store.provisional import drop_obsolete
 from ..store.ram_store import HeldShard, RamStore
 from ..store.segments import COPY_POOL
 from .incoming import IncomingShard
@@ -196,6 +197,12 @@ class PutDesk:
         if held is not None:
             self._check_newer_session(held.manifest, manifest)
 
+    def _check_rank_session(self, manifest: pb.ShardManifest) -> None:
+        """Nobody has looked whether the sender's session is current: at least none of a newer one has been here."""
+        for held in self._store.held(manifest.key.job):
+            if held.key.rank == manifest.key.rank:
+                self._check_newer_session(held.manifest, manifest)
+
     @staticmethod
     def _check_newer_session(here: pb.ShardManifest, coming: pb.ShardManifest) -> None:
         if here.session > coming.session:
@@ -216,6 +223,10 @@ class PutDesk:
         )
         self._check_lease(request.manifest)
         self._check_session(request.manifest)
+        if request.provisional:
+            self._check_rank_session(request.manifest)
+            # Before anything is patched: making room may have to read the replica that would be.
+            drop_obsolete(self._store, request.manifest, request.obsolete_steps, self._counters)
         with self._lock:
             if self._closed.is_set():
                 raise PeerError(f"node {self._node_id} is shutting down: place the shard elsewhere")

@@ -237,14 +237,26 @@ class CheckpointsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STEPS_FIELD_NUMBER: builtins.int
+    WITHOUT_REGISTRY_FIELD_NUMBER: builtins.int
+    UNREACHABLE_FIELD_NUMBER: builtins.int
+    without_registry: builtins.bool
+    """The registry did not answer: these are steps that the nodes hold complete. Committed are those that the
+    newest view known here calls so.
+    """
     @property
     def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.registry_pb2.StepSummary]: ...
+    @property
+    def unreachable(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Nodes that should have said what they hold and did not."""
+
     def __init__(
         self,
         *,
         steps: collections.abc.Iterable[fastcheck_proto.v1.registry_pb2.StepSummary] | None = ...,
+        without_registry: builtins.bool = ...,
+        unreachable: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["steps", b"steps", "unreachable", b"unreachable", "without_registry", b"without_registry"]) -> None: ...
 
 Global___CheckpointsResponse: typing_extensions.TypeAlias = CheckpointsResponse
 

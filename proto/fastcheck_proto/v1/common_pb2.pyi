@@ -242,6 +242,8 @@ class ShardManifest(google.protobuf.message.Message):
     LOSSY_FIELD_NUMBER: builtins.int
     CODECS_FIELD_NUMBER: builtins.int
     PROVISIONAL_FIELD_NUMBER: builtins.int
+    SAVE_ID_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
     shard_count: builtins.int
     world_size: builtins.int
     owner: builtins.str
@@ -268,6 +270,12 @@ class ShardManifest(google.protobuf.message.Message):
     """The trainer allowed a lossy coding, and these bytes are its outcome."""
     provisional: builtins.bool
     """Replicated while the registry had no quorum: nobody has committed this step yet."""
+    save_id: builtins.str
+    """Which attempt at saving the step this is part of: shards of two attempts never make one state."""
+    generation: builtins.int
+    """How often ranks of the job had been taken over by a new process when the step was placed: ranks that differ in
+    it are of different runs.
+    """
     @property
     def key(self) -> Global___ShardKey: ...
     @property
@@ -300,9 +308,11 @@ class ShardManifest(google.protobuf.message.Message):
         lossy: builtins.bool = ...,
         codecs: collections.abc.Iterable[Global___CodecUse] | None = ...,
         provisional: builtins.bool = ...,
+        save_id: builtins.str = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "chunk_bytes", b"chunk_bytes", "chunk_digests", b"chunk_digests", "chunk_lengths", b"chunk_lengths", "codecs", b"codecs", "digest", b"digest", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "key", b"key", "kind", b"kind", "lossy", b"lossy", "offset", b"offset", "owner", b"owner", "part", b"part", "provisional", b"provisional", "session", b"session", "shard_count", b"shard_count", "state_bytes", b"state_bytes", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "chunk_bytes", b"chunk_bytes", "chunk_digests", b"chunk_digests", "chunk_lengths", b"chunk_lengths", "codecs", b"codecs", "digest", b"digest", "generation", b"generation", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "key", b"key", "kind", b"kind", "lossy", b"lossy", "offset", b"offset", "owner", b"owner", "part", b"part", "provisional", b"provisional", "save_id", b"save_id", "session", b"session", "shard_count", b"shard_count", "state_bytes", b"state_bytes", "world_size", b"world_size"]) -> None: ...
 
 Global___ShardManifest: typing_extensions.TypeAlias = ShardManifest
 

@@ -33,6 +33,7 @@ class BeginPutRequest(google.protobuf.message.Message):
     STREAMS_FIELD_NUMBER: builtins.int
     BASES_FIELD_NUMBER: builtins.int
     PROVISIONAL_FIELD_NUMBER: builtins.int
+    OBSOLETE_STEPS_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
     epoch: builtins.int
     """Epoch and incarnation that the sender placed by: a stale one is refused."""
@@ -51,6 +52,12 @@ class BeginPutRequest(google.protobuf.message.Message):
     def bases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Base]:
         """Earlier steps of the same shard that the sender can encode against, the best first."""
 
+    @property
+    def obsolete_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Provisional steps of the same shard that the sender gave up and never reported: nobody can ask for them. At
+        most 16.
+        """
+
     def __init__(
         self,
         *,
@@ -62,9 +69,10 @@ class BeginPutRequest(google.protobuf.message.Message):
         streams: builtins.int = ...,
         bases: collections.abc.Iterable[Global___Base] | None = ...,
         provisional: builtins.bool = ...,
+        obsolete_steps: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest", "owner", b"owner"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bases", b"bases", "cluster_id", b"cluster_id", "epoch", b"epoch", "holder_incarnation", b"holder_incarnation", "manifest", b"manifest", "owner", b"owner", "provisional", b"provisional", "streams", b"streams"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bases", b"bases", "cluster_id", b"cluster_id", "epoch", b"epoch", "holder_incarnation", b"holder_incarnation", "manifest", b"manifest", "obsolete_steps", b"obsolete_steps", "owner", b"owner", "provisional", b"provisional", "streams", b"streams"]) -> None: ...
 
 Global___BeginPutRequest: typing_extensions.TypeAlias = BeginPutRequest
 
@@ -283,6 +291,8 @@ class Replica(google.protobuf.message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     STATE_BYTES_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
+    SAVE_ID_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
     kind: fastcheck_proto.v1.common_pb2.ReplicaKind.ValueType
     owner: builtins.str
     bytes: builtins.int
@@ -299,6 +309,8 @@ class Replica(google.protobuf.message.Message):
     session: builtins.int
     state_bytes: builtins.int
     offset: builtins.int
+    save_id: builtins.str
+    generation: builtins.int
     @property
     def key(self) -> fastcheck_proto.v1.common_pb2.ShardKey: ...
     @property
@@ -323,9 +335,11 @@ class Replica(google.protobuf.message.Message):
         session: builtins.int = ...,
         state_bytes: builtins.int = ...,
         offset: builtins.int = ...,
+        save_id: builtins.str = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "codecs", b"codecs", "digest", b"digest", "key", b"key", "kind", b"kind", "lossy", b"lossy", "offset", b"offset", "owner", b"owner", "provisional", b"provisional", "session", b"session", "shard_count", b"shard_count", "state_bytes", b"state_bytes", "stored_bytes", b"stored_bytes", "verified_at_ms", b"verified_at_ms", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "codecs", b"codecs", "digest", b"digest", "generation", b"generation", "key", b"key", "kind", b"kind", "lossy", b"lossy", "offset", b"offset", "owner", b"owner", "provisional", b"provisional", "save_id", b"save_id", "session", b"session", "shard_count", b"shard_count", "state_bytes", b"state_bytes", "stored_bytes", b"stored_bytes", "verified_at_ms", b"verified_at_ms", "world_size", b"world_size"]) -> None: ...
 
 Global___Replica: typing_extensions.TypeAlias = Replica
 

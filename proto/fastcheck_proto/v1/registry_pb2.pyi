@@ -577,11 +577,14 @@ class PlaceResponse(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     SHARDS_FIELD_NUMBER: builtins.int
     DOMAINS_SHORT_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     domains_short: builtins.bool
     """Copies of a shard share a failure domain with its owner or each other, because the nodes that are UP leave no
     other choice.
     """
+    generation: builtins.int
+    """How often ranks of the job have been taken over by a new process so far."""
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ShardPlacement]: ...
     def __init__(
@@ -590,8 +593,9 @@ class PlaceResponse(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         shards: collections.abc.Iterable[Global___ShardPlacement] | None = ...,
         domains_short: builtins.bool = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["domains_short", b"domains_short", "epoch", b"epoch", "shards", b"shards"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["domains_short", b"domains_short", "epoch", b"epoch", "generation", b"generation", "shards", b"shards"]) -> None: ...
 
 Global___PlaceResponse: typing_extensions.TypeAlias = PlaceResponse
 

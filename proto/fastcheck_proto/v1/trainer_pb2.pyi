@@ -315,13 +315,21 @@ class ListStepsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOB_FIELD_NUMBER: builtins.int
+    ALLOW_PROVISIONAL_FIELD_NUMBER: builtins.int
+    WORLD_SIZE_FIELD_NUMBER: builtins.int
     job: builtins.str
+    allow_provisional: builtins.bool
+    """If the registry has no quorum: the steps that the nodes hold complete, committed or not."""
+    world_size: builtins.int
+    """Of those, only steps that this many ranks saved; 0: any."""
     def __init__(
         self,
         *,
         job: builtins.str = ...,
+        allow_provisional: builtins.bool = ...,
+        world_size: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allow_provisional", b"allow_provisional", "job", b"job", "world_size", b"world_size"]) -> None: ...
 
 Global___ListStepsRequest: typing_extensions.TypeAlias = ListStepsRequest
 
@@ -330,14 +338,18 @@ class ListStepsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STEPS_FIELD_NUMBER: builtins.int
+    PROVISIONAL_FIELD_NUMBER: builtins.int
+    provisional: builtins.bool
+    """The registry did not answer: these were found by asking the nodes."""
     @property
     def steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
         steps: collections.abc.Iterable[builtins.int] | None = ...,
+        provisional: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["provisional", b"provisional", "steps", b"steps"]) -> None: ...
 
 Global___ListStepsResponse: typing_extensions.TypeAlias = ListStepsResponse
 

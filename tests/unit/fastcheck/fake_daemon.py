@@ -75,6 +75,8 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
         self.auto_commit = auto_commit
         self.refuse: dict[str, tuple[int, str]] = {}
         self.calls: list[str] = []
+        #: No registry answers: loads that allow it are answered with what is there, others are refused.
+        self.without_quorum = False
         self.spares: list[pb.SegmentRef] = []
         self.before_begin: Callable[[], object] = lambda: None
         self._stopping = threading.Event()
@@ -106,8 +108,11 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def _enter(self, name: str, context: grpc.ServicerContext) -> None:
+    def _enter(self, name: str, context: grpc.ServicerContext, *, allowed: bool = False) -> None:
         self.calls.append(name)
+        if self.without_quorum and not allowed and name in {"OpenSession", "ListSteps", "Load", "Pull"}:
+            context.set_trailing_metadata(((ERROR_METADATA_KEY, "ERROR_CODE_NO_QUORUM"),))
+            context.abort(grpc.StatusCode.UNAVAILABLE, "no leader answers")
         if name in self.refuse:
             code, sentence = self.refuse[name]
             context.set_trailing_metadata(((ERROR_METADATA_KEY, common_pb2.ErrorCode.Name(code)),))
@@ -184,8 +189,8 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
         context.abort(grpc.StatusCode.UNAVAILABLE, "stopping")
 
     def ListSteps(self, request, context):
-        self._enter("ListSteps", context)
-        return pb.ListStepsResponse(steps=self.memory.committed())
+        self._enter("ListSteps", context, allowed=request.allow_provisional)
+        return pb.ListStepsResponse(steps=self.memory.committed(), provisional=self.without_quorum)
 
     def _ready(self, request: pb.LoadRequest, context) -> tuple[pb.LoadReady, Saved] | None:
         self.memory.loads.append(request)
@@ -203,10 +208,11 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
             header_offset=saved.header_offset,
             header_bytes=saved.header_bytes,
             lossy=saved.layout.HasField("precision"),
+            provisional=self.without_quorum,
         ), saved
 
     def Load(self, request, context):
-        self._enter("Load", context)
+        self._enter("Load", context, allowed=request.allow_provisional)
         found = self._ready(request, context)
         if found is None:
             yield pb.LoadResponse(nothing=pb.LoadNothing())
@@ -235,7 +241,7 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
         return pb.PushResponse(waited_s=0.25)
 
     def Pull(self, request, context):
-        self._enter("Pull", context)
+        self._enter("Pull", context, allowed=request.load.allow_provisional)
         found = self._ready(request.load, context)
         if found is None:
             yield pb.PullResponse(nothing=pb.LoadNothing())

@@ -19,7 +19,7 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 from fastcheckd.codec.planner import Planner
 from fastcheckd.config import Config
 from fastcheckd.counters import Counters
-from fastcheckd.errors import PlacementError
+from fastcheckd.errors import NoQuorumError, PlacementError
 from fastcheckd.identity import Identity
 from fastcheckd.saving.replicate import Replicator
 from fastcheckd.saving.room import SavingRoom
@@ -45,8 +45,13 @@ class Registry:
         #: Answers to the next reports; then everything is committed.
         self.answers: list[rpb.ReportResponse | Exception] = []
         self.reports: list[rpb.ReportRequest] = []
+        #: There is no quorum: nothing is answered.
+        self.silent = False
+        #: Some other rank is not there yet.
+        self.waiting = False
 
     async def place(self, request, timeout_s):
+        self._answer()
         if request.step in self.unplaceable:
             raise PlacementError("nobody is left")
         able = [h for h in self.holders if h.node.node_id not in request.avoid] or self.holders
@@ -59,11 +64,19 @@ class Registry:
         return rpb.PlaceResponse(epoch=EPOCH, shards=shards)
 
     async def report(self, request, timeout_s):
+        self._answer()
         self.reports.append(request)
+        if self.waiting:
+            await asyncio.sleep(0.02)
+            return rpb.ReportResponse(state=rpb.REPORT_STATE_WAITING)
         answer = self.answers.pop(0) if self.answers else None
         if isinstance(answer, Exception):
             raise answer
         return answer or rpb.ReportResponse(state=rpb.REPORT_STATE_COMMITTED)
+
+    def _answer(self):
+        if self.silent:
+            raise NoQuorumError("no leader")
 
 
 class Node:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from store_helpers import COPY, OWNER
 
 from fastcheck_proto.v1 import common_pb2 as pb
-from fastcheckd.store.retention import what_to_drop
+from fastcheckd.store.retention import provisional_to_drop, what_to_drop
 
 
 def replica(job: str, step: int, kind=COPY, rank: int = 0):
@@ -38,3 +38,24 @@ def test_no_step_that_could_be_asked_for_goes(steps, kept):
         committed = kept.get(key.job, [])
         needed = not committed or key.step in committed or key.step > max(committed)
         assert ((kind, key) not in gone) == needed
+
+
+def provisional(step, *, owner="a", session=1, is_provisional=True):
+    key = pb.ShardKey(job="gpt", step=step)
+    return pb.ShardManifest(key=key, owner=owner, session=session, provisional=is_provisional)
+
+
+def test_of_provisional_steps_the_newest_three_stay():
+    held = [provisional(step) for step in range(2, 9)]
+    assert provisional_to_drop(held, provisional(9), range(20)) == [2, 3, 4, 5]
+
+
+def test_a_provisional_step_that_its_owner_may_have_reported_stays():
+    held = [provisional(step) for step in range(2, 9)]
+    assert provisional_to_drop(held, provisional(9), [3, 4, 8]) == [3, 4]
+
+
+def test_steps_with_a_registry_and_of_others_stay():
+    held = [provisional(1, is_provisional=False), provisional(2, owner="b"), provisional(3, session=2)]
+    held += [provisional(step) for step in (4, 5, 6, 7)]
+    assert provisional_to_drop(held, provisional(8), range(20)) == [4]

@@ -554,3 +554,39 @@ def test_a_base_is_taken_only_if_it_is_the_newest_and_lies_at_the_same_place(ben
         assert not begun.HasField("base_step")
         bench.desk.abort(begun.transfer_id)
     assert bench.desk.begin(stepped(len(data), 8, second.manifest)).base_step == 7
+
+
+def provisional(step: int, session: int = 1, shard: int = 0) -> peer_pb2.BeginPutRequest:
+    begin = request(shard=shard)
+    begin.manifest.key.step, begin.manifest.session = step, session
+    begin.provisional = begin.manifest.provisional = True
+    return begin
+
+
+def test_a_provisional_put_may_be_of_an_old_epoch_but_not_for_another_life(bench: Bench) -> None:
+    begin = provisional(6)
+    begin.epoch = EPOCH - 1
+    assert bench.desk.begin(begin).transfer_id
+    begin.holder_incarnation = INCARNATION - 1
+    with pytest.raises(FencedError, match="incarnation"):
+        bench.desk.begin(begin)
+    begin = provisional(7)
+    begin.provisional = False
+    with pytest.raises(InvalidRequestError, match="provisional"):
+        bench.desk.begin(begin)
+
+
+def test_a_provisional_put_of_a_rank_that_a_newer_session_has_is_refused(bench: Bench) -> None:
+    newer = request()
+    newer.manifest.session = 5
+    data = some_bytes(newer.manifest.bytes)
+    begun = bench.desk.begin(newer)
+    digests = fill(bench.incoming(begun), data)
+    bench.desk.finish(
+        peer_pb2.FinishPutRequest(
+            transfer_id=begun.transfer_id, chunk_digests=digests, digest=shard_digest(digests)
+        )
+    )
+    with pytest.raises(FencedError, match="session 4 is over"):
+        bench.desk.begin(provisional(9, session=4, shard=1))
+    assert bench.desk.begin(provisional(9, session=5, shard=1)).transfer_id

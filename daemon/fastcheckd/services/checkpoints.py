@@ -1,0 +1,64 @@
+"""A job's steps as an operator sees them, provisional ones included. Pure.
+
+The registry knows committed steps and those that are reported; what was replicated while it did not answer only the
+nodes know. Without the registry a step counts as committed if the last view said so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fastcheck_proto.v1 import admin_pb2, peer_pb2
+from fastcheck_proto.v1 import registry_pb2 as rpb
+
+from ..restore.survey import complete_steps
+
+
+def with_provisional(
+    job: str,
+    view: rpb.ClusterView,
+    listed: Sequence[rpb.StepSummary] | None,
+    held: Mapping[str, Sequence[peer_pb2.Replica]],
+) -> list[rpb.StepSummary]:
+    """All steps, oldest first.
+
+    Args:
+        view: the newest that could be had.
+        listed: the registry's answer; None: it does not answer.
+        held: node id → what it says it holds of the job.
+    """
+    kept = {step for known in view.jobs if known.job == job for step in known.kept_steps}
+    found = {step.step: step for step in complete_steps(job, held)}
+    if listed is None:
+        return [
+            found[number].summary(rpb.STEP_STATE_COMMITTED if number in kept else rpb.STEP_STATE_PROVISIONAL)
+            for number in sorted(found)
+        ]
+    steps = {summary.step: summary for summary in listed}
+    newest = max((s.step for s in listed if s.state == rpb.STEP_STATE_COMMITTED), default=-1)
+    for number, step in found.items():
+        if step.provisional and number > newest:
+            steps[number] = step.summary(rpb.STEP_STATE_PROVISIONAL)
+    return [steps[number] for number in sorted(steps)]
+
+
+def provisional_codes(
+    view: rpb.ClusterView, held: Mapping[str, Sequence[peer_pb2.Replica]]
+) -> list[admin_pb2.HealthCode]:
+    """For `Status`: one code per job with provisional steps newer than its newest committed one."""
+    newest = {known.job: max(known.kept_steps, default=-1) for known in view.jobs}
+    codes = []
+    for job in sorted({replica.key.job for replicas in held.values() for replica in replicas}):
+        found = [s for s in complete_steps(job, held) if s.provisional and s.step > newest.get(job, -1)]
+        if not found:
+            continue
+        numbers = ", ".join(str(step.step) for step in reversed(found))
+        codes.append(
+            admin_pb2.HealthCode(
+                code="PROVISIONAL",
+                severity=admin_pb2.HEALTH_DEGRADED,
+                detail=f"steps of job {job} are replicated and nobody has committed them: {numbers}",
+                remedy="bring back a majority of the voters; the nodes that saved them then commit the newest",
+            )
+        )
+    return codes

@@ -1,0 +1,134 @@
+"""The registry loses its quorum under a running job: steps become provisional, and nothing is called committed."""
+
+import contextlib
+import json
+import time
+
+import pytest
+from tests.cluster.harness import Job, assert_same, make_state, run_module, until
+
+from fastcheck import (
+    DaemonUnavailableError,
+    InvalidArgumentError,
+    RegistryUnavailableError,
+    StepNotFoundError,
+    SupersededError,
+)
+from fastcheck.admin import AdminClient
+from fastcheck.local import LocalClusterError
+
+VOTERS = ("node-0", "node-1", "node-2")
+LOST = ("node-1", "node-2")
+
+
+def lose_quorum(cluster, nodes=LOST):
+    for node in nodes:
+        cluster.kill(node)
+
+
+def start_without_quorum(cluster, node):
+    with contextlib.suppress(LocalClusterError):  # it cannot become UP
+        cluster.start(node, timeout_s=2)
+
+
+def data_answers(ckpt):
+    try:
+        ckpt.steps()
+    except DaemonUnavailableError:
+        return False
+    except RegistryUnavailableError:
+        return True
+
+
+def wait_provisional(handles):
+    until(lambda: all(h.provisional for h in handles), "steps to be provisional")
+
+
+def listed(cluster, node, job="gpt"):
+    done = run_module("fastcheck", "checkpoints", job, "-o", "json", "--address", cluster.address(node))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def test_steps_become_provisional_and_the_newest_commits_when_the_voters_are_back(make_cluster):
+    cluster = make_cluster(6)
+    job = Job(cluster, ["node-3", "node-4"])
+    job.commit(1)
+    lose_quorum(cluster)
+    saved = []
+    for step in range(2, 8):
+        started = time.monotonic()
+        saved.append(job.save(step))
+        assert time.monotonic() - started < 15
+    wait_provisional(saved[-1])
+    assert not any(h.committed for handles in saved for h in handles)
+    assert all(h.replicated and not h.done and h.stats["provisional"] for h in saved[-1])
+    for handle in saved[0]:
+        assert isinstance(handle.exception(timeout=5), SupersededError)
+
+    found, said = listed(cluster, "node-3")
+    states = {c["step"]: c["state"] for c in found["checkpoints"]}
+    assert found["registry_answered"] is False and "registry" in said
+    assert states[7] == "provisional" and "committed" not in {states[s] for s in states if s > 1}
+
+    for node in LOST:
+        cluster.start(node)
+    for handle in saved[-1]:
+        assert handle.result(timeout=60).committed and not handle.provisional
+    found, said = listed(cluster, "node-3")
+    assert found["registry_answered"] is True and not said
+    assert {c["step"]: c["state"] for c in found["checkpoints"]}[7] == "committed"
+    job.commit(8)
+    assert job.load() == 8
+    assert not job.ranks[0].loaded_provisional
+
+
+def test_a_provisional_step_is_restored_elsewhere_when_it_is_asked_for(make_cluster):
+    cluster = make_cluster(6)
+    job = Job(cluster, ["node-3", "node-4"])
+    job.commit(1)
+    lose_quorum(cluster)
+    handles = job.save(2)
+    wait_provisional(handles)
+    job.stop()
+    cluster.kill("node-4", wipe=True)
+
+    job.start(["node-5", "node-0"])
+    first = job.ranks[0]
+    with pytest.raises(RegistryUnavailableError, match="allow_provisional=True"):
+        first.load(make_state(99, 0, 0))
+    with pytest.raises(InvalidArgumentError, match=r"Complete steps.*2"):
+        first.load(make_state(99, 0, 0), allow_provisional=True)
+    with pytest.raises(StepNotFoundError, match="2"):
+        first.load(make_state(99, 0, 0), step=77, allow_provisional=True)
+    for rank, ckpt in enumerate(job.ranks):
+        state = make_state(99, 0, rank)
+        assert ckpt.load(state, step=2, allow_provisional=True) == 2
+        assert ckpt.loaded_provisional
+        assert_same(state, job.state(2, rank))
+
+
+def test_a_single_rank_gets_the_newest_step_also_after_its_daemon_restarted(make_cluster):
+    cluster = make_cluster(6)
+    job = Job(cluster, ["node-3"])
+    job.commit(1)
+    lose_quorum(cluster, VOTERS)
+    for step in (2, 3):
+        wait_provisional(job.save(step))
+    job.stop()
+    cluster.kill("node-3", wipe=True)
+    cluster.kill("node-5")
+    start_without_quorum(cluster, "node-5")  # it knows the nodes from its state_dir alone
+    job.start(["node-5"])
+    until(lambda: data_answers(job.ranks[0]), "the data process to answer")
+    state = make_state(99, 0, 0)
+    assert job.ranks[0].load(state, allow_provisional=True) == 3
+    assert_same(state, job.state(3, 0))
+    # A registry that answers is asked, whatever is allowed.
+    start_without_quorum(cluster, "node-0")
+    for node in LOST:
+        cluster.start(node)
+    with AdminClient(cluster.address("node-0"), timeout_s=5) as admin:
+        until(lambda: admin.status()["leader"], "a leader")
+    assert job.ranks[0].load(state, allow_provisional=True) == 1
+    assert not job.ranks[0].loaded_provisional
