@@ -37,7 +37,7 @@ class Registry:
         self.config = Config(cluster_id="c", node_id="n0", **config)
         reports = Reports(self.engine, self.config)
         detector = FailureDetector(suspect_after_s=1.0, down_after_s=2.0)
-        self.leader = Leader(self.config, self.engine, reports, detector, lambda: None)
+        self.leader = Leader(self.config, self.engine, reports, detector, lambda: None, wall_ms=lambda: 1)
         for node_id, rack in nodes.items():
             self.register(node_id, rack)
         self.step = 0
