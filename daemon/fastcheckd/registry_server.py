@@ -50,7 +50,6 @@ class RegistryServer:
             self._reports,
             self._detector,
             self._suspects_changed,
-            GrpcOutward(),
             wall_ms=lambda: time.time_ns() // 1_000_000,
             outward=GrpcOutward(),
         )
