@@ -27,7 +27,8 @@ from .holding import CHANGES_MAX
 from .outward import Outward
 from .records import Json
 from .redundancy import Claim, Ref, ShardId, Survey, survey
-from .repair_orders import Absences, Attempts, Order, Planner, denied_still
+from .repair_orders import Order, Planner, denied_still
+from .repair_waits import Absences, Attempts
 
 logger = logging.getLogger(__name__)
 

@@ -180,17 +180,19 @@ class Leader:
                 raise NotNewerError(
                     f"step {step} of job {job} is not newer than the committed {state['jobs'][job]['newest']}"
                 )
-            up = {node_id: node for node_id, node in state["nodes"].items() if node["state"] == "UP"}
+            nodes = state["nodes"]
             suspects = {
-                node_id for node_id, node in up.items() if (node_id, node["incarnation"]) in self.suspects
+                node_id
+                for node_id, incarnation in self.suspects
+                if node_id in nodes and nodes[node_id]["incarnation"] == incarnation
             }
             label = self._config.failure_domain
             owner_id = str(owner[0])
             load = self._loads.by_node(state)
             plan = place(
-                members={node_id: domain_label(node, label) for node_id, node in up.items()},
+                members=self._loads.members(state, label),
                 owner=owner_id,
-                owner_domain=domain_label(state["nodes"][owner_id], label),
+                owner_domain=domain_label(nodes[owner_id], label),
                 job=job,
                 rank=rank,
                 state_bytes=state_bytes,
@@ -204,8 +206,8 @@ class Leader:
             )
             self._loads.placed(state, job, rank, world_size, step, plan)
             named = {holder for shard in plan.shards for holder in shard.holders}
-            nodes = {node_id: dict(up[node_id]) for node_id in named}
-            return Placement(state["epoch"], plan.shards, nodes, plan.domains_short)
+            reached = {node_id: dict(nodes[node_id]) for node_id in named}
+            return Placement(state["epoch"], plan.shards, reached, plan.domains_short)
 
         placement = self._raft.read(decide)
         self._reports.collector.placed(

@@ -55,13 +55,14 @@ class _Placed:
 
 
 class Loads:
-    """The bytes by node and the groups, kept for as long as the state they were made from."""
+    """The bytes by node, the members and the groups, kept for as long as the state they were made from."""
 
     def __init__(self) -> None:
         self._version = -1
         self._sum: Counter[str] = Counter()
         #: (job, rank, world size) → its newest placement that is not committed yet.
         self._placed: dict[tuple[str, int, int], _Placed] = {}
+        self._members: tuple[tuple[int, str], Mapping[str, str]] | None = None
         self._groups: tuple[tuple[int, str, int], Groups] | None = None
 
     def forget(self) -> None:
@@ -109,6 +110,18 @@ class Loads:
     def _drop(self, key: tuple[str, int, int]) -> None:
         if (entry := self._placed.pop(key, None)) is not None:
             self._sum.subtract(entry.added)
+
+    def members(self, state: Json, label: str) -> Mapping[str, str]:
+        """Nodes that may hold copies → label of their failure domain: those that are UP."""
+        made_from = (state["epoch"], label)
+        if self._members is None or self._members[0] != made_from:
+            up = {
+                node_id: domain_label(node, label)
+                for node_id, node in state["nodes"].items()
+                if node["state"] == "UP"
+            }
+            self._members = made_from, up
+        return self._members[1]
 
     def groups(self, state: Json, label: str, spread: int) -> Groups:
         """Groups of all nodes that are not DOWN: one that drains comes back to the same."""

@@ -20,7 +20,8 @@ from ..registry.commands import holder_change, rehold
 from ..registry.foreman import Foreman
 from ..registry.holding import CHANGES_MAX
 from ..registry.records import Json
-from ..registry.redundancy import Claim, Ref, ShardId, find_shard, is_live, stop_verdict
+from ..registry.redundancy import Claim, Ref, ShardId, find_shard, is_live
+from ..registry.safe_stop import stop_verdict
 from .deciding import Deciding, decides
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -13,7 +13,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
 from fastcheckd.config import Config, Voter
 from fastcheckd.errors import NoQuorumError, PeerError
-from fastcheckd.registry import repair_orders
+from fastcheckd.registry import repair_waits
 from fastcheckd.registry.foreman import Foreman
 from fastcheckd.registry.redundancy import Claim, Ref, ShardId
 from fastcheckd.registry.state import apply
@@ -84,8 +84,8 @@ class Nodes:
 
 @pytest.fixture(autouse=True)
 def _no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repair_orders, "GONE_GRACE_S", 0.0)
-    monkeypatch.setattr(repair_orders, "BACKOFF_S_MIN", 0.05)
+    monkeypatch.setattr(repair_waits, "GONE_GRACE_S", 0.0)
+    monkeypatch.setattr(repair_waits, "BACKOFF_S_MIN", 0.05)
 
 
 def committed() -> dict[str, Any]:

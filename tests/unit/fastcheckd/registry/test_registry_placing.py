@@ -37,7 +37,7 @@ class Registry:
         self.config = Config(cluster_id="c", node_id="n0", **config)
         reports = Reports(self.engine, self.config)
         detector = FailureDetector(suspect_after_s=1.0, down_after_s=2.0)
-        self.leader = Leader(self.config, self.engine, reports, detector, lambda: None)
+        self.leader = Leader(self.config, self.engine, reports, detector, lambda: None, wall_ms=lambda: 0)
         for node_id, rack in nodes.items():
             self.register(node_id, rack)
         self.step = 0
@@ -80,7 +80,8 @@ class Registry:
 
         request = {
             "job": "gpt", "step": self.step, "rank": 0, "world_size": 1, "session": self.open(owner),
-            "owner": self.ref(owner), "state_bytes": state_bytes, "chunk_bytes": 1 << 20, "avoid": avoid, "oldest_step": self.step,
+            "owner": self.ref(owner), "state_bytes": state_bytes, "chunk_bytes": 1 << 20,
+            "avoid": avoid, "oldest_step": self.step,
         }  # fmt: skip
         return asyncio.run(on_a_loop())
 
@@ -142,7 +143,7 @@ def test_a_suspect_or_an_avoided_holder_gets_nothing_while_others_can():
     first = registry.place()
     registry.commit(first)
     suspect, avoided = first.shards[0].holders[0], first.shards[1].holders[0]
-    registry.leader.suspects = frozenset({tuple(registry.ref(suspect))})
+    registry.leader.judge.avoided = frozenset({tuple(registry.ref(suspect))})
     second = registry.place(avoid=[avoided])
     assert not {suspect, avoided} & {h for names in holders(second) for h in names}
     assert second.shards[2].holders == first.shards[2].holders
@@ -150,7 +151,7 @@ def test_a_suspect_or_an_avoided_holder_gets_nothing_while_others_can():
 
 def test_an_older_life_of_a_suspect_does_not_count():
     registry = Registry(plain(2))
-    registry.leader.suspects = frozenset({("n1", 0)})
+    registry.leader.judge.avoided = frozenset({("n1", 0)})
     assert holders(registry.place()) == [("n1",)]
 
 

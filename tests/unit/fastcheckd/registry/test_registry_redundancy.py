@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcheckd.registry.auditing import claims_of
-from fastcheckd.registry.redundancy import Claim, Ref, ShardId, Survey, stop_verdict, survey
+from fastcheckd.registry.redundancy import Claim, Ref, ShardId, Survey, survey
+from fastcheckd.registry.safe_stop import stop_verdict
 
 NAMES = [f"n{i}" for i in range(6)]
 

@@ -7,14 +7,8 @@ from typing import Any
 from test_registry_redundancy import make, node, rank, shard, step
 
 from fastcheckd.registry.redundancy import Claim, Ref, ShardId, survey
-from fastcheckd.registry.repair_orders import (
-    GONE_GRACE_S,
-    RETURN_GRACE_S,
-    Absences,
-    Order,
-    Planner,
-    denied_still,
-)
+from fastcheckd.registry.repair_orders import Order, Planner, denied_still
+from fastcheckd.registry.repair_waits import GONE_GRACE_S, RETURN_GRACE_S, Absences
 from fastcheckd.registry.state import apply, new_state
 
 A, B, C, D, E = (Ref(name, 1) for name in "abcde")
