@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import grpc.aio
 
@@ -15,6 +16,7 @@ from .health.detector import FailureDetector
 from .registry.leading import Leader
 from .registry.raft import Raft, check_port_is_free
 from .registry.reporting import Reports
+from .registry.stubs import GrpcStubs
 from .rpc import SERVER_OPTIONS
 from .services.registry import RegistryService
 
@@ -38,8 +40,18 @@ class RegistryServer:
             suspect_after_s=config.suspect_after_s, down_after_s=config.down_after_s
         )
         self._reports = Reports(self._raft, config)
-        self._leader = Leader(config, self._raft, self._reports, self._detector, self._suspects_changed)
-        self._service = RegistryService(config, self._raft, self._leader, self._reports, self._detector)
+        self._leader = Leader(
+            config,
+            self._raft,
+            self._reports,
+            self._detector,
+            self._suspects_changed,
+            wall_ms=lambda: time.time_ns() // 1_000_000,
+        )
+        self._stubs = GrpcStubs()
+        self._service = RegistryService(
+            config, self._raft, self._leader, self._reports, self._detector, self._stubs
+        )
         self._epoch = -1
         self._failed = asyncio.Event()
 
@@ -73,6 +85,7 @@ class RegistryServer:
         self._leading.cancel()
         await asyncio.wait([self._leading])
         await self._server.stop(grace=0.2)
+        await self._stubs.close()
         self._raft.close()
 
     async def wait_failed(self) -> str:

@@ -10,11 +10,14 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ..config import Config
-from ..errors import FastCheckdError, FencedError, NotNewerError, SupersededError
+from fastcheck_proto.v1 import registry_pb2
+
+from ..config import Config, Voter
+from ..errors import FastCheckdError, FencedError, InvalidRequestError, NotNewerError, SupersededError
 from ..health.detector import FailureDetector, Life, Verdict
 from ..health.probing import ProbeResult, probe
 from ..placement import PlannedShard, place
+from . import commands
 from .commits import Standing, check_session, standing
 from .engine import Engine
 from .records import SHARDS_MAX, Json
@@ -37,6 +40,7 @@ class Leader:
 
     Args:
         on_suspects: called when the set of suspected nodes has changed.
+        wall_ms: the wall clock, for what people are shown; nothing is decided by it.
     """
 
     def __init__(
@@ -46,7 +50,10 @@ class Leader:
         reports: Reports,
         detector: FailureDetector,
         on_suspects: Callable[[], None],
+        *,
+        wall_ms: Callable[[], int],
     ) -> None:
+        self.wall_ms = wall_ms
         self._config = config
         self._raft = raft
         self._reports = reports
@@ -83,7 +90,7 @@ class Leader:
 
     async def _lead(self, term: int) -> None:
         try:
-            await self._raft.propose({"type": "noop"})
+            await self._raft.propose(commands.noop())
         except FastCheckdError as error:
             logger.warning("registry: elected, but cannot commit yet: %s", error)
             await asyncio.sleep(0.1)
@@ -150,7 +157,9 @@ class Leader:
 
     async def _propose_down(self, life: Life) -> None:
         try:
-            result = await self._raft.propose({"type": "set_state", "node": list(life), "state": "DOWN"})
+            reason = "no sign of life"
+            down = commands.set_state(life, "DOWN", reason, at_ms=self.wall_ms())
+            result = await self._raft.propose(down)
             logger.warning(
                 "registry: node %s in incarnation %d is DOWN: %s", *life, result.get("message", "decided")
             )
@@ -222,6 +231,16 @@ class Leader:
         )
         return placement
 
+    async def replace_voter(self, request: registry_pb2.ReplaceVoterRequest) -> list[Voter]:
+        """Replace a voter that is gone for good; returns all voters afterwards.
+
+        Raises:
+            InvalidRequestError: this registry cannot.
+        """
+        raise InvalidRequestError(
+            f"voter {request.old_node_id} cannot be replaced: the voters of this registry are those of its config"
+        )
+
     async def confirm(self) -> None:
         """Return when this voter has been proved to lead after the call began: what it then reads is current.
 
@@ -240,4 +259,4 @@ class Leader:
         if before is not None:
             await asyncio.wait([before])
         self._barrier_running, self._barrier_next = self._barrier_next, None
-        await self._raft.propose({"type": "noop"})
+        await self._raft.propose(commands.noop())

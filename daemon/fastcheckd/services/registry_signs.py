@@ -67,9 +67,10 @@ class RegistrySigns:
                 state,
                 cluster_id=self._config.cluster_id,
                 leader="" if leader is None else leader.node_id,
-                voters=[voter.node_id for voter in self._raft.voters],
+                voters=self._raft.voters,
                 suspects=self._leader.suspects,
                 ram_used_bytes=self._ram_used_bytes,
+                signs={},
             )
         )
 
