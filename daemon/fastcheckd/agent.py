@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -24,12 +25,14 @@ from fastcheck_proto.v1 import node_pb2 as npb
 from fastcheck_proto.v1 import node_pb2_grpc as npb_grpc
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
-from .config import Config
+from .config import Config, Voter
 from .errors import FastCheckdError
 from .health.heartbeats import HeartbeatSender
 from .registry.client import RegistryClient
+from .registry.wire import voter_message
 from .rpc import CHANNEL_OPTIONS
 from .supervise import CHILD_CONFIG, CHILD_PARENT, Child
+from .voting import Voting
 
 logger = logging.getLogger(__name__)
 
@@ -64,16 +67,14 @@ class Agent:
         self._reborn = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.fatal: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        names = ["data"] if config.own_voter is None else ["registry", "data"]
-        environment = {
-            **os.environ,
-            CHILD_CONFIG: config.to_json(),
-            CHILD_PARENT: str(os.getpid()),
-        }
-        self._children = [
-            Child(name, [sys.executable, "-m", "fastcheckd", "child", name], environment, self._on_fatal)
-            for name in names
-        ]
+        self._voters_changed = asyncio.Event()
+        self.voting = Voting(
+            config,
+            lambda config, on_failure: _make_child("registry", config, on_failure),
+            self._on_voters,
+            self._on_fatal,
+        )
+        self._data_child = _make_child("data", config, self._on_fatal)
 
     @property
     def incarnation(self) -> int:
@@ -84,10 +85,14 @@ class Agent:
         if not self.fatal.done():
             self.fatal.set_result(error)
 
+    def _on_voters(self, voters: Sequence[Voter]) -> None:
+        self._registry.use_voters(map(voter_message, voters))
+        self._voters_changed.set()
+
     def start(self) -> None:
         """Start the children and the membership."""
-        for child in self._children:
-            child.start()
+        self.voting.start()
+        self._data_child.start()
         self._tasks = [
             asyncio.create_task(self._assume(), name="assume"),
             asyncio.create_task(self._membership(), name="membership"),
@@ -120,6 +125,7 @@ class Agent:
                 else:
                     self._data = _DataState(True, answer.ram_used_bytes, answer.ram_budget_bytes)
                     self._data_ready.set()
+                await self.voting.look()
                 pause_s = ASSUME_INTERVAL_S if self._data.ready else ASSUME_INTERVAL_S / 5
                 # Not wait_for: in Python 3.11 it can swallow the cancellation of this task.
                 with contextlib.suppress(TimeoutError):
@@ -135,16 +141,27 @@ class Agent:
         while True:
             await self._register()
             self._fenced.clear()
-            sender = HeartbeatSender(self._config, self._heartbeat, self._fenced.set)
-            beating = asyncio.create_task(sender.run(), name="heartbeats")
-            try:
-                await self._fenced.wait()
-            finally:
-                beating.cancel()
-                await asyncio.gather(beating, return_exceptions=True)
+            while not self._fenced.is_set():
+                self._voters_changed.clear()
+                await self._beat()
             logger.warning(
                 "the registry holds incarnation %d to be over; registering anew", self._incarnation
             )
+
+    async def _beat(self) -> None:
+        """Send signs of life, until this life is over or there are other voters to send them to."""
+        sender = HeartbeatSender(self.voting.config, self._heartbeat, self._fenced.set)
+        tasks = [
+            asyncio.create_task(sender.run(), name="heartbeats"),
+            asyncio.create_task(self._fenced.wait()),
+            asyncio.create_task(self._voters_changed.wait()),
+        ]
+        try:
+            await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _register(self) -> None:
         request = rpb.RegisterRequest(
@@ -153,7 +170,7 @@ class Agent:
             agent_address=self._config.agent_address,
             data_address=self._config.data_address,
             lane_address=self._config.lane_address,
-            voter=self._config.own_voter is not None,
+            voter=self.voting.is_voter,
             ram_budget_bytes=self._config.ram_budget_bytes,
             life_id=secrets.token_hex(16),
         )
@@ -195,5 +212,14 @@ class Agent:
             )
             with contextlib.suppress(FastCheckdError):  # the detector will find out
                 await self._registry.leave(request, timeout_s=LEAVE_TIMEOUT_S)
-        for child in reversed(self._children):
-            await child.stop(self._config.shutdown_grace_s)
+        await self._data_child.stop(self._config.shutdown_grace_s)
+        await self.voting.stop()
+
+
+def _make_child(name: str, config: Config, on_fatal: Callable[[Exception], None]) -> Child:
+    environment = {
+        **os.environ,
+        CHILD_CONFIG: config.to_json(),
+        CHILD_PARENT: str(os.getpid()),
+    }
+    return Child(name, [sys.executable, "-m", "fastcheckd", "child", name], environment, on_fatal)

@@ -213,7 +213,9 @@ class Raft:
     def _open_journal(self) -> Journal:
         found = self._folder.load_snapshot()
         if found is not None and found.voters is not None:
-            self._committed = found.voters
+            # A registry address may have been changed in every node's config; the raft address is who it is.
+            configured = self._committed
+            self._committed = {a: configured.get(a, voter) for a, voter in found.voters.items()}
         journal = Journal(self._folder.log, found.before if found else None, on_failure=self._fail)
         after = found.last[1] if found else 0
         changes = [change for entry in journal[:] if entry[1] > after and (change := change_in(entry[0]))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc.aio
@@ -11,7 +11,7 @@ from fastcheck_proto.v1 import node_pb2 as npb
 from fastcheck_proto.v1 import node_pb2_grpc as npb_grpc
 
 from .. import __version__
-from ..config import Config
+from ..config import Config, Voter
 from ..identity import Identity
 from ..rpc import answers
 from ..store.ram_store import RamStore
@@ -22,9 +22,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class NodeService(npb_grpc.NodeServiceServicer):
     """Says who this node is and where its data process listens."""
 
-    def __init__(self, config: Config, incarnation: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        incarnation: Callable[[], int],
+        become_voter: Callable[[str, list[Voter]], Awaitable[None]],
+    ) -> None:
         self._config = config
         self._incarnation = incarnation
+        self._become_voter = become_voter
 
     @answers
     async def Describe(self, request: npb.DescribeRequest, context: Context) -> npb.DescribeResponse:
@@ -43,6 +49,16 @@ class NodeService(npb_grpc.NodeServiceServicer):
     async def Probe(self, request: npb.ProbeRequest, context: Context) -> npb.ProbeResponse:
         """A sign of life."""
         return npb.ProbeResponse(node_id=self._config.node_id, incarnation=self._incarnation())
+
+    @answers
+    async def BecomeVoter(self, request: npb.BecomeVoterRequest, context: Context) -> npb.BecomeVoterResponse:
+        """Start a registry process that waits to be added by the other voters."""
+        voters = [
+            Voter(node_id=v.node_id, registry_address=v.registry_address, raft_address=v.raft_address)
+            for v in request.voters
+        ]
+        await self._become_voter(request.cluster_id, voters)
+        return npb.BecomeVoterResponse()
 
 
 class DataControlService(npb_grpc.DataControlServiceServicer):
