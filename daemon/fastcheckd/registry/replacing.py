@@ -126,9 +126,10 @@ def plan(
             raise UnsafeError(
                 f"{old_id} is {nodes[old_id]['state']}: only a voter that is DOWN is replaced; stop it first"
             )
-    elif new.raft_address == old.raft_address:
+    if new.raft_address == old.raft_address:
         raise InvalidRequestError(
-            f"{new_id} needs a new raft address: under {old.raft_address} it has promised what it may have lost"
+            f"the new voter needs another raft address: under {old.raft_address} promises were made that it does not "
+            "know of; give one with --raft-address"
         )
     if taken & {new.registry_address, new.raft_address} or new.registry_address == new.raft_address:
         raise InvalidRequestError(

@@ -336,7 +336,7 @@ def test_the_new_voter_gets_the_old_ones_ports_unless_told_otherwise():
         ("c", "d", {"d": node("DOWN")}, InvalidRequestError, "must be UP"),
         ("c", "d", {"c": node("UP"), "d": node("UP")}, UnsafeError, "only a voter that is DOWN"),
         ("c", "b", {"b": node("UP")}, InvalidRequestError, "voter already"),
-        ("c", "c", {"c": node("UP", "10.0.0.2")}, InvalidRequestError, "needs a new raft address"),
+        ("c", "c", {"c": node("UP", "10.0.0.2")}, InvalidRequestError, "needs another raft address"),
         ("c", "d", {"d": node("UP", "10.0.0.1")}, InvalidRequestError, "taken by another voter"),
     ],
 )
