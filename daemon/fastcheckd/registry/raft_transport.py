@@ -9,6 +9,7 @@ own, private ones included.
 
 from __future__ import annotations
 
+import _socket
 import logging
 import socket
 import struct
@@ -204,6 +205,8 @@ class GuardedConnection(TcpConnection):  # type: ignore[misc]  # pysyncobj has n
         return bool(super()._TcpConnection__processRead())
 
 
+# pysyncobj puts a function in its place that works on Windows alone.
+socket.inet_ntop = _socket.inet_ntop
 # Both modules make connections by this name.
 pysyncobj.tcp_server.TcpConnection = GuardedConnection
 pysyncobj.transport.TcpConnection = GuardedConnection
