@@ -82,7 +82,11 @@ class Voting:
 
     def _start_child(self, config: Config, on_failure: OnFailure) -> None:
         folder = registry_folder(config)
-        if len(config.effective_voters) > 1 and read_marker(folder) and not (folder / "log").exists():
+        if (
+            len(config.effective_voters) > 1
+            and read_marker(folder) is not None
+            and not (folder / "log").exists()
+        ):
             # As a node it is as good as any: so it can also become a voter again, with `voters replace`.
             logger.error(
                 "the registry log in %s is gone: this node votes no more, since it cannot know what it has promised. "

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+from tests.certificates import Authority
 from tests.cluster.registry_actors import Rank, connected, eventually, nodes
 from tests.cluster.registry_process import RegistryCluster, free_ports
 
@@ -209,6 +210,33 @@ def test_five_voters_go_on_without_two(tmp_path):
                         leader = await leader_of(client)
                     cluster.kill(leader)
                 assert (await rank.save(2)).state == registry_pb2.REPORT_STATE_COMMITTED
+
+        asyncio.run(scenario())
+    finally:
+        cluster.stop_all()
+
+
+def test_three_voters_with_certificates_elect_commit_and_lose_their_leader(tmp_path):
+    cluster = RegistryCluster(tmp_path, 3)
+    authority = Authority(tmp_path / "tls")
+    cluster.settings_of = lambda node_id: authority.settings("test", node_id) | {"raft_key_file": None}
+    try:
+        cluster.start_all()
+
+        async def scenario():
+            async with connected(cluster.config) as client, nodes(client, cluster.config, 4) as started:
+                rank = Rank(client, started[0], 0, 1)
+                await rank.open("c")
+                assert (await rank.save(1)).state == registry_pb2.REPORT_STATE_COMMITTED
+                leader = await leader_of(client)
+                cluster.kill(leader)
+                assert (await rank.save(2)).state == registry_pb2.REPORT_STATE_COMMITTED
+                cluster.start(leader)  # with a certificate that was made anew meanwhile
+                second = leader
+                while second not in cluster.processes or second == leader:
+                    second = await leader_of(client)
+                cluster.kill(second)
+                assert (await rank.save(3)).state == registry_pb2.REPORT_STATE_COMMITTED
 
         asyncio.run(scenario())
     finally:

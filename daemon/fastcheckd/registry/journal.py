@@ -294,6 +294,7 @@ class Journal:
 
 
 _ADVICE = (
-    "this voter must not go on as if it had never voted. If other voters are healthy, give it a new "
-    "raft_address, with: fastcheck voters replace NODE NODE"
+    "this voter must not go on as if it had never voted. If other voters are healthy, move the log away and "
+    "restart fastcheckd: the node goes on without a vote, until it gets a new raft_address, with: fastcheck voters "
+    "replace NODE NODE"
 )

@@ -180,8 +180,8 @@ class VoterFolder:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"the registry snapshot {self.snapshot} cannot be used ({error}); restore it, or "
-                "treat this voter as lost: give it a new raft_address, with: fastcheck voters replace "
-                f"{self._voter.node_id} {self._voter.node_id}"
+                "treat this voter as lost: move the log away and restart fastcheckd, then give it a new raft_address, "
+                f"with: fastcheck voters replace {self._voter.node_id} {self._voter.node_id}"
             ) from None
 
 
