@@ -15,20 +15,25 @@ import logging
 import os
 import secrets
 import sys
+from collections.abc import Callable, Sequence
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
-from .config import Config
+from .config import Config, Voter
 from .errors import FastCheckdError
 from .health.data_line import DataLine
 from .health.heartbeats import HeartbeatSender
 from .health.lease_clock import LeaseClock
 from .registry.client import RegistryClient
+from .registry.wire import voter_message
 from .supervise import CHILD_CONFIG, CHILD_PARENT, Child
+from .voting import Voting
 
 logger = logging.getLogger(__name__)
 
+#: How often the agent looks for other voters.
+VOTERS_INTERVAL_S = 0.5
 REGISTER_TIMEOUT_S = 5.0
 REGISTER_PAUSE_S = 0.5
 LEAVE_TIMEOUT_S = 1.0
@@ -44,17 +49,15 @@ class Agent:
         self._fenced = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.fatal: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        names = ["data"] if config.own_voter is None else ["registry", "data"]
-        environment = {
-            **os.environ,
-            CHILD_CONFIG: config.to_json(),
-            CHILD_PARENT: str(os.getpid()),
-        }
-        self._children = [
-            Child(name, [sys.executable, "-m", "fastcheckd", "child", name], environment, self._on_fatal)
-            for name in names
-        ]
-        self._data = DataLine(config, self._children[-1], lambda: self._incarnation)
+        self._voters_changed = asyncio.Event()
+        self.voting = Voting(
+            config,
+            lambda config, on_failure: _make_child("registry", config, on_failure),
+            self._on_voters,
+            self._on_fatal,
+        )
+        self._data_child = _make_child("data", config, self._on_fatal)
+        self._data = DataLine(config, self._data_child, lambda: self._incarnation)
 
     @property
     def incarnation(self) -> int:
@@ -65,12 +68,17 @@ class Agent:
         if not self.fatal.done():
             self.fatal.set_result(error)
 
+    def _on_voters(self, voters: Sequence[Voter]) -> None:
+        self._registry.use_voters(map(voter_message, voters))
+        self._voters_changed.set()
+
     def start(self) -> None:
         """Start the children and the membership."""
-        for child in self._children:
-            child.start()
+        self.voting.start()
+        self._data_child.start()
         self._tasks = [
             asyncio.create_task(self._data.run(), name="data line"),
+            asyncio.create_task(self._follow_voters(), name="voters"),
             asyncio.create_task(self._membership(), name="membership"),
         ]
         for task in self._tasks:
@@ -81,6 +89,12 @@ class Agent:
             logger.error("the agent's %s task failed", task.get_name(), exc_info=error)
             self._on_fatal(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
+    async def _follow_voters(self) -> None:
+        """Go by whom the registry names, as the data process has noted it."""
+        while True:
+            await self.voting.look()
+            await asyncio.sleep(VOTERS_INTERVAL_S)
+
     # --- membership ------------------------------------------------------------------------------
 
     async def _membership(self) -> None:
@@ -89,20 +103,30 @@ class Agent:
         while True:
             await self._register()
             self._fenced.clear()
-            lease = LeaseClock([v.node_id for v in self._config.effective_voters], self._config.lease_s)
-            self._data.live(lease)
-            sender = HeartbeatSender(
-                self._config, self._heartbeat, self._fenced.set, lease, self._data.lease_moved
-            )
-            beating = asyncio.create_task(sender.run(), name="heartbeats")
-            try:
-                await self._fenced.wait()
-            finally:
-                beating.cancel()
-                await asyncio.gather(beating, return_exceptions=True)
+            while not self._fenced.is_set():
+                self._voters_changed.clear()
+                await self._beat()
             logger.warning(
                 "the registry holds incarnation %d to be over; registering anew", self._incarnation
             )
+
+    async def _beat(self) -> None:
+        """Send signs of life, until this life is over or there are other voters to send them to."""
+        voters = self.voting.config
+        lease = LeaseClock([voter.node_id for voter in voters.effective_voters], voters.lease_s)
+        self._data.live(lease)
+        sender = HeartbeatSender(voters, self._heartbeat, self._fenced.set, lease, self._data.lease_moved)
+        tasks = [
+            asyncio.create_task(sender.run(), name="heartbeats"),
+            asyncio.create_task(self._fenced.wait()),
+            asyncio.create_task(self._voters_changed.wait()),
+        ]
+        try:
+            await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _register(self) -> None:
         request = rpb.RegisterRequest(
@@ -111,7 +135,7 @@ class Agent:
             agent_address=self._config.agent_address,
             data_address=self._config.data_address,
             lane_address=self._config.lane_address,
-            voter=self._config.own_voter is not None,
+            voter=self.voting.is_voter,
             ram_budget_bytes=self._config.ram_budget_bytes,
             life_id=secrets.token_hex(16),
             labels=self._config.labels,
@@ -153,5 +177,14 @@ class Agent:
             )
             with contextlib.suppress(FastCheckdError):  # the detector will find out
                 await self._registry.leave(request, timeout_s=LEAVE_TIMEOUT_S)
-        for child in reversed(self._children):
-            await child.stop(self._config.shutdown_grace_s)
+        await self._data_child.stop(self._config.shutdown_grace_s)
+        await self.voting.stop()
+
+
+def _make_child(name: str, config: Config, on_fatal: Callable[[Exception], None]) -> Child:
+    environment = {
+        **os.environ,
+        CHILD_CONFIG: config.to_json(),
+        CHILD_PARENT: str(os.getpid()),
+    }
+    return Child(name, [sys.executable, "-m", "fastcheckd", "child", name], environment, on_fatal)

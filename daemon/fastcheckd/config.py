@@ -74,8 +74,8 @@ class Config:
     lane_port: int = 7452
     #: The registry's voters: 1, 3 or 5 nodes, the same list on every node. Empty: this node alone.
     voters: tuple[Voter, ...] = ()
-    #: File with the 32+ byte secret that voters share, mode 0600. Required as soon as there is more than one
-    #: voter or one is not on loopback; a voter alone on loopback makes its own.
+    #: File with the 32+ byte secret that voters share, mode 0600. This or TLS is required as soon as there is more
+    #: than one voter or one is not on loopback; a voter alone on loopback makes its own. Not used with TLS.
     raft_key_file: Path | None = None
     #: This node's certificate, its key, and the authority that signs all nodes' certificates, in PEM. With them
     #: voters prove who they are to each other; all three or none.
@@ -227,11 +227,15 @@ class Config:
             except ValueError as error:
                 raise ConfigError(f"config key 'voters': {error}") from None
         need(len(set(addresses)) == len(addresses), "voters", "uses an address twice")
-        off_loopback = any(not is_loopback(split_address(v.raft_address)[0]) for v in self.effective_voters)
-        if off_loopback and self.raft_key_file is None:
+        exposed = [v for v in self.effective_voters if not is_loopback(split_address(v.raft_address)[0])]
+        several = len(self.effective_voters) > 1
+        safe = self.raft_key_file is not None or self.tls_cert_file is not None
+        # Of voters only: nobody else needs to hold a secret.
+        if self.own_voter is not None and (exposed or several) and not safe:
             raise ConfigError(
-                "config key 'raft_key_file' is missing: voters off loopback need a shared secret of at least "
-                "32 random bytes; make one with: head -c 32 /dev/urandom > raft.key && chmod 600 raft.key"
+                "config key 'tls_cert_file' is missing: several voters, or one off loopback, need certificates "
+                "(tls_cert_file, tls_key_file, tls_ca_file), or 'raft_key_file', a shared secret of at least 32 "
+                "random bytes; make one with: head -c 32 /dev/urandom > raft.key && chmod 600 raft.key"
             )
 
     def to_json(self) -> str:

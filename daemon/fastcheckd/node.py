@@ -41,7 +41,9 @@ from .errors import (
 from .health.lease import LeaseHolder
 from .identity import Identity
 from .last_view import LastView
+from .registry import wire
 from .registry.client import RegistryClient
+from .registry.remembered import remember, with_remembered_voters
 from .registry_server import RegistryServer
 from .restore.room import RestoreRoom
 from .rpc import SERVER_OPTIONS
@@ -75,13 +77,15 @@ async def run_agent(config: Config) -> None:
     """The `fastcheckd` process itself; returns after SIGTERM or SIGINT."""
     stopping = _stop_signal()
     _private_directory(config.runtime_dir)
-    registry = RegistryClient(config, Counters())
+    registry = RegistryClient(with_remembered_voters(config), Counters())
     peers_pool = ThreadPoolExecutor(1, thread_name_prefix="admin")
     peers = PeerClient(config, Counters(), peers_pool)
     agent = Agent(config, registry)
     health = health_aio.HealthServicer()
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    node_pb2_grpc.add_NodeServiceServicer_to_server(NodeService(config, lambda: agent.incarnation), server)
+    node_pb2_grpc.add_NodeServiceServicer_to_server(
+        NodeService(config, lambda: agent.incarnation, agent.voting.become), server
+    )
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(config, registry, peers), server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     _listen_tcp(server, config.agent_address, "agent_port")
@@ -105,6 +109,7 @@ class _DataRooms:
     """The rooms of a data process, joined."""
 
     def __init__(self, config: Config, store: RamStore, counters: Counters) -> None:
+        self._config = config
         self.identity = identity = Identity(config.node_id)
         self.lease = LeaseHolder(config.node_id, lambda: identity.incarnation)
         self.store = store
@@ -112,7 +117,7 @@ class _DataRooms:
         # Lane threads mostly wait for the network: room for several ranks' steps at full spread.
         self.lanes = ThreadPoolExecutor(4 * config.spread * config.lane_streams, thread_name_prefix="lane")
         self.codec = CodecPool(config.codec_threads, config.codec_nice)
-        self.registry = registry = RegistryClient(config, counters)
+        self.registry = registry = RegistryClient(with_remembered_voters(config), counters)
         self.view = view = ViewFollower(registry, identity, LastView(config))
         self.peers = peers = PeerClient(config, counters, self.lanes)
         tickets = TicketOffice()
@@ -156,12 +161,21 @@ class _DataRooms:
     async def _on_view(self, seen: registry_pb2.ClusterView) -> None:
         """Free what the registry no longer keeps."""
         self.assumed()
+        self.registry.use_voters(seen.voter_records)
+        await asyncio.to_thread(self._remember_voters, seen)
         await asyncio.to_thread(_prune, self.store, self.view.kept_steps())
 
     def assumed(self) -> None:
         """There is a new life of this node, or a new view."""
         self.resume()
         self.upkeep.changed()
+
+    def _remember_voters(self, seen: registry_pb2.ClusterView) -> None:
+        """Keep the voters for the agent, which starts and stops by them, and for the next start."""
+        try:
+            remember(self._config, [wire.voter(record) for record in seen.voter_records], seen.version)
+        except (OSError, ConfigError) as error:
+            logger.warning("the registry's voters cannot be kept in state_dir: %s", error)
 
     def resume(self) -> None:
         """Carry on, once, with what an earlier life had staged; needs to know the view and who this node is."""

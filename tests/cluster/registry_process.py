@@ -60,10 +60,13 @@ class RegistryCluster:
             **{"cluster_id": "test", "node_id": "node-0", "voters": self.voters, "raft_key_file": key}
             | values
         )
+        #: Config keys that differ from voter to voter.
+        self.settings_of: Callable[[str], dict[str, object]] | None = None
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def config_of(self, node_id: str) -> Config:
-        return dataclasses.replace(self.config, node_id=node_id, state_dir=self.folder / node_id)
+        own = self.settings_of(node_id) if self.settings_of else {}
+        return dataclasses.replace(self.config, node_id=node_id, state_dir=self.folder / node_id, **own)
 
     def log(self, node_id: str) -> str:
         path = self.folder / f"{node_id}.log"

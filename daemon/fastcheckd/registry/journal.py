@@ -17,7 +17,7 @@ import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, overload
+from typing import IO, Any, overload
 
 import xxhash
 
@@ -60,10 +60,16 @@ def sync_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
+def open_private(path: Path) -> IO[bytes]:
+    """Open a file for writing, empty, that nobody else may read."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    return os.fdopen(os.open(path, flags, 0o600), "wb")
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Replace a file so that a crash leaves either the old or the new content."""
     temporary = path.with_name(path.name + ".new")
-    with temporary.open("wb") as file:
+    with open_private(temporary) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -288,6 +294,7 @@ class Journal:
 
 
 _ADVICE = (
-    "this voter must not go on as if it had never voted. If other voters are healthy, move the registry "
-    "directory away and give this voter a new raft_address in every node's 'voters'"
+    "this voter must not go on as if it had never voted. If other voters are healthy, move the log away and "
+    "restart fastcheckd: the node goes on without a vote, until it gets a new raft_address, with: fastcheck voters "
+    "replace NODE NODE"
 )

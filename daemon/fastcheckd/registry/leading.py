@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fastcheck_proto.v1 import registry_pb2
 
 from ..config import Config, Voter
-from ..errors import FastCheckdError, FencedError, InvalidRequestError, NotNewerError, SupersededError
+from ..errors import FastCheckdError, FencedError, NotNewerError, SupersededError
 from ..health.detector import FailureDetector, Life
 from ..placement import PlannedShard, place
 from . import commands
@@ -21,6 +21,7 @@ from .judging import Judge
 from .loads import Loads, domain_label
 from .outward import GrpcOutward, Outward
 from .records import SHARDS_MAX, Json
+from .replacing import replace_voter
 from .reporting import Reports
 
 logger = logging.getLogger(__name__)
@@ -230,11 +231,9 @@ class Leader:
         """Replace a voter that is gone for good; returns all voters afterwards.
 
         Raises:
-            InvalidRequestError: this registry cannot.
+            InvalidRequestError, UnsafeError, NoQuorumError: see `replacing`.
         """
-        raise InvalidRequestError(
-            f"voter {request.old_node_id} cannot be replaced: the voters of this registry are those of its config"
-        )
+        return await replace_voter(self._raft, self._config.cluster_id, request, at_ms=self.wall_ms())
 
     async def confirm(self) -> None:
         """Return when this voter has been proved to lead after the call began: what it then reads is current.

@@ -1,6 +1,6 @@
 """The consensus engine, pysyncobj, behind three things: propose a command, read the state, hear of change.
 
-With `raft_transport` the only module that knows pysyncobj; another engine would replace these two. It
+With `raft_engine` and `raft_transport` all that knows pysyncobj; another engine would replace these. It
 decides nothing: what a command does is in `state`. The engine ticks in a thread of its own, where the
 state changes under a lock; callers live in one asyncio loop.
 """
@@ -8,14 +8,11 @@ state changes under a lock; callers live in one asyncio loop.
 from __future__ import annotations
 
 import asyncio
-import base64
-import fcntl
 import json
 import logging
 import os
 import secrets
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable
@@ -25,23 +22,26 @@ from typing import Any, TypeVar
 import pysyncobj.journal
 import pysyncobj.pickle
 import pysyncobj.syncobj
-from pysyncobj import SyncObj, SyncObjConf, SyncObjConsumer, replicated
+from pysyncobj import SyncObjConf, SyncObjConsumer, replicated
 from pysyncobj.config import FAIL_REASON
 
 from ..config import Config, Voter, split_address
-from ..errors import ConfigError, InvalidRequestError, NoQuorumError
+from ..errors import ConfigError, InvalidRequestError, NoQuorumError, RegistryError, UnsafeError
 from . import unpickling
-from .journal import Entry, Journal, sync_directory, write_file
-from .raft_transport import GuardedTransport
+from .journal import Entry, Journal, sync_directory
+from .membership import Change, Voters, enough_without, voters_after
+from .raft_engine import Engine, change_in
+from .raft_transport import VoterNode
 from .records import Json
-from .sealing import Seal, derive_key
-from .state import apply, new_state, restore, snapshot
+from .sealing import Seal
+from .state import apply, new_state, snapshot
+from .tls import Tls
+from .voter_folder import VoterFolder, read_snapshot, write_snapshot
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-KEY_BYTES_MIN = 32
 #: A commit of about 20,000 ranks. Commands stay below the engine's batch size, whose code for larger
 #: ones cuts them wrongly at some sizes.
 COMMAND_BYTES_MAX = 8 << 20
@@ -51,6 +51,10 @@ COMPACTION_INTERVAL_S = 5.0
 #: One attempt to commit; beyond it the outcome is unknown, and the same command is proposed again.
 ATTEMPT_S = 1.5
 PROPOSALS_MAX = 32
+#: Voters that have answered within it are there; they are asked ten times a second.
+HEALTHY_S = 1.0
+#: Pause between looks at a change of the membership, and between attempts.
+CHANGE_PAUSE_S = 0.05
 
 unpickling.install(pysyncobj.pickle, pysyncobj.journal)
 #: Journals that are open already, for the engine to pick up by path.
@@ -85,35 +89,6 @@ class _Machine(SyncObjConsumer):  # type: ignore[misc]  # pysyncobj has no types
             return json.dumps({"ok": False, "code": "INTERNAL", "message": repr(error)}).encode()
 
 
-class _Engine(SyncObj):  # type: ignore[misc]  # pysyncobj has no types
-    """pysyncobj with our journal and our seal; does nothing at all once `halted` is set."""
-
-    def __init__(
-        self, seal: Seal, journal: Journal, halted: threading.Event, *args: Any, **kwargs: Any
-    ) -> None:
-        self._fastcheck_seal = seal
-        self._halted = halted
-        self.journal = journal
-        super().__init__(*args, transportClass=GuardedTransport, **kwargs)
-
-    def _onTick(self, timeToWait: float = 0.0) -> None:  # noqa: N802, N803  pysyncobj's spelling
-        if self._halted.is_set():
-            # After an error halfway through a tick it would go on with what is not on disk.
-            time.sleep(timeToWait)
-        else:
-            super()._onTick(timeToWait)
-
-    @property
-    def encryptor(self) -> Seal:
-        """What connections take their seals from."""
-        return self._fastcheck_seal
-
-    @property
-    def listening(self) -> bool:
-        """Whether the raft port is ours."""
-        return bool(self._SyncObj__transport.ready)
-
-
 class Raft:
     """This voter's part in the consensus.
 
@@ -134,11 +109,15 @@ class Raft:
             )
         self._config = config
         self._voter = voter
-        self._by_raft_address = {v.raft_address: v for v in config.effective_voters}
+        #: Voters by what is committed, and by all that is in the log.
+        self._committed: Voters = {v.raft_address: v for v in config.effective_voters}
+        self._in_log = self._committed
         self._on_change = on_change
         self._machine = _Machine()
-        self._folder = config.state_dir / "registry"
-        self._snapshot_path = self._folder / "snapshot"
+        self._folder = VoterFolder(config, voter)
+        self._joining = False
+        self._from_disk = False
+        self._changing = asyncio.Lock()
         self._client_id = secrets.token_hex(16)
         self._seq = 0
         self._slots = asyncio.Semaphore(PROPOSALS_MAX)
@@ -155,26 +134,34 @@ class Raft:
         """
         assert threading.current_thread() is threading.main_thread(), "the engine dies with its maker"
         self._loop = asyncio.get_running_loop()
-        self._claim_folder()
+        self._folder.claim()
         try:
-            self._check_marker()
-            key = derive_key(self._read_secret(), self._config.cluster_id)
-            self._join(Seal(key), self._open_journal())
+            self._folder.check_marker()
+            self._join(self._folder.protection(), self._open_journal())
         except BaseException:
-            self._release_folder()
+            self._folder.release()
             raise
 
-    def _join(self, seal: Seal, journal: Journal) -> None:
-        log_path = str(self._folder / "log")
+    def _join(self, protection: Seal | Tls, journal: Journal) -> None:
+        log_path = str(self._folder.log)
         _journals[log_path] = journal
+        self._joining = self._folder.joining
         try:
+            self._folder.mark()
+            if self._voter.raft_address not in self._in_log and not self._joining:
+                raise ConfigError(
+                    f"this node's log says that it is no voter any more: {self._voter.raft_address} was replaced. "
+                    "To have it back, run on a healthy node: fastcheck voters replace OLD NEW"
+                )
             check_port_is_free(self._voter.raft_address, "raft_address")
-            self._engine = _Engine(
-                seal,
+            self._engine = Engine(
+                self._voter,
+                [v for v in self._in_log.values() if v.raft_address != self._voter.raft_address],
+                protection,
                 journal,
                 self._halted,
-                self._voter.raft_address,
-                [a for a in self._by_raft_address if a != self._voter.raft_address],
+                joining=self._joining,
+                on_applied=self._applied,
                 conf=self._settings(log_path),
                 consumers=[self._machine],
             )
@@ -188,7 +175,7 @@ class Raft:
             raise ConfigError(_port_taken("raft_address", self._voter.raft_address))
 
     def _settings(self, log_path: str) -> Any:
-        alone = len(self._by_raft_address) == 1
+        alone = len(self._in_log) == 1
         return SyncObjConf(
             # Loopback or one interface: never pysyncobj's default of all of them.
             bindAddress=self._voter.raft_address,
@@ -209,9 +196,9 @@ class Raft:
             connectionRetryTime=0.5,
             commandsWaitLeader=False,
             commandsQueueSize=1000,
-            dynamicMembershipChange=False,
+            dynamicMembershipChange=True,
             journalFile=log_path,
-            fullDumpFile=str(self._snapshot_path),
+            fullDumpFile=str(self._folder.snapshot),
             serializer=self._write_snapshot,
             deserializer=self._load_snapshot,
             # Never with gRPC, nor with threads.
@@ -221,130 +208,77 @@ class Raft:
             logCompactionMinTime=3600,
         )
 
-    # Files
-
-    def _claim_folder(self) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock_file = (self._folder / "LOCK").open("w")
-        try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock_file.close()
-            raise ConfigError(
-                f"config key 'state_dir': {self._folder} is in use by another registry process; stop that "
-                "one, or give this node a state_dir of its own"
-            ) from None
-
-    def _release_folder(self) -> None:
-        self._lock_file.close()
-
-    def _identity(self) -> Json:
-        return {
-            "cluster_id": self._config.cluster_id,
-            "node_id": self._voter.node_id,
-            "raft_address": self._voter.raft_address,
-        }
-
-    def _check_marker(self) -> None:
-        """A voter that lost its log must not come back as itself: it would vote and acknowledge anew."""
-        marker = self._folder / "VOTER"
-        identity = self._identity()
-        if not marker.exists():
-            return
-        try:
-            known = json.loads(marker.read_bytes())
-        except ValueError:
-            known = None
-        if known != identity:
-            raise ConfigError(
-                f"config key 'state_dir': {self._folder} belongs to the voter {known}, not to {identity}; "
-                "use another state_dir, or restore the config"
-            )
-        if not (self._folder / "log").exists():
-            raise ConfigError(
-                f"the registry log {self._folder / 'log'} is gone: a voter without its log would vote and "
-                "acknowledge as if for the first time, and committed steps could be lost. If other voters "
-                f"are healthy, move {self._folder} away and give this voter a new raft_address in "
-                "every node's 'voters'; only when the whole cluster starts over, delete it on all voters"
-            )
-
-    def _read_secret(self) -> bytes:
-        path = self._config.raft_key_file
-        if path is None:
-            if len(self._by_raft_address) > 1:
-                raise ConfigError(
-                    "config key 'raft_key_file' is missing: several voters need a shared secret; make one "
-                    "with: head -c 32 /dev/urandom > raft.key && chmod 600 raft.key; copy it to every voter"
-                )
-            path = self._config.state_dir / "raft.key"
-            if not path.exists():
-                descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-                with open(descriptor, "wb") as file:  # noqa: PTH123  a descriptor with its mode set from the start
-                    file.write(secrets.token_bytes(KEY_BYTES_MIN))
-                sync_directory(path.parent)
-        try:
-            mode = path.stat().st_mode
-            secret = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"config key 'raft_key_file': cannot read {path}: {error.strerror}") from None
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(f"config key 'raft_key_file': others may read {path}; run: chmod 600 {path}")
-        if len(secret) < KEY_BYTES_MIN:
-            raise ConfigError(
-                f"config key 'raft_key_file': {path} has {len(secret)} bytes, {KEY_BYTES_MIN} are needed; "
-                f"make it anew with: head -c 32 /dev/urandom > {path}"
-            )
-        return secret
+    # Files, and what they say of the voters
 
     def _open_journal(self) -> Journal:
-        base: Entry | None = None
-        if self._snapshot_path.exists():
-            try:
-                base = _read_snapshot(self._snapshot_path)[1]
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise ConfigError(
-                    f"the registry snapshot {self._snapshot_path} cannot be used ({error}); restore it, or "
-                    "treat this voter as lost: move its folder away and give it a new raft_address"
-                ) from None
-        journal = Journal(self._folder / "log", base, on_failure=self._fail)
-        # After the log, so that a crash in between is not taken for a lost log.
-        write_file(self._folder / "VOTER", json.dumps(self._identity()).encode())
+        found = self._folder.load_snapshot()
+        if found is not None and found.voters is not None:
+            # A registry address may have been changed in every node's config; the raft address is who it is.
+            configured = self._committed
+            self._committed = {a: configured.get(a, voter) for a, voter in found.voters.items()}
+        journal = Journal(self._folder.log, found.before if found else None, on_failure=self._fail)
+        after = found.last[1] if found else 0
+        changes = [change for entry in journal[:] if entry[1] > after and (change := change_in(entry[0]))]
+        self._in_log = voters_after(self._committed, changes)
+        self._from_disk = found is not None
         return journal
 
     def _write_snapshot(self, path: str, entries: tuple[Any, ...]) -> None:
         """The engine's `serializer`: the state after two entries, which the log then starts with."""
         with self._machine.lock:
             state = snapshot(self._machine.state)
-        last, before = (_entry_to_json(entry) for entry in entries[:2])
-        document = {"format": 1, "last": last, "before": before, "state": state.decode()}
-        with open(path, "wb") as file:  # noqa: PTH123  pysyncobj gives the path as text, and renames it itself
-            file.write(json.dumps(document).encode())
-            file.flush()
-            os.fsync(file.fileno())
+        # Not the voters that the engine gives: those may be in the log only, and go again.
+        write_snapshot(Path(path), entries[0], entries[1], state, self._committed)
 
-    def _load_snapshot(self, path: str) -> tuple[Entry, Entry, tuple[()]]:
+    def _load_snapshot(self, path: str) -> tuple[Entry, Entry, list[VoterNode]]:
         """The engine's `deserializer`: at start, and when the leader has sent its snapshot."""
         try:
-            with open(path, "rb") as file:  # noqa: PTH123  the engine received it and synced nothing
+            with open(path, "rb") as file:  # noqa: PTH123  the engine received it, synced nothing, hid nothing
+                os.fchmod(file.fileno(), 0o600)
                 os.fsync(file.fileno())
-            sync_directory(self._folder)
-            last, before, state = _read_snapshot(Path(path))
+            sync_directory(self._folder.path)
+            found = read_snapshot(Path(path))
         except (OSError, ValueError, KeyError, TypeError) as error:
             # The engine would log this and go on with a state that is not the cluster's.
             self._fail(f"the registry snapshot {path} cannot be used: {error}")
             raise
         with self._machine.lock:
-            self._machine.state = state
-        return last, before, ()
+            self._machine.state = found.state
+        if found.voters is not None:
+            self._committed = found.voters
+        if self._from_disk:
+            self._from_disk = False
+            return found.last, found.before, [VoterNode(voter) for voter in self._in_log.values()]
+        # The log is emptied now: what it said of the voters, too.
+        if self._voter.raft_address in (found.voters or {}):
+            self._engine.may_stand()
+        return found.last, found.before, [VoterNode(voter) for voter in self._committed.values()]
+
+    def _applied(self, change: Change) -> None:
+        self._committed = change.apply_to(self._committed)
+        logger.info(
+            "registry: voter %s at %s was %s",
+            change.voter.node_id,
+            change.voter.raft_address,
+            "added" if change.kind == "add" else "removed",
+        )
 
     # The engine's thread
 
     def _watch(self) -> None:
         """Runs at every tick: notices changes, has a large log compacted."""
-        seen = (self._machine.state["version"], self._engine._isLeader(), self._engine._getLeader())
+        seen = (
+            self._machine.state["version"],
+            self._engine._isLeader(),
+            self._engine._getLeader(),
+            self._engine.voters,
+        )
         if seen != self._seen:
             self._seen = seen
             self._notify()
+        if self._joining and not self._engine.joining:
+            self._joining = False
+            self._folder.joined()
         now = time.monotonic()
         if (
             self._engine.journal.size_bytes > LOG_BYTES_MAX
@@ -390,12 +324,12 @@ class Raft:
     def leader(self) -> Voter | None:
         """The leader as far as this voter has heard lately."""
         node = self._engine._getLeader()
-        return None if node is None else self._by_raft_address.get(node.id)
+        return None if node is None else node.voter
 
     @property
     def voters(self) -> tuple[Voter, ...]:
         """All voters, this one included."""
-        return tuple(self._by_raft_address.values())
+        return self._engine.voters
 
     def read(self, reader: Callable[[Json], T]) -> T:
         """Call `reader` with the state as applied here. It must be quick and keep nothing of it."""
@@ -441,6 +375,59 @@ class Raft:
                     break
         raise NoQuorumError(f"the registry {problem}; trying again is safe")
 
+    async def replace_member(self, old: Voter, new: Voter, *, timeout_s: float) -> None:
+        """Have `new` vote in the place of `old`, for good; at the leader. Repeating it completes it.
+
+        `old` is removed, then `new` added and waited for until it has all that is committed.
+
+        Raises:
+            UnsafeError: without `old` there is no majority that could go on.
+            NoQuorumError: not done in time, or by another leader.
+            RegistryError: another replacement is under way here.
+            InvalidRequestError: this voter itself was to go.
+        """
+        if old.raft_address == self._voter.raft_address:
+            raise InvalidRequestError(
+                f"the voter {old.node_id} leads and cannot replace itself; stop it first"
+            )
+        if self._changing.locked():
+            raise RegistryError("another voter is being replaced; try again when that is done")
+        async with self._changing:
+            deadline = self._loop.time() + timeout_s
+            await self._change(Change("rem", old), old, new, deadline)
+            await self._change(Change("add", new), old, new, deadline)
+            while not self._engine.has_caught_up(new):
+                if not self.is_leader or self._loop.time() > deadline:
+                    raise NoQuorumError(
+                        f"the new voter {new.node_id} at {new.raft_address} is added, but has not caught up yet; "
+                        "see whether its registry process runs and can be reached, then repeat the command"
+                    )
+                await asyncio.sleep(CHANGE_PAUSE_S)
+
+    async def _change(self, change: Change, old: Voter, new: Voter, deadline: float) -> None:
+        address = change.voter.raft_address
+        while (address in self._committed) != (change.kind == "add"):
+            if not self.is_leader:
+                raise NoQuorumError("the registry has another leader now; repeat the command")
+            if self._loop.time() > deadline:
+                raise NoQuorumError("the change of voters was not committed in time; repeat the command")
+            voters = {voter.raft_address: voter for voter in self.voters}
+            if not enough_without(voters, old, new, self._engine.healthy(HEALTHY_S)):
+                raise UnsafeError(
+                    f"without {old.node_id} too few of the voters {', '.join(v.node_id for v in self.voters)} are "
+                    "healthy to go on; bring another one back first"
+                )
+            if (address in voters) != (change.kind == "add"):
+                answer: asyncio.Future[Any] = self._loop.create_future()
+                self._engine.change(change, self._answer_to(answer))
+                try:
+                    async with asyncio.timeout(ATTEMPT_S):
+                        # Refused while another change is on its way: looked at again like any other outcome.
+                        await answer
+                except TimeoutError:
+                    continue
+            await asyncio.sleep(CHANGE_PAUSE_S)
+
     def _answer_to(self, future: asyncio.Future[Any]) -> Callable[[bytes | None, int], None]:
         def settle(result: bytes | None, reason: int) -> None:
             if not future.done():
@@ -455,26 +442,7 @@ class Raft:
     def close(self) -> None:
         """Leave the cluster; returns when the log is closed."""
         self._engine.destroy_synchronous()
-        self._release_folder()
-
-
-def _entry_to_json(entry: Entry) -> list[Any]:
-    command, index, term = entry
-    return [base64.b64encode(command).decode(), index, term]
-
-
-def _entry_from_json(value: Any) -> Entry:
-    command, index, term = value
-    return base64.b64decode(command, validate=True), int(index), int(term)
-
-
-def _read_snapshot(path: Path) -> tuple[Entry, Entry, Json]:
-    """The last entry in a snapshot, the one before it, and the state."""
-    document = json.loads(path.read_bytes())
-    if not isinstance(document, dict) or document.get("format") != 1:
-        raise ValueError("not a snapshot of a format that this version reads")
-    last, before = _entry_from_json(document["last"]), _entry_from_json(document["before"])
-    return last, before, restore(document["state"].encode())
+        self._folder.release()
 
 
 def check_port_is_free(address: str, key: str) -> None:

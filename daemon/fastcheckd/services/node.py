@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc.aio
@@ -11,7 +11,7 @@ from fastcheck_proto.v1 import node_pb2 as npb
 from fastcheck_proto.v1 import node_pb2_grpc as npb_grpc
 
 from .. import __version__
-from ..config import Config
+from ..config import Config, Voter
 from ..errors import InvalidRequestError
 from ..health.lease import LeaseHolder
 from ..health.probing import bounded_timeout_s, probe, to_wire
@@ -29,10 +29,16 @@ ADDRESS_CHARS_MAX = 300
 class NodeService(npb_grpc.NodeServiceServicer):
     """Says who this node is and where its data process listens."""
 
-    def __init__(self, config: Config, incarnation: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        incarnation: Callable[[], int],
+        become_voter: Callable[[str, list[Voter]], Awaitable[None]],
+    ) -> None:
         self._config = config
         self._incarnation = incarnation
         self._probes = 0
+        self._become_voter = become_voter
 
     @answers
     async def Describe(self, request: npb.DescribeRequest, context: Context) -> npb.DescribeResponse:
@@ -66,6 +72,16 @@ class NodeService(npb_grpc.NodeServiceServicer):
         finally:
             self._probes -= 1
         return npb.ProbeForResponse(finding=to_wire(finding))
+
+    @answers
+    async def BecomeVoter(self, request: npb.BecomeVoterRequest, context: Context) -> npb.BecomeVoterResponse:
+        """Start a registry process that waits to be added by the other voters."""
+        voters = [
+            Voter(node_id=v.node_id, registry_address=v.registry_address, raft_address=v.raft_address)
+            for v in request.voters
+        ]
+        await self._become_voter(request.cluster_id, voters)
+        return npb.BecomeVoterResponse()
 
 
 class DataControlService(npb_grpc.DataControlServiceServicer):

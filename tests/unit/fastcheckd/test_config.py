@@ -86,13 +86,22 @@ def test_an_override_without_value_is_refused():
         load_config(overrides=["tolerate"])
 
 
-def test_voters_off_loopback_need_a_key(tmp_path):
-    text = VOTERS.replace("127.0.0.1", "10.0.0.1")
-    with pytest.raises(ConfigError, match="raft_key_file"):
-        load_config(write(tmp_path, text))
-    assert load_config(write(tmp_path, text + "raft_key_file: /etc/raft.key")).raft_key_file == Path(
-        "/etc/raft.key"
+def test_voters_that_others_can_reach_need_a_key_or_certificates(tmp_path):
+    far = VOTERS.replace("127.0.0.1", "10.0.0.1")
+    three = VOTERS + "".join(
+        f'  - {{node_id: {n}, registry_address: "127.0.0.1:90{i}1", raft_address: "127.0.0.1:90{i}2"}}\n'
+        for i, n in ((1, "b"), (2, "c"))
     )
+    for text in (far, three):
+        assert load_config(write(tmp_path, text + "node_id: other")), "who is no voter needs no secret"
+        text += "node_id: a\n"  # noqa: PLW2901
+        with pytest.raises(ConfigError, match=r"tls_cert_file.*raft_key_file"):
+            load_config(write(tmp_path, text))
+        load_config(write(tmp_path, text + "raft_key_file: /etc/raft.key"))
+        tls = "tls_cert_file: /c\ntls_key_file: /k\n"
+        with pytest.raises(ConfigError, match="needs tls_key_file and tls_ca_file"):
+            load_config(write(tmp_path, text + tls))
+        load_config(write(tmp_path, text + tls + "tls_ca_file: /ca"))
 
 
 def test_an_even_number_of_voters_is_refused(tmp_path):

@@ -1,0 +1,143 @@
+"""Replacing a voter that is gone for good: what is checked, who is asked, in which order.
+
+The new node is asked first: if it cannot, nothing has changed. Then the engine changes its membership, one
+server at a time, and last the registry names the new voters to everyone. After any failure the same request
+goes on from where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import grpc.aio
+
+from fastcheck_proto.v1 import node_pb2, node_pb2_grpc, registry_pb2
+
+from ..config import Voter, split_address
+from ..errors import FastCheckdError, InvalidRequestError, UnsafeError
+from ..rpc import CHANNEL_OPTIONS, from_rpc_error
+from . import commands, wire
+from .engine import Engine
+from .membership import voter_from_list
+from .records import Json
+
+ASK_TIMEOUT_S = 10.0
+CHANGE_TIMEOUT_S = 20.0
+
+#: Asks a node's agent to become one of these voters: (agent address, cluster id, voters).
+Ask = Callable[[str, str, Sequence[Voter]], Awaitable[None]]
+
+
+@runtime_checkable
+class Replaceable(Protocol):
+    """An engine whose members can be replaced."""
+
+    async def replace_member(self, old: Voter, new: Voter, *, timeout_s: float) -> None:
+        """Have `new` vote in the place of `old`; repeating it completes it."""
+
+
+async def ask_to_become_voter(agent_address: str, cluster_id: str, voters: Sequence[Voter]) -> None:
+    """Ask over gRPC.
+
+    Raises:
+        FastCheckdError: it refuses, or cannot be reached.
+    """
+    request = node_pb2.BecomeVoterRequest(cluster_id=cluster_id, voters=map(wire.voter_message, voters))
+    async with grpc.aio.insecure_channel(agent_address, options=CHANNEL_OPTIONS) as channel:
+        try:
+            await node_pb2_grpc.NodeServiceStub(channel).BecomeVoter(request, timeout=ASK_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, f"the agent at {agent_address}") from None
+
+
+async def replace_voter(
+    engine: Engine,
+    cluster_id: str,
+    request: registry_pb2.ReplaceVoterRequest,
+    *,
+    at_ms: int,
+    ask: Ask = ask_to_become_voter,
+) -> list[Voter]:
+    """Replace one voter by another; at the leader. Returns all voters afterwards.
+
+    Raises:
+        InvalidRequestError: the request does not fit the cluster.
+        UnsafeError: the old one lives, or too few others do.
+        NoQuorumError: not done in time; the same request goes on from there.
+    """
+    if not isinstance(engine, Replaceable):
+        raise InvalidRequestError("the voters of this registry are those of its config")
+    named = engine.read(lambda state: state["voters"])
+    # Until a first replacement the engine's are all there is to say; afterwards those may be between two.
+    voters = [voter_from_list(v) for v in named] if named else sorted(engine.voters, key=lambda v: v.node_id)
+    nodes: dict[str, Json] = engine.read(
+        lambda state: {n: dict(state["nodes"][n]) for n in (request.old_node_id, request.new_node_id)
+                       if n in state["nodes"]}
+    )  # fmt: skip
+    old, new = plan(request, voters, nodes)
+    after = [new if voter == old else voter for voter in voters]
+    if new not in voters:
+        if named is None:
+            # So that nobody takes the voters for fewer while one is gone and the other not there yet.
+            await engine.propose(commands.set_voters(voters, at_ms=at_ms))
+        await ask(nodes[new.node_id]["agent_address"], cluster_id, after)
+        await engine.replace_member(old, new, timeout_s=CHANGE_TIMEOUT_S)
+        result = await engine.propose(commands.set_voters(after, at_ms=at_ms))
+        if not result["ok"]:
+            raise FastCheckdError(f"the registry refused its new voters: {result.get('message')}")
+    return after
+
+
+def plan(
+    request: registry_pb2.ReplaceVoterRequest, voters: Sequence[Voter], nodes: dict[str, Json]
+) -> tuple[Voter, Voter]:
+    """The voter that goes and the one that comes. Pure.
+
+    Raises:
+        InvalidRequestError: they are not a voter and a node that could become one.
+        UnsafeError: the old one is not known to be gone.
+    """
+    old_id, new_id = request.old_node_id, request.new_node_id
+    old = next((voter for voter in voters if voter.node_id == old_id), None)
+    if old is None:
+        done = next((voter for voter in voters if voter.node_id == new_id), None)
+        if done is not None and request.raft_address in {"", done.raft_address}:
+            return done, done  # said again after it was done
+        raise InvalidRequestError(
+            f"{old_id} is no voter; the voters are {', '.join(voter.node_id for voter in voters)}"
+        )
+    if new_id not in nodes:
+        raise InvalidRequestError(f"there is no node {new_id}; see 'fastcheck nodes'")
+    if nodes[new_id]["state"] != "UP":
+        raise InvalidRequestError(f"{new_id} is {nodes[new_id]['state']}; a new voter must be UP")
+    host = split_address(nodes[new_id]["agent_address"])[0]
+    new = Voter(
+        node_id=new_id,
+        registry_address=request.registry_address or _at(host, old.registry_address),
+        raft_address=request.raft_address or _at(host, old.raft_address),
+    )
+    others = [voter for voter in voters if voter != old]
+    taken = {address for v in others for address in (v.registry_address, v.raft_address)}
+    if old_id != new_id:
+        if any(voter.node_id == new_id for voter in others):
+            raise InvalidRequestError(f"{new_id} is a voter already")
+        if old_id in nodes and nodes[old_id]["state"] != "DOWN":
+            raise UnsafeError(
+                f"{old_id} is {nodes[old_id]['state']}: only a voter that is DOWN is replaced; stop it first"
+            )
+    if new.raft_address == old.raft_address:
+        raise InvalidRequestError(
+            f"the new voter needs another raft address: under {old.raft_address} promises were made that it does not "
+            "know of; give one with --raft-address"
+        )
+    if taken & {new.registry_address, new.raft_address} or new.registry_address == new.raft_address:
+        raise InvalidRequestError(
+            f"{new.registry_address} or {new.raft_address} is taken by another voter; give others"
+        )
+    return old, new
+
+
+def _at(host: str, address: str) -> str:
+    port = split_address(address)[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

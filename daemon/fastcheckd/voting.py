@@ -1,0 +1,195 @@
+"""A node's part in the vote: which voters it goes by, and its own registry process while it is one.
+
+    configured ──▶ remembered (the registry names others) ──▶ ...
+                        │ it names this node                        │ it names this node no more
+    asked to join ──────▼──────▶ registry process runs ─────────────▼──▶ and is stopped
+
+The registry process takes its voters from its log; here it is only decided whether there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+
+from .config import Config, Voter
+from .errors import ConfigError, InvalidRequestError
+from .registry.journal import sync_directory, write_file
+from .registry.remembered import (
+    joining_file,
+    read_voters,
+    voters_file,
+    with_remembered_voters,
+    with_voters,
+    write_voters,
+)
+from .registry.voter_folder import make_private, read_marker, registry_folder
+from .supervise import Child
+
+logger = logging.getLogger(__name__)
+
+OnFailure = Callable[[Exception], None]
+
+
+class Voting:
+    """Use it from one event loop.
+
+    Args:
+        config: as the operator wrote it.
+        make_child: makes, not yet started, a registry process with a config; it says when that cannot work.
+        on_fatal: told when the registry process of a node that is a voter cannot start as configured.
+        on_voters: told the voters when they have become others.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        make_child: Callable[[Config, OnFailure], Child],
+        on_voters: Callable[[Sequence[Voter]], None],
+        on_fatal: OnFailure,
+    ) -> None:
+        self._on_fatal = on_fatal
+        self._configured = config
+        self._make_child = make_child
+        self._on_voters = on_voters
+        self._lock = asyncio.Lock()
+        #: With the newest voters that this node has heard of.
+        self.config = with_remembered_voters(config)
+        self._seen = self._signature()
+        self._child: Child | None = None
+        #: What that process is, by its own config.
+        self._running: Voter | None = None
+
+    @property
+    def is_voter(self) -> bool:
+        """Whether the registry names this node."""
+        return self.config.own_voter is not None
+
+    def start(self) -> None:
+        """Start the registry process, if there is to be one."""
+        if self.is_voter:
+            self._start_child(self.config, self._on_fatal)
+        elif (voters := read_voters(joining_file(self.config), self.config.cluster_id)) is not None:
+            self._start_child(with_voters(self.config, voters), self._not_started)
+
+    def _not_started(self, error: Exception) -> None:
+        """A node that was only asked to be a voter goes on without; asked again, it tries again."""
+        logger.error("this node does not become a voter: %s", error)
+        self._child = self._running = None
+
+    def _start_child(self, config: Config, on_failure: OnFailure) -> None:
+        folder = registry_folder(config)
+        if (
+            len(config.effective_voters) > 1
+            and read_marker(folder) is not None
+            and not (folder / "log").exists()
+        ):
+            # As a node it is as good as any: so it can also become a voter again, with `voters replace`.
+            logger.error(
+                "the registry log in %s is gone: this node votes no more, since it cannot know what it has promised. "
+                "With the others healthy, run: fastcheck voters replace %s %s, with a --raft-address that is new",
+                folder,
+                config.node_id,
+                config.node_id,
+            )
+            return
+        self._running = config.own_voter
+        self._child = self._make_child(config, on_failure)
+        self._child.start()
+
+    async def _stop_child(self) -> None:
+        if self._child is not None:
+            child, self._child, self._running = self._child, None, None
+            await child.stop(self.config.shutdown_grace_s)
+
+    def _signature(self) -> tuple[int, int] | None:
+        try:
+            status = voters_file(self._configured).stat()
+        except FileNotFoundError:
+            return None
+        return status.st_mtime_ns, status.st_ino
+
+    async def look(self) -> None:
+        """Go by what the registry has named meanwhile."""
+        if (seen := self._signature()) == self._seen:
+            return
+        async with self._lock:
+            self._seen = seen
+            try:
+                self.config = with_remembered_voters(self._configured)
+            except ConfigError as error:
+                logger.error("this node stays with the voters that it knew: %s", error)
+                return
+            self._on_voters(self.config.effective_voters)
+            joining_file(self.config).unlink(missing_ok=True)  # decided, one way or the other
+            own = self.config.own_voter
+            if own == self._running:
+                return
+            if self._child is not None:
+                logger.warning("the registry names other voters: this node's registry process stops")
+                await self._stop_child()
+            if own is not None:
+                self._start_child(self.config, self._not_started)
+
+    async def become(self, cluster_id: str, voters: Sequence[Voter]) -> None:
+        """Start a registry process, with nothing in its log, that waits to be added by the others.
+
+        Args:
+            voters: all of them from then on, this node among them. Asked again for the same, nothing happens.
+
+        Raises:
+            InvalidRequestError: this node cannot be that voter; the message says why.
+        """
+        config = self.config
+        if cluster_id != config.cluster_id:
+            raise InvalidRequestError(f"this node is of cluster {config.cluster_id!r}, not {cluster_id!r}")
+        try:
+            joining = dataclasses.replace(config, voters=tuple(voters))
+        except ConfigError as error:
+            raise InvalidRequestError(f"{config.node_id} cannot become a voter: {error}") from None
+        own = joining.own_voter
+        if not voters or own is None:
+            raise InvalidRequestError(
+                f"{config.node_id} is not among the voters that it should become one of"
+            )
+        async with self._lock:
+            if own == self._running:
+                return
+            self._check_free(own)
+            await self._stop_child()
+            await asyncio.to_thread(_begin_folder, joining, own)
+            self._start_child(joining, self._not_started)
+
+    def _check_free(self, own: Voter) -> None:
+        """Nobody who can reach this node's port may have a working voter forget its log."""
+        folder = registry_folder(self.config)
+        current = self.config.own_voter
+        if current is not None and current != own and (folder / "log").exists():
+            raise InvalidRequestError(
+                f"{own.node_id} is a voter, {current.raft_address}, and has its log; to give it up, stop the daemon "
+                f"and move {folder} away"
+            )
+
+    async def stop(self) -> None:
+        """Stop the registry process, if there is one."""
+        async with self._lock:
+            await self._stop_child()
+
+
+def _begin_folder(joining: Config, own: Voter) -> None:
+    """An empty folder for a new voter; what an earlier voter left is kept aside, the last one of them."""
+    folder = registry_folder(joining)
+    marker = read_marker(folder)
+    if marker is not None and marker.get("raft_address") != own.raft_address:
+        aside = folder.with_name("registry.old")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.replace(aside)
+        logger.info("what the voter %s left is in %s", marker.get("raft_address"), aside)
+    make_private(folder)
+    if not (folder / "log").exists():
+        write_file(folder / "JOIN", b"")
+    sync_directory(folder.parent)
+    write_voters(joining_file(joining), joining.cluster_id, joining.voters)

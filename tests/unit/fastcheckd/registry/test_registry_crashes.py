@@ -1,0 +1,262 @@
+"""The log, its metadata and the snapshot, when everything stops at any one of their file operations.
+
+The real journal works, and after each `sync` says what may be acknowledged. At its n-th file operation it is
+stopped, for every n: before the operation, or halfway through a write. A process that is killed leaves the files
+as they are then. A power cut leaves what was synced: contents as of the last sync of the file, names as of the
+last sync of the folder. From either, a start must find every acknowledged entry, term and vote.
+"""
+
+import base64
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fastcheckd.config import Voter
+from fastcheckd.registry import journal as journal_module
+from fastcheckd.registry import voter_folder
+from fastcheckd.registry.journal import Journal
+from fastcheckd.registry.state import new_state
+from fastcheckd.registry.voter_folder import make_private, read_snapshot, write_snapshot
+
+VOTER = Voter(node_id="a", registry_address="h:1", raft_address="h:2")
+
+
+class Crash(BaseException):
+    """The process is no more: nothing may catch this and go on."""
+
+
+class Disk:
+    """Counts the file operations below `folder`, stops at the chosen one, knows what was synced."""
+
+    def __init__(self, folder, stop_at, torn):
+        self.folder, self.stop_at, self.torn = folder, stop_at, torn
+        self.count = 0
+        self.contents = {}  # by inode
+        self.names = {}
+
+    def step(self):
+        self.count += 1
+        if self.count == self.stop_at:
+            raise Crash
+
+    def install(self, patch):
+        """Put itself between the journal and the files."""
+        sync, data_sync, rename, open_private = os.fsync, os.fdatasync, os.rename, journal_module.open_private
+        replace, opened = Path.replace, Path.open
+
+        def synced(real):
+            def call(descriptor):
+                self.step()
+                real(descriptor)
+                path = Path(f"/proc/self/fd/{descriptor}").readlink()
+                if path.is_dir():
+                    self.names = {p.name: p.stat().st_ino for p in path.iterdir()}
+                else:
+                    self.contents[path.stat().st_ino] = path.read_bytes()
+
+            return call
+
+        def counted(real):
+            def call(*args):
+                self.step()
+                return real(*args)
+
+            return call
+
+        def fresh(path):
+            file = open_private(path)
+            self.contents.pop(path.stat().st_ino, None)  # the number of a file that is gone
+            return File(file, self)
+
+        patch.setattr(os, "fsync", synced(sync))
+        patch.setattr(os, "fdatasync", synced(data_sync))
+        patch.setattr(os, "rename", counted(rename))
+        patch.setattr(Path, "replace", counted(replace))
+        patch.setattr(Path, "open", lambda path, mode="r": File(opened(path, mode), self))
+        patch.setattr(journal_module, "open_private", fresh)
+        patch.setattr(voter_folder, "open_private", fresh)
+
+    def after_power_cut(self, left):
+        """A folder with what is on the disk then. A name without synced content: an empty file."""
+        left.mkdir()
+        for name, inode in self.names.items():
+            (left / name).write_bytes(self.contents.get(inode, b""))
+        return left
+
+
+class File:
+    """A file whose writes and cuts are counted."""
+
+    def __init__(self, file, disk):
+        self._file, self._disk = file, disk
+
+    def write(self, data):
+        try:
+            self._disk.step()
+        except Crash:
+            if self._disk.torn:
+                self._file.write(data[: len(data) // 2])
+                self._file.flush()
+            raise
+        return self._file.write(data)
+
+    def truncate(self, size):
+        self._disk.step()
+        return self._file.truncate(size)
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._file.close()
+
+
+@dataclasses.dataclass
+class Said:
+    """What others were told last: they count on it."""
+
+    entries: list
+    term: int
+    vote: str | None
+
+
+def work(folder, said):
+    """Three rounds of what a voter does with its files, each with a compaction."""
+    journal = Journal(folder / "log")
+    journal.setCurrentTerm(1, None)
+    index = 0
+
+    def say():
+        journal.sync()
+        said.append(Said(journal[:], journal.getCurrentTerm(), journal.getVotedForNodeId()))
+
+    for round_number in range(1, 4):
+        for _ in range(4):
+            for _ in range(2):
+                index += 1
+                journal.add(b"command %d" % index, index, round_number)
+            say()
+        # A new leader has another last entry.
+        journal.deleteEntriesFrom(len(journal) - 1)
+        journal.setCurrentTerm(round_number + 1, "h:2")
+        journal.add(b"instead %d" % index, index, round_number + 1)
+        say()
+        journal.setRaftCommitIndex(index)
+        journal.onOneSecondTimer()
+        # The state after the third entry from the end, as the engine stores it; then the log before is dropped.
+        state = json.dumps(new_state()).encode()
+        write_snapshot(folder / "snapshot.tmp", journal[-3], journal[-4], state, {"h:2": VOTER})
+        os.rename(folder / "snapshot.tmp", folder / "snapshot")  # noqa: PTH104  as the engine does
+        journal.deleteEntriesTo(len(journal) - 4)
+        say()
+    # The leader sends its snapshot to a voter that was away: everything before is replaced by it.
+    write_snapshot(folder / "snapshot.1.tmp", (b"far", 101, 9), (b"fa", 100, 9), state, {"h:2": VOTER})
+    os.rename(folder / "snapshot.1.tmp", folder / "snapshot")  # noqa: PTH104
+    journal_module.sync_directory(folder)
+    journal.clear()
+    journal.add(b"fa", 100, 9)
+    journal.add(b"far", 101, 9)
+    say()
+    journal._destroy()
+
+
+def check(folder, said):
+    """A voter starts from these files and has all that was acknowledged."""
+    covered, base = 0, None
+    if (folder / "snapshot").exists():
+        found = read_snapshot(folder / "snapshot")
+        covered, base = found.last[1], found.before
+        assert found.voters == {"h:2": VOTER}
+    journal = Journal(folder / "log", base)
+    have = {index: (command, term) for command, index, term in journal[:]}
+    for command, index, term in said.entries:
+        # The last one may just have been cut for another leader's, which nobody has acknowledged yet.
+        replaced = index == said.entries[-1][1] and have.get(index) != (command, term)
+        assert index <= covered or replaced or have.get(index) == (command, term), f"entry {index} is lost"
+    assert list(have) == list(range(min(have, default=0), min(have, default=0) + len(have))), "a gap"
+    assert journal.getCurrentTerm() >= said.term
+    if journal.getCurrentTerm() == said.term:
+        assert journal.getVotedForNodeId() == said.vote
+    # And it goes on.
+    following = max(have, default=covered) + 1
+    journal.setCurrentTerm(99, None)
+    journal.add(b"next", following, 99)
+    journal.sync()
+    assert Journal(folder / "log")[-1] == (b"next", following, 99)
+
+
+def run(folder, stop_at, torn):
+    """Work until the n-th operation; returns the disk and what was said, or None when it did not come to that."""
+    state = folder / "state"
+    make_private(state)
+    disk, said = Disk(state, stop_at, torn), []
+    with pytest.MonkeyPatch.context() as patch:
+        disk.install(patch)
+        try:
+            work(state, said)
+        except Crash:
+            return disk, said
+    return None
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_nothing_acknowledged_is_lost_wherever_it_stops(tmp_path, torn):
+    stop_at = 0
+    while True:
+        stop_at += 1
+        folder = tmp_path / str(stop_at)
+        if (outcome := run(folder, stop_at, torn)) is None:
+            break
+        disk, said = outcome
+        last = said[-1] if said else Said([], 0, None)
+        left = disk.after_power_cut(folder / "left")
+        if said:
+            check(folder / "state", last)
+            check(left, last)
+        shutil.rmtree(folder)
+    assert stop_at > 100, "every write, cut, sync and rename of it was one of the places"
+
+
+def test_the_folder_and_its_files_are_nobody_elses(tmp_path):
+    folder = tmp_path / "state"
+    said = []
+    (folder / "sub").mkdir(parents=True)
+    folder.chmod(0o755)
+    (folder / "log.meta.new").write_bytes(b"left by an older version")
+    (folder / "log.meta.new").chmod(0o644)
+    old = os.umask(0)
+    try:
+        make_private(folder)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert (folder / "log.meta.new").stat().st_mode & 0o777 == 0o600
+        work(folder, said)
+    finally:
+        os.umask(old)
+    files = [p for p in folder.iterdir() if p.is_file()]
+    assert {"log", "log.meta", "snapshot"} <= {p.name for p in files}
+    assert {p.name for p in files if p.stat().st_mode & 0o077} == set()
+
+
+def test_a_snapshot_of_the_first_format_names_no_voters(tmp_path):
+    def entry(value):
+        command, index, term = value
+        return [base64.b64encode(command).decode(), index, term]
+
+    document = {
+        "format": 1,
+        "last": entry((b"b", 2, 1)),
+        "before": entry((b"a", 1, 1)),
+        "state": json.dumps(new_state()),
+    }
+    (tmp_path / "snapshot").write_text(json.dumps(document))
+    assert read_snapshot(tmp_path / "snapshot").voters is None
+    (tmp_path / "snapshot").write_text(json.dumps(document | {"format": 3}))
+    with pytest.raises(ValueError, match="format"):
+        read_snapshot(tmp_path / "snapshot")

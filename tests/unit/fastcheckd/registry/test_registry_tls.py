@@ -1,0 +1,470 @@
+"""Voters that prove who they are with certificates, and everyone who cannot."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import pickle
+import socket
+import ssl
+import struct
+import threading
+import time
+import zlib
+
+import pytest
+from tests.certificates import Authority
+
+from fastcheckd.config import Config, Voter, split_address
+from fastcheckd.errors import ConfigError
+from fastcheckd.registry import raft_transport
+from fastcheckd.registry.raft import Raft
+from fastcheckd.registry.tls import Tls, named_node, node_uri
+
+
+def free_address():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{s.getsockname()[1]}"
+
+
+async def eventually(condition, deadline_s=20.0):
+    end = asyncio.get_running_loop().time() + deadline_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < end, "did not come true"
+        await asyncio.sleep(0.01)
+
+
+class Voters:
+    """Three voters of cluster `test` in this process, v0 to v2, each with a certificate of its own."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.authority = Authority(folder / "tls")
+        self.voters = tuple(
+            Voter(node_id=f"v{i}", registry_address=free_address(), raft_address=free_address())
+            for i in range(3)
+        )
+        self.running = {}
+
+    def config(self, i, **values):
+        settings = {"cluster_id": "test", "node_id": f"v{i}", "voters": self.voters}
+        settings |= {"state_dir": self.folder / f"v{i}"} | self.authority.settings("test", f"v{i}")
+        return Config(**(settings | values))
+
+    def start(self, i, **values):
+        raft = self.running[i] = Raft(self.config(i, **values), lambda: None)
+        raft.start()
+        return raft
+
+    def stop(self, i):
+        self.running.pop(i).close()
+
+    @property
+    def leader(self):
+        return next((raft for raft in self.running.values() if raft.is_leader), None)
+
+    async def commit(self):
+        await eventually(lambda: self.leader)
+        while not (await self.leader.propose({"type": "noop"}, timeout_s=10))["ok"]:
+            pass
+
+
+@pytest.fixture
+def voters(tmp_path):
+    return Voters(tmp_path)
+
+
+@contextlib.asynccontextmanager
+async def three(voters):
+    try:
+        for i in range(3):
+            voters.start(i)
+        await voters.commit()
+        yield voters
+    finally:
+        for i in list(voters.running):
+            voters.stop(i)
+
+
+# Good times
+
+
+def test_three_voters_elect_commit_and_survive_their_leader(voters):
+    async def scenario():
+        async with three(voters):
+            big = {"type": "noop", "x": "x" * (5 << 20)}
+            assert (await voters.leader.propose(big, timeout_s=20))["ok"]
+            first = next(i for i, raft in voters.running.items() if raft.is_leader)
+            voters.stop(first)
+            await voters.commit()
+            voters.start(first)
+            await eventually(lambda: voters.running[first].leader is not None)
+            # With the one that came back there is still a majority when another goes.
+            second = next(i for i, raft in voters.running.items() if raft.is_leader)
+            voters.stop(second)
+            await voters.commit()
+
+    asyncio.run(scenario())
+
+
+# The certificate itself
+
+
+def socket_pair_under_tls(accepting, connecting):
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    pair = accepting.protect(ends[0], accepting=True), connecting.protect(ends[1], accepting=False)
+    done = [False, False]
+    while not all(done):
+        done = [end.handshake() for end in pair]
+    return pair
+
+
+def test_a_certificate_is_read_again_when_its_files_change(voters, caplog):
+    tls = Tls(voters.config(0))
+    other = Tls(voters.config(1))
+
+    def serial():
+        ends = socket_pair_under_tls(tls, other)
+        certificate = ends[1].certificate
+        for end in ends:
+            end.close()
+        return certificate["serialNumber"]
+
+    first = serial()
+    assert serial() == first
+    _, key_file = voters.authority.node("test", "v0")
+    second = serial()
+    assert second != first
+    key_file.write_bytes(b"half of a rotation")
+    assert serial() == second and "the changed TLS files are not used" in caplog.text
+    voters.authority.node("test", "v0", days=-0.1)
+    assert serial() == second and "expired" in caplog.text
+    voters.authority.node("test", "v0")
+    assert serial() not in {first, second}
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda c, a: c["tls_key_file"].chmod(0o640), "tls_key_file.*others may read .*chmod 600"),
+        (lambda c, a: c["tls_cert_file"].unlink(), "tls_cert_file.*cannot read"),
+        (lambda c, a: c["tls_ca_file"].write_text("x"), "tls_ca_file.*no PEM certificate"),
+        (lambda c, a: c["tls_key_file"].write_text("x"), "tls_key_file.*is not the key"),
+        (lambda c, a: a.node("test", "v0", days=-0.1), "tls_cert_file.*expired"),
+        (lambda c, a: a.node("test", "v0", start_days=0.5), "tls_cert_file.*not yet valid"),
+        (lambda c, a: a.issue("v0"), "must name this node.*spiffe://test/fastcheck/node/v0"),
+        (lambda c, a: a.issue("v0", node_uri("test", "v1")), "must name this node"),
+        (lambda c, a: a.issue("v0", node_uri("else", "v0")), "must name this node"),
+        (lambda c, a: a.issue("v0", node_uri("test", "v0"), node_uri("test", "v1")), "and no other"),
+    ],
+)
+def test_files_that_cannot_work_are_named_at_the_start(voters, broken, message):
+    config = voters.config(0)
+    keys = ("tls_cert_file", "tls_key_file", "tls_ca_file")
+    broken({key: getattr(config, key) for key in keys}, voters.authority)
+    with pytest.raises(ConfigError, match=message):
+        Raft(config, lambda: None)._folder.protection()
+
+
+def test_another_authoritys_certificate_is_named_at_the_start(voters, tmp_path):
+    files = Authority(tmp_path / "other").settings("test", "v0") | {"tls_ca_file": voters.authority.ca_file}
+    with pytest.raises(ConfigError, match="does not pass.*signed by the authority"):
+        Tls(dataclasses.replace(voters.config(0), **files))
+
+
+def test_only_one_name_of_this_cluster_counts():
+    def names(*uris):
+        return {"subjectAltName": [*(("URI", uri) for uri in uris), ("DNS", "v0")]}
+
+    assert named_node(names(node_uri("test", "v0")), "test") == "v0"
+    for uris in [
+        (),
+        (node_uri("test", ""),),
+        (node_uri("tes", "v0"),),
+        (node_uri("test", "a"), "spiffe://x/y"),
+    ]:
+        assert named_node(names(*uris), "test") is None
+    assert named_node(None, "test") is None
+
+
+def test_much_data_both_ways_through_small_sockets(voters):
+    """Bytes wait in every place that there is, and none is lost or forgotten."""
+    a, b = socket_pair_under_tls(Tls(voters.config(0)), Tls(voters.config(1)))
+    data = {a: os.urandom(5 << 20), b: os.urandom(5 << 20)}
+    left, got = dict(data), {a: b"", b: b""}
+    deadline = time.monotonic() + 60
+    while len(got[a]) + len(got[b]) < 10 << 20:
+        assert time.monotonic() < deadline
+        for end in (a, b):
+            with contextlib.suppress(BlockingIOError):
+                if left[end]:
+                    left[end] = left[end][end.send(left[end]) :]
+                end.flush()
+            with contextlib.suppress(BlockingIOError):
+                got[end] += end.recv(10_000)
+    assert got == {a: data[b], b: data[a]}
+    assert not (a.wants_write or a.pending or b.wants_write or b.pending)
+
+
+# Who is let in
+
+
+class Attack:
+    """A pickle that makes a folder where it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def frame(value):
+    data = zlib.compress(pickle.dumps(value))
+    return struct.pack("i", len(data)) + data
+
+
+def closed(sock, deadline_s=10.0):
+    """Whether the other side closes; what it says on the way is of no interest."""
+    sock.settimeout(deadline_s)
+    try:
+        while sock.recv(65536):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def dial(address):
+    return socket.create_connection(split_address(address), timeout=10)
+
+
+def dial_tls(address, files=None, version=ssl.TLSVersion.TLSv1_3):
+    """A TLS connection by somebody with these files; whether they are good shows when something is read."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.minimum_version = context.maximum_version = version
+    if files:
+        context.load_cert_chain(files["tls_cert_file"], files["tls_key_file"])
+    return context.wrap_socket(dial(address))
+
+
+def recorded(address, files, data):
+    """Say something over TLS, and return the very bytes that it took."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.load_cert_chain(files["tls_cert_file"], files["tls_key_file"])
+    incoming, outgoing, said = ssl.MemoryBIO(), ssl.MemoryBIO(), b""
+    tls = context.wrap_bio(incoming, outgoing)
+    with dial(address) as sock:
+        while True:
+            try:
+                tls.do_handshake()
+            except ssl.SSLWantReadError:
+                said += (piece := outgoing.read())
+                sock.sendall(piece)
+                incoming.write(sock.recv(65536))
+            else:
+                break
+        tls.write(data)
+        said += (piece := outgoing.read())
+        sock.sendall(piece)
+        sock.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):
+            sock.recv(65536)
+    return said
+
+
+def attacks(voters, target, tmp_path):
+    """(what, function that attacks and says whether it was thrown out)."""
+    owned = tmp_path / "owned"
+    insider = next(
+        v for v in voters.voters if v.node_id != target.node_id and v.raft_address > target.raft_address
+    )
+    third = next(v for v in voters.voters if v not in {insider, target})
+    address = target.raft_address
+    own = voters.authority.settings("test", insider.node_id)
+    vote = {"type": "request_vote", "term": 10**6, "last_log_index": 10**9, "last_log_term": 10**6}
+
+    def say(data, files=None, **values):
+        def attack():
+            with contextlib.suppress(OSError), dial_tls(address, files, **values) as sock:
+                try:
+                    sock.sendall(data)
+                except OSError:
+                    return True
+                return closed(sock)
+            return True  # not even the handshake went through
+
+        return attack
+
+    def say_plain(data):
+        def attack():
+            with dial(address) as sock:
+                sock.sendall(data)
+                return closed(sock)
+
+        return attack
+
+    name = frame(insider.raft_address)
+    yield "plain noise", say_plain(os.urandom(5000))
+    yield "plain http", say_plain(b"GET / HTTP/1.0\r\n\r\n")
+    yield "a plain pickle", say_plain(frame(Attack(owned)))
+    yield "a plain length", say_plain(struct.pack("i", 2**31 - 1) + b"x" * 100_000)
+    yield "an endless hello", say_plain((b"\x16\x03\x03\x40\x00\x01\x01\xff\xff" + bytes(16380)) * 8)
+    yield "nobody's pickle", say(frame(Attack(owned)))
+    yield "nobody's name", say(name + frame(vote))
+    yield "older tls", say(name, own, version=ssl.TLSVersion.TLSv1_2)
+    elsewhere = Authority(tmp_path / "elsewhere").settings("test", insider.node_id)
+    yield "another authority", say(name + frame(vote), elsewhere)
+    others = Authority(tmp_path / "more")
+    others.__dict__.update(vars(voters.authority) | {"folder": tmp_path / "more"})  # the true one signs these
+    issued = {
+        "no name": others.issue("a"),
+        "a voter's name in another cluster": others.issue("b", node_uri("else", insider.node_id)),
+        "two names": others.issue("c", node_uri("test", insider.node_id), node_uri("test", third.node_id)),
+        "a node that is no voter": others.node("test", "stranger"),
+        "the target itself": others.node("test", target.node_id),
+        "expired": others.node("test", insider.node_id, days=-0.01),
+    }
+    for what, (cert_file, key_file) in issued.items():
+        files = {"tls_cert_file": cert_file, "tls_key_file": key_file}
+        yield what, say(name + frame(vote), files)
+        yield what + ", silent", say(b"", files)
+        yield what + ", with a pickle", say(frame(Attack(owned)), files)
+    yield "another voter's address", say(frame(third.raft_address) + frame(vote), own)
+    yield "read-only", say(frame("readonly"), own)
+    yield "a utility command", say(frame(["remove", third.raft_address]), own)
+    yield "an insider's pickle for a name", say(frame(Attack(owned)), own)
+    yield "an insider's pickle", say(name + frame(Attack(owned)), own)
+    yield "an insider's length for a name", say(struct.pack("i", 5000) + bytes(5000), own)
+    yield "an insider's length", say(name + struct.pack("i", 2**31 - 1) + bytes(100_000), own)
+    yield "an insider's negative length", say(struct.pack("i", -1) + bytes(100), own)
+    replayed = recorded(address, own, struct.pack("i", -1))
+    yield "a replay", say_plain(replayed)
+
+
+def test_who_is_not_a_voter_is_closed_and_changes_nothing(voters, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(raft_transport, "HANDSHAKE_S", 60)  # what is closed, is closed for a better reason
+
+    async def scenario():
+        async with three(voters):
+            # The lowest address: all others connect to it, as an insider would.
+            target = min(voters.voters, key=lambda v: v.raft_address)
+            leader, term = voters.leader, voters.leader.term
+            count = 0
+            for what, attack in attacks(voters, target, tmp_path):
+                assert await asyncio.to_thread(attack), f"{what} was not closed"
+                assert not (tmp_path / "owned").exists(), f"{what} ran code"
+                assert leader.is_leader, f"{what} cost the leadership"
+                assert {raft.term for raft in voters.running.values()} == {term}, f"{what} was listened to"
+                count += 1
+            assert count > 25
+            transport = voters.running[int(target.node_id[1])]._engine._SyncObj__transport
+            await eventually(lambda: not transport._unknownConnections)
+            await voters.commit()
+            assert voters.leader is leader and leader.term == term
+        assert "Traceback" not in caplog.text
+
+    asyncio.run(scenario())
+
+
+def test_slow_and_many_handshakes_are_cut_off(voters, monkeypatch, caplog):
+    monkeypatch.setattr(raft_transport, "HANDSHAKE_S", 1.5)
+
+    def trickle(address):
+        """One byte of a hello at a time, for ever."""
+        hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500)
+        with dial(address) as sock:
+            sock.settimeout(0.1)
+            for at in range(len(hello)):
+                try:
+                    sock.sendall(hello[at : at + 1])
+                    if not sock.recv(10):
+                        return True
+                except TimeoutError:
+                    continue
+                except OSError:
+                    return True
+        return False
+
+    def flood(address):
+        return [dial(address) for _ in range(150)]
+
+    async def scenario():
+        async with three(voters):
+            leader, term = voters.leader, voters.leader.term
+            address = leader._voter.raft_address
+            assert await asyncio.to_thread(trickle, address)
+            sockets = await asyncio.to_thread(flood, address)
+            most = len(leader._engine._SyncObj__transport._unknownConnections)
+            assert most <= raft_transport.UNKNOWN_CONNECTIONS_MAX
+            await voters.commit()
+            for sock in sockets:
+                with sock:
+                    assert await asyncio.to_thread(closed, sock), "idle strangers are sent away"
+            await voters.commit()
+            assert voters.leader is leader and leader.term == term
+
+    asyncio.run(scenario())
+
+
+def test_a_voter_that_shows_anothers_certificate_is_not_spoken_to(voters):
+    """The connecting side looks as closely as the accepting one: somebody took over a voter's address."""
+
+    async def scenario():
+        async with three(voters):
+            top = max(voters.voters, key=lambda v: v.raft_address)
+            victim = next(v for v in voters.voters if v != top)
+            voters.stop(int(victim.node_id[1]))
+            heard = []
+            done = threading.Event()
+
+            def impostor():
+                files = voters.authority.settings("test", "stranger")
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(files["tls_cert_file"], files["tls_key_file"])
+                with socket.create_server(split_address(victim.raft_address)) as server:
+                    server.settimeout(10)
+                    while not done.is_set() and len(heard) < 3:
+                        sock, _ = server.accept()
+                        with contextlib.suppress(OSError), context.wrap_socket(sock, server_side=True) as tls:
+                            heard.append(tls.recv(1000))
+                            continue
+                        heard.append(b"")
+
+            await asyncio.to_thread(impostor)
+            assert heard == [b"", b"", b""], "nothing is said to it, not even a name"
+            await voters.commit()
+
+    asyncio.run(scenario())
+
+
+def test_a_seal_is_not_accepted_where_certificates_are_asked_for(voters, tmp_path):
+    """A voter that was not changed over to TLS is left out, and does no harm."""
+
+    async def scenario():
+        key = tmp_path / "key"
+        key.write_bytes(b"k" * 32)
+        key.chmod(0o600)
+        try:
+            voters.start(0)
+            voters.start(1)
+            await voters.commit()
+            term = voters.leader.term
+            plain = dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_ca_file"))
+            odd = voters.start(2, raft_key_file=key, **plain)
+            for _ in range(3):
+                await voters.commit()
+            assert odd.leader is None and odd.read(lambda s: s["version"]) == 0
+            assert voters.leader.term == term
+        finally:
+            for i in list(voters.running):
+                voters.stop(i)
+
+    asyncio.run(scenario())
