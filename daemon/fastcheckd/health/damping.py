@@ -51,7 +51,7 @@ class Returns:
 
     def damped_s(self, node_id: str, now: float) -> float:
         """How much longer the node gets nothing new; 0: it is not damped."""
-        return max(0.0, self._until.get(node_id, now) - now)
+        return min(max(0.0, self._until.get(node_id, now) - now), DAMPED_S_MAX)
 
     def count(self, node_id: str) -> int:
         """Returns that still count."""

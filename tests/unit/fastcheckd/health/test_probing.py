@@ -18,7 +18,11 @@ LIFE = ("n", 5)
 @contextlib.asynccontextmanager
 async def agent(incarnation, node_id="n"):
     server = grpc.aio.server()
-    service = NodeService(Config(node_id=node_id), lambda: incarnation)
+
+    async def no_voter(cluster_id, voters):
+        raise AssertionError("nobody asks this node to vote")
+
+    service = NodeService(Config(node_id=node_id), lambda: incarnation, no_voter)
     node_pb2_grpc.add_NodeServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

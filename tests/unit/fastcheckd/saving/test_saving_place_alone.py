@@ -98,7 +98,9 @@ def test_every_shard_has_as_many_different_holders_as_wanted_and_none_that_is_go
         assert len(each) == len(set(each)) == tolerate and set(each) <= known
         if shards:
             stay = [n for n in shards[index] if n in known and n not in avoid][:tolerate]
-            assert each[: len(stay)] == stay
+            assert set(stay) <= set(each), (
+                "who stays is not moved; in which order they are named does not matter"
+            )
 
 
 def test_silence_lasts_for_a_while_and_ends_with_an_answer():

@@ -1,5 +1,7 @@
 """Health codes and replica reports, from views and answers made by hand."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -267,12 +269,17 @@ def test_a_bad_replica_that_was_found_is_worth_knowing():
     assert names(found) == [("CORRUPT_FOUND", "OK")] and " 2 bad" in found[0].detail
 
 
-def test_jobs_with_provisional_steps_are_named_with_the_newest():
-    held = [holds(number=n, job=job) for n, job in ((8, "gpt"), (9, "gpt"), (3, "bert"))]
+def test_jobs_with_complete_provisional_steps_are_named_with_them():
+    held = [holds(number=n, job=job) for n, job in ((8, "gpt"), (9, "gpt"), (3, "bert"), (4, "bert"))]
     for replica in held:
         replica.provisional = True
-    (code,) = codes(view(a=UP), replicas={"a": [*held, holds()]})
-    assert code.code == "PROVISIONAL" and "bert (newest 3), gpt (newest 9)" in code.detail
+        replica.world_size = replica.shard_count = 1
+        replica.state_bytes = replica.bytes
+    held[-1].world_size = 2
+    bert, gpt = codes(view(a=UP), replicas={"a": [*held, holds()]})
+    assert (bert.code, gpt.code) == ("PROVISIONAL", "PROVISIONAL")
+    assert "bert" in bert.detail and bert.detail.endswith(": 3"), "a step that lacks a rank is no use"
+    assert "gpt" in gpt.detail and gpt.detail.endswith(": 8, 9")
 
 
 def voters(host, count=3):
@@ -288,14 +295,24 @@ def test_a_shared_key_is_told_off_loopback_only(tmp_path):
     key = tmp_path / "raft.key"
     off = Config(cluster_id="c", node_id="v0", voters=voters("10.0.0.1"), raft_key_file=key)
     assert names(codes(seen, setup=Setup.of(off))) == [("RAFT_SHARED_KEY", "OK")]
-    assert codes(seen, setup=Setup.of(Config(cluster_id="c", node_id="v0", voters=voters("127.0.0.1")))) == []
+    assert (
+        codes(
+            seen,
+            setup=Setup.of(
+                Config(cluster_id="c", node_id="v0", voters=voters("127.0.0.1"), raft_key_file=key)
+            ),
+        )
+        == []
+    )
     tls = dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_ca_file"), key)
     with_tls = Config(cluster_id="c", node_id="v0", voters=voters("10.0.0.1"), raft_key_file=key, **tls)
     assert codes(seen, setup=Setup.of(with_tls)) == []
 
 
 def test_voters_that_are_not_the_configs_are_named():
-    setup = Setup.of(Config(cluster_id="c", node_id="v0", voters=voters("127.0.0.1")))
+    setup = Setup.of(
+        Config(cluster_id="c", node_id="v0", voters=voters("127.0.0.1"), raft_key_file=Path("raft.key"))
+    )
     seen = view(a=UP)
     assert codes(seen, setup=setup) == [], "an older voter names none"
     for voter in voters("127.0.0.1"):
