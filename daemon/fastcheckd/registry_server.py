@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from typing import Protocol
 
 import grpc.aio
 
@@ -12,6 +14,7 @@ from fastcheck_proto.v1 import registry_pb2_grpc
 from .config import Config
 from .errors import ConfigError
 from .health.detector import FailureDetector
+from .registry.engine import Engine
 from .registry.leading import Leader
 from .registry.raft import Raft, check_port_is_free
 from .registry.reporting import Reports
@@ -21,25 +24,39 @@ from .services.registry import RegistryService
 logger = logging.getLogger(__name__)
 
 
+class StartedEngine(Engine, Protocol):
+    """An engine with a beginning and an end."""
+
+    def start(self) -> None:
+        """Join the other voters."""
+
+    def close(self) -> None:
+        """Leave them; returns when the log is closed."""
+
+
 class RegistryServer:
     """One voter. Start and stop it in the main thread's event loop.
 
     Args:
         config: of a node that is among the voters.
+        engine: makes the engine from the config and what it has to call after each change.
 
     Raises:
         ConfigError: the node is no voter.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self, config: Config, engine: Callable[[Config, Callable[[], None]], StartedEngine] = Raft
+    ) -> None:
         self._config = config
-        self._raft = Raft(config, self._changed)
+        self._raft = engine(config, self._changed)
         self._detector = FailureDetector(
             suspect_after_s=config.suspect_after_s, down_after_s=config.down_after_s
         )
         self._reports = Reports(self._raft, config)
         self._leader = Leader(config, self._raft, self._reports, self._detector, self._suspects_changed)
-        self._service = RegistryService(config, self._raft, self._leader, self._reports, self._detector)
+        #: The gRPC face.
+        self.service = RegistryService(config, self._raft, self._leader, self._reports, self._detector)
         self._epoch = -1
         self._failed = asyncio.Event()
 
@@ -55,7 +72,7 @@ class RegistryServer:
         try:
             check_port_is_free(voter.registry_address, "registry_address")
             self._server = grpc.aio.server(options=SERVER_OPTIONS)
-            registry_pb2_grpc.add_RegistryServiceServicer_to_server(self._service, self._server)
+            registry_pb2_grpc.add_RegistryServiceServicer_to_server(self.service, self._server)
             try:
                 self._server.add_insecure_port(voter.registry_address)
             except RuntimeError as error:
@@ -66,7 +83,11 @@ class RegistryServer:
         except BaseException:
             self._raft.close()
             raise
-        self._leading = asyncio.create_task(self._leader.run())
+        self._leading = asyncio.create_task(self.lead())
+
+    async def lead(self) -> None:
+        """Lead whenever this voter is elected, for ever; part of `start`."""
+        await self._leader.run()
 
     async def stop(self) -> None:
         """Stop serving and leave the voters; the log is closed when this returns."""
@@ -93,13 +114,13 @@ class RegistryServer:
         if epoch != self._epoch:
             self._epoch = epoch
             self._detector.keep(lives)
-            self._service.forget_except({node_id for node_id, _ in lives})
+            self.service.forget_except({node_id for node_id, _ in lives})
             self._reports.membership_changed()
         self._leader.changed()
-        self._service.changed()
+        self.service.changed()
         if self._raft.failure is not None and not self._failed.is_set():
             logger.critical("registry: this voter stops: %s", self._raft.failure)
             self._failed.set()
 
     def _suspects_changed(self) -> None:
-        self._service.changed()
+        self.service.changed()

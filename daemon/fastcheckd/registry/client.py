@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import grpc
@@ -44,10 +44,16 @@ class RegistryClient:
 
     Every call takes the request and `timeout_s`, and raises NoQuorumError when no leader has answered by
     then, or the error that the registry answered with.
+
+    Args:
+        stubs: the calls of the voter at an address; by default over gRPC.
     """
 
-    def __init__(self, config: Config, counters: Counters) -> None:
+    def __init__(
+        self, config: Config, counters: Counters, stubs: Callable[[str], Any] | None = None
+    ) -> None:
         self._counters = counters
+        self._stubs = stubs or self._grpc_stub
         self._by_node = {voter.node_id: voter.registry_address for voter in config.effective_voters}
         self._addresses = list(self._by_node.values())
         self._leader = self._addresses[0]
@@ -131,7 +137,7 @@ class RegistryClient:
             # Short of time, a hung voter must leave some for the others.
             attempt_s = min(ATTEMPT_S, max(0.4, timeout_s / 3))
         while (left_s := deadline - loop.time()) > 0:
-            call = getattr(registry_pb2_grpc.RegistryServiceStub(self._channel(address)), method)
+            call = getattr(self._stubs(address), method)
             try:
                 response: R = await call(request, timeout=min(left_s, attempt_s))
             except grpc.aio.AioRpcError as error:
@@ -168,8 +174,7 @@ class RegistryClient:
         address = self._leader
         backoff_s = BACKOFF_S_MIN
         while True:
-            stub = registry_pb2_grpc.RegistryServiceStub(self._channel(address))
-            call = stub.WatchView(registry_pb2.WatchViewRequest())
+            call = self._stubs(address).WatchView(registry_pb2.WatchViewRequest())
             fresh = True
             try:
                 silence_s = SILENCE_S
@@ -204,10 +209,10 @@ class RegistryClient:
             await channel.close()
         self._channels.clear()
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
+    def _grpc_stub(self, address: str) -> registry_pb2_grpc.RegistryServiceStub:
         if address not in self._channels:
             self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        return self._channels[address]
+        return registry_pb2_grpc.RegistryServiceStub(self._channels[address])
 
     def _after(self, address: str) -> str:
         return self._addresses[(self._addresses.index(address) + 1) % len(self._addresses)]

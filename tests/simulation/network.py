@@ -1,0 +1,334 @@
+"""The wire: messages between processes of machines, delayed, lost, repeated and cut off as `Weather` says.
+
+A call to a dead process on a living machine is refused at once, one that is lost or not answered runs into its
+caller's deadline. A handler whose caller gave up is cancelled when the news of that gets through, and runs on
+when it does not: then a call has effects that nobody heard of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tests.simulation.virtual_time import PROCESS, Process, VirtualLoop
+
+#: Messages of a stream that a server may be ahead of its client.
+AHEAD_MAX = 4
+RESEND_S = 0.3
+
+
+class Weather:
+    """What the links are like now; a link is a pair of machine names, from and to."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.cut: set[tuple[str, str]] = set()
+        self.lossy: dict[tuple[str, str], float] = {}
+        self.slow: dict[tuple[str, str], float] = {}
+        self.repeats = 0.0
+
+    def delay_s(self, source: str, target: str) -> float | None:
+        """How long a message takes; None: it never arrives."""
+        if source == target:
+            return 0.0001
+        link = (source, target)
+        if link in self.cut:
+            return None
+        if self.lossy and self._rng.random() < self.lossy.get(link, 0.0):
+            return None
+        delay_s = 0.0003 + 0.0007 * self._rng.random()
+        if self.slow and link in self.slow:
+            delay_s += self.slow[link] * self._rng.random()
+        return delay_s
+
+    def clear(self) -> None:
+        self.cut.clear()
+        self.lossy.clear()
+        self.slow.clear()
+        self.repeats = 0.0
+
+
+class Servant:
+    """A process that listens at an address, and what answers there."""
+
+    def __init__(self, machine: str, process: Process, target: Any) -> None:
+        self.machine = machine
+        self.process = process
+        self.target = target
+        #: Calls that its death ends.
+        self.open: dict[int, Callable[[], None]] = {}
+
+
+class Context:
+    """What a servicer sees of a call."""
+
+    def __init__(self, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._metadata = metadata
+        self.status: tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]] | None = None
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing: Any = ()) -> None:
+        self.status = (code, details, tuple(trailing))
+        raise grpc.aio.AbortError()
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._metadata
+
+    def set_trailing_metadata(self, trailing: Any) -> None:
+        pass
+
+
+def failure(code: grpc.StatusCode, details: str = "", trailing: Any = ()) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details)
+
+
+class Network:
+    """All machines' links and listeners."""
+
+    def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
+        self.loop = loop
+        self.rng = rng
+        self.weather = Weather(rng)
+        self.servants: dict[str, Servant] = {}
+        self.up: set[str] = set()
+        self._calls = 0
+        self.in_flight = 0
+
+    def listen(self, address: str, servant: Servant) -> None:
+        self.servants[address] = servant
+
+    def gone(self, servant: Servant, address: str, machine_lives: bool) -> None:
+        """A process has died: its machine resets its connections, unless that died as well."""
+        if self.servants.get(address) is servant:
+            del self.servants[address]
+        if machine_lives:
+            for reset in list(servant.open.values()):
+                reset()
+        servant.open.clear()
+
+    def post(
+        self, source: str, target: str, process: Process, function: Callable[..., object], *args: object
+    ) -> None:
+        """A message that needs no answer, for `process` on machine `target`."""
+        weather = self.weather
+        if target not in self.up:
+            return
+        delay_s = weather.delay_s(source, target)
+        if delay_s is None:
+            return
+        self.loop.at(self.loop.now + delay_s, function, args, process.context)
+        if weather.repeats and self.rng.random() < weather.repeats:
+            self.loop.at(self.loop.now + delay_s + self.rng.random(), function, args, process.context)
+
+    def stub(self, machine: str, address: str) -> Stub:
+        """What a process on `machine` calls an address with."""
+        return Stub(self, machine, address)
+
+    async def call(
+        self,
+        source: str,
+        address: str,
+        method: str,
+        request: Any,
+        timeout_s: float,
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> Any:
+        """One question and its answer; raises AioRpcError."""
+        caller = PROCESS.get()
+        assert caller is not None, "calls are made by processes"
+        loop, weather = self.loop, self.weather
+        target = address.rpartition(":")[0]
+        answer: asyncio.Future[Any] = loop.create_future()
+        handling: list[tuple[Servant, int, asyncio.Task[Any]]] = []
+
+        def settle(result: Any) -> None:
+            if not answer.done():
+                answer.set_result(result)
+
+        def back(result: Any) -> None:
+            delay_s = weather.delay_s(target, source)
+            if delay_s is not None and source in self.up:
+                loop.at(loop.now + delay_s, settle, (result,), caller.context)
+
+        def reset() -> None:
+            back(failure(grpc.StatusCode.UNAVAILABLE, "connection reset"))
+
+        def arrive() -> None:
+            if target not in self.up:
+                return
+            servant = self.servants.get(address)
+            if servant is None:
+                back(failure(grpc.StatusCode.UNAVAILABLE, "connection refused"))
+                return
+            self._calls += 1
+            number = self._calls
+            servant.open[number] = reset
+            task = servant.process.start(self._serve(servant, number, method, request, metadata, back))
+            handling.append((servant, number, task))
+
+        delay_s = weather.delay_s(source, target)
+        if delay_s is not None:
+            loop.at(loop.now + delay_s, arrive, (), None)
+            if weather.repeats and self.rng.random() < weather.repeats:
+                loop.at(loop.now + delay_s + 2 * self.rng.random(), arrive, (), None)
+        self.in_flight += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                result = await answer
+        except TimeoutError:
+            result = failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+        finally:
+            self.in_flight -= 1
+            for servant, number, task in handling:
+                if not task.done():
+                    servant.open.pop(number, None)
+                    self.post(source, target, servant.process, task.cancel)
+        if isinstance(result, grpc.aio.AioRpcError):
+            raise result
+        return result
+
+    async def _serve(
+        self,
+        servant: Servant,
+        number: int,
+        method: str,
+        request: Any,
+        metadata: tuple[tuple[str, str], ...],
+        back: Callable[[Any], None],
+    ) -> None:
+        context = Context(metadata)
+        try:
+            result = await getattr(servant.target, method)(request, context)
+        except grpc.aio.AbortError:
+            assert context.status is not None
+            code, details, trailing = context.status
+            result = failure(code, details, trailing)
+        finally:
+            servant.open.pop(number, None)
+        back(result)
+
+
+class Stub:
+    """Calls by name, as a generated stub has them; those that stream views are `Stream`s."""
+
+    def __init__(self, network: Network, machine: str, address: str) -> None:
+        self._network = network
+        self._machine = machine
+        self._address = address
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def call(
+            request: Any, timeout: float = 60.0, metadata: tuple[tuple[str, str], ...] = (), **_: Any
+        ) -> Any:
+            if method == "WatchView":
+                return Stream(self._network, self._machine, self._address, method, request)
+            return self._network.call(
+                self._machine, self._address, method, request, timeout, tuple(metadata or ())
+            )
+
+        return call
+
+
+class Stream:
+    """A stream of answers. In order, as a connection is: what is lost on the way is sent again until it arrives."""
+
+    def __init__(self, network: Network, machine: str, address: str, method: str, request: Any) -> None:
+        caller = PROCESS.get()
+        assert caller is not None
+        self._network = network
+        self._caller = caller
+        self._source = machine
+        self._target = address.rpartition(":")[0]
+        self._address = address
+        self._method = method
+        self._request = request
+        self._arrived: deque[Any] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        self._sending: deque[Any] = deque()
+        self._moving = False
+        self._closed = False
+        self._servant: Servant | None = None
+        self._number = 0
+        self._task: asyncio.Task[Any] | None = None
+        network.loop.call_soon(self._connect, context=caller.context)
+
+    def _connect(self) -> None:
+        delay_s = self._network.weather.delay_s(self._source, self._target)
+        if delay_s is not None:
+            self._network.loop.at(self._network.loop.now + delay_s, self._accept, (), None)
+
+    def _accept(self) -> None:
+        network = self._network
+        if self._target not in network.up or self._closed:
+            return
+        servant = network.servants.get(self._address)
+        if servant is None:
+            self._put(failure(grpc.StatusCode.UNAVAILABLE, "connection refused"))
+            return
+        network._calls += 1
+        self._number, self._servant = network._calls, servant
+        servant.open[self._number] = lambda: self._put(failure(grpc.StatusCode.UNAVAILABLE, "reset"))
+        self._task = servant.process.start(self._serve(servant))
+
+    async def _serve(self, servant: Servant) -> None:
+        context = Context(())
+        try:
+            async for item in getattr(servant.target, self._method)(self._request, context):
+                self._put(item)
+                while len(self._sending) > AHEAD_MAX:
+                    await asyncio.sleep(RESEND_S)
+        except grpc.aio.AbortError:
+            self._put(failure(*(context.status or (grpc.StatusCode.UNKNOWN, "", ()))))
+        finally:
+            servant.open.pop(self._number, None)
+
+    def _put(self, item: Any) -> None:
+        self._sending.append(item)
+        if not self._moving:
+            self._moving = True
+            self._move()
+
+    def _move(self) -> None:
+        """Send what is next; called again until all has arrived."""
+        network = self._network
+        if self._closed or self._source not in network.up:
+            return
+        if not self._sending:
+            self._moving = False
+            return
+        delay_s = network.weather.delay_s(self._target, self._source)
+        if delay_s is None:
+            network.loop.at(network.loop.now + RESEND_S, self._move, (), None)
+        else:
+            network.loop.at(
+                network.loop.now + delay_s, self._arrive, (self._sending.popleft(),), self._caller.context
+            )
+            network.loop.at(network.loop.now + delay_s, self._move, (), None)
+
+    def _arrive(self, item: Any) -> None:
+        self._arrived.append(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def read(self) -> Any:
+        """The next answer; raises AioRpcError."""
+        while not self._arrived:
+            self._reader = self._network.loop.create_future()
+            await self._reader
+        item = self._arrived.popleft()
+        if isinstance(item, grpc.aio.AioRpcError):
+            raise item
+        return item
+
+    def cancel(self) -> None:
+        """The caller is not interested any more; the server hears of it if it can."""
+        if not self._closed:
+            self._closed = True
+            if self._task is not None and self._servant is not None:
+                self._servant.open.pop(self._number, None)
+                self._network.post(self._source, self._target, self._servant.process, self._task.cancel)

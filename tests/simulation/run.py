@@ -1,0 +1,182 @@
+"""One seed from start to end: a cluster is drawn, runs under faults, is repaired, and has to be well again."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import grpc.aio
+
+from fastcheck_proto.v1 import node_pb2 as npb
+from fastcheckd.health.detector import Life
+from fastcheckd.health.probing import ProbeResult
+from fastcheckd.registry import leading
+
+from tests.simulation import agent, data
+from tests.simulation.faults import Faults
+from tests.simulation.machine import World
+from tests.simulation.training import Job
+from tests.simulation.virtual_time import PROCESS, StuckError
+
+TROUBLE_S = (8.0, 16.0)
+#: A cluster that nothing is wrong with any more is well again by then.
+RECOVERY_S = 30.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    seed: int
+    violation: str | None
+    trace: tuple[str, ...]
+    digest: str
+    virtual_s: float
+    callbacks: int
+    commits: int
+    loads: int
+    puts: int
+    lookups: int
+
+
+def run_seed(seed: int, plant: Callable[[], object] | None = None) -> Outcome:
+    """Run one seed; `plant` returns a context manager that breaks something first."""
+    # Closing what a killed process left behind may complain; it is nobody's any more.
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    logging.disable(logging.CRITICAL)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        random.seed(seed)
+        with _patched(), plant() if plant is not None else _nothing():  # type: ignore[attr-defined]
+            return _run(seed)
+    finally:
+        gc.collect()
+        if collecting:
+            gc.enable()
+        sys.unraisablehook = hook
+        logging.disable(logging.NOTSET)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _patched() -> Iterator[None]:
+    async def probe(address: str, life: Life, timeout_s: float) -> ProbeResult:
+        process = PROCESS.get()
+        assert process is not None
+        machine = process.name.partition(".")[0]
+        try:
+            answer = await _world[0].network.call(machine, address, "Probe", npb.ProbeRequest(), timeout_s)
+        except grpc.aio.AioRpcError as error:
+            refused = error.code() is grpc.StatusCode.UNAVAILABLE
+            return ProbeResult.REFUSED if refused else ProbeResult.SILENT
+        same = (answer.node_id, answer.incarnation) == life
+        return ProbeResult.ANSWERED if same else ProbeResult.REFUSED
+
+    with mock.patch.object(leading, "probe", probe):
+        yield
+
+
+_world: list[World] = []
+
+
+def _run(seed: int) -> Outcome:
+    draw = random.Random(f"{seed}/cluster")
+    tolerate = draw.choice((1, 1, 2))
+    world = World(seed, tolerate, nodes=draw.randint(tolerate + 3, 6))
+    _world[:] = [world]
+    machines = list(world.machines.values())
+    jobs = [
+        Job(world, f"job-{number}", draw.sample(machines, draw.randint(2, min(4, len(machines)))))
+        for number in range(draw.choice((1, 1, 2)))
+    ]
+    for machine in machines:
+        data.install(machine)
+        agent.install(machine)
+        if machine.is_voter:
+            machine.install_registry()
+    story = _Story(world, jobs, draw.uniform(*TROUBLE_S))
+    truth = world.truth
+    truth.note(f"seed {seed}: {len(machines)} nodes, tolerate {tolerate}, jobs {[len(j.seats) for j in jobs]}")
+    asyncio.set_event_loop(world.loop)
+    try:
+        telling = world.loop.create_task(story.run())
+        telling.add_done_callback(lambda _: world.loop.stop())
+        try:
+            world.loop.run_forever()
+        except StuckError as error:
+            truth.check(False, "life", str(error))
+        if telling.done() and (failure := telling.exception()) is not None:
+            raise failure
+        for error in world.loop.errors:
+            truth.check(False, "defect", error)
+        return Outcome(
+            seed,
+            truth.violation,
+            tuple(truth.trace),
+            truth.digest,
+            world.loop.now,
+            world.loop.callbacks,
+            truth.commits,
+            truth.loads,
+            truth.puts,
+            truth.lookups,
+        )
+    finally:
+        asyncio.set_event_loop(None)
+        world.loop.close()
+        _world.clear()
+
+
+class _Story:
+    """What happens in a run."""
+
+    def __init__(self, world: World, jobs: list[Job], trouble_s: float) -> None:
+        self.world = world
+        self.jobs = jobs
+        self.faults = Faults(world, jobs)
+        self.trouble_s = trouble_s
+
+    async def run(self) -> None:
+        world = self.world
+        for machine in world.machines.values():
+            machine.start()
+        working = [asyncio.ensure_future(job.run()) for job in self.jobs]
+        await asyncio.sleep(2.0)
+        breaking = asyncio.ensure_future(self.faults.run())
+        await asyncio.sleep(self.trouble_s)
+        breaking.cancel()
+        self.faults.heal()
+        before = dict(world.truth.newest)
+        give_up_at = world.loop.now + RECOVERY_S
+        while (missing := self._missing(before)) is not None:
+            if world.loop.now > give_up_at:
+                world.truth.check(False, "recovery", f"{missing}, {RECOVERY_S:g} s after the last fault")
+                return
+            await asyncio.sleep(0.25)
+        for task in (breaking, *working):
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
+    def _missing(self, before: dict[str, int]) -> str | None:
+        """What is not well yet."""
+        state = self.world.truth.state
+        for name, machine in self.world.machines.items():
+            node = state["nodes"].get(name)
+            if node is None or node["state"] != "UP" or node["incarnation"] != machine.agent.incarnation:
+                return f"node {name} is not UP"
+        for job in self.jobs:
+            if self.world.truth.newest.get(job.name, -1) <= before.get(job.name, -1):
+                return f"{job.name} has not committed a step since {before.get(job.name, -1)}"
+        return None
