@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from tests.simulation.machine import Machine
+from tests.simulation.virtual_time import Process
+
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import node_pb2 as npb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.errors import FastCheckdError
 from fastcheckd.services.registry import RegistryService
-
-from tests.simulation.machine import Machine
-from tests.simulation.virtual_time import Process
 
 ASSUME_S = 0.5
 DATA_SILENT_S = 2.0
@@ -116,7 +116,14 @@ class Agent:
                 if registry is not None and there.registry is not None:
                     service = there.registry.service
                     network.post(
-                        config.node_id, voter.node_id, registry, self._arrived, there, registry, service, request
+                        config.node_id,
+                        voter.node_id,
+                        registry,
+                        self._arrived,
+                        there,
+                        registry,
+                        service,
+                        request,
                     )
         self.process.later(config.heartbeat_interval_s / self.process.clock.rate, self._beat)
 

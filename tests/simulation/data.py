@@ -10,6 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tests.simulation.machine import Machine
+from tests.simulation.truth import COPY, OWNER, QUEUE_MAX, Key, Replica
+from tests.simulation.virtual_time import Process
+
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
@@ -19,10 +23,6 @@ from fastcheckd.rpc import answers
 from fastcheckd.store.retention import what_to_drop
 from fastcheckd.transfer import put_checks
 from fastcheckd.view import ViewFollower
-
-from tests.simulation.machine import Machine
-from tests.simulation.truth import COPY, OWNER, QUEUE_MAX, Key, Replica
-from tests.simulation.virtual_time import Process
 
 #: Copies that a node takes when it is not made to be full.
 REPLICAS_MAX = 400
@@ -82,7 +82,9 @@ class Data:
         self.replicas[key] = Replica(digest, session)
         if before is not None and before.digest != digest:
             self.truth.check_survival(f"{key} was replaced at {self.machine.name}")
-        self.truth.check(len(self.replicas) <= QUEUE_MAX, "G6", f"{self.machine.name} holds too many replicas")
+        self.truth.check(
+            len(self.replicas) <= QUEUE_MAX, "G6", f"{self.machine.name} holds too many replicas"
+        )
 
     def find(self, key: tuple[str, int, int, int], digest: bytes) -> Replica | None:
         """A replica that says it has the digest, good or not."""

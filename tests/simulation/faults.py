@@ -174,7 +174,11 @@ class Faults:
         side = {m.name for m in self.machines if m is machine or self.rng.random() < 0.4}
         both = self.rng.random() < 0.7
         self._cut(
-            (link for link in self._links() if (link[0] in side) != (link[1] in side) and (both or link[0] in side)),
+            (
+                link
+                for link in self._links()
+                if (link[0] in side) != (link[1] in side) and (both or link[0] in side)
+            ),
             f"{sorted(side)} {'and the others are apart' if both else 'are not heard by the others'}",
         )
 

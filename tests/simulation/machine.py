@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastcheckd.config import Config, Voter
-from fastcheckd.registry.client import RegistryClient
-from fastcheckd.registry.inprocess import Disk, InProcessRaft, Message
-from fastcheckd.registry_server import RegistryServer
-from fastcheckd.counters import Counters
-
 from tests.simulation.network import Network, Servant
 from tests.simulation.truth import Ram, Truth
 from tests.simulation.virtual_time import Clock, Process, VirtualLoop
+
+from fastcheckd.config import Config, Voter
+from fastcheckd.counters import Counters
+from fastcheckd.registry.client import RegistryClient
+from fastcheckd.registry.inprocess import Disk, InProcessRaft, Message
+from fastcheckd.registry_server import RegistryServer
 
 
 class World:
@@ -33,7 +33,8 @@ class World:
             node_id=names[0],
             host=names[0],
             voters=tuple(
-                Voter(node_id=n, registry_address=f"{n}:7500", raft_address=f"{n}:7501") for n in names[:voters]
+                Voter(node_id=n, registry_address=f"{n}:7500", raft_address=f"{n}:7501")
+                for n in names[:voters]
             ),
             raft_key_file=Path("not-read"),
             ram_dir=Path("not-used"),
@@ -94,9 +95,7 @@ class Machine:
 
     def client(self) -> RegistryClient:
         network = self.world.network
-        return RegistryClient(
-            self.config, Counters(), stubs=lambda address: network.stub(self.name, address)
-        )
+        return RegistryClient(self.config, Counters(), stubs=lambda address: network.stub(self.name, address))
 
     def process(self, part: str) -> Process | None:
         """The living process of that kind."""

@@ -15,7 +15,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-
 from tests.simulation.virtual_time import PROCESS, Process, VirtualLoop
 
 #: Messages of a stream that a server may be ahead of its client.

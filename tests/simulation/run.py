@@ -7,23 +7,23 @@ import gc
 import logging
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from unittest import mock
 
 import grpc.aio
-
-from fastcheck_proto.v1 import node_pb2 as npb
-from fastcheckd.health.detector import Life
-from fastcheckd.health.probing import ProbeResult
-from fastcheckd.registry import leading
-
 from tests.simulation import agent, data
 from tests.simulation.faults import Faults
 from tests.simulation.machine import World
 from tests.simulation.training import Job
 from tests.simulation.virtual_time import PROCESS, StuckError
+
+from fastcheck_proto.v1 import node_pb2 as npb
+from fastcheckd.health.detector import Life
+from fastcheckd.health.probing import ProbeResult
+from fastcheckd.registry import leading
 
 TROUBLE_S = (8.0, 16.0)
 #: A cluster that nothing is wrong with any more is well again by then.
@@ -46,7 +46,7 @@ class Outcome:
     lookups: int
 
 
-def run_seed(seed: int, plant: Callable[[], object] | None = None) -> Outcome:
+def run_seed(seed: int, plant: Callable[[], AbstractContextManager[object]] | None = None) -> Outcome:
     """Run one seed; `plant` returns a context manager that breaks something first."""
     # Closing what a killed process left behind may complain; it is nobody's any more.
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
@@ -55,19 +55,17 @@ def run_seed(seed: int, plant: Callable[[], object] | None = None) -> Outcome:
     gc.disable()
     try:
         random.seed(seed)
-        with _patched(), plant() if plant is not None else _nothing():  # type: ignore[attr-defined]
-            return _run(seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # "never awaited": killed before its first step
+            with _patched(), nullcontext() if plant is None else plant():
+                outcome = _run(seed)
+            gc.collect()
+        return outcome
     finally:
-        gc.collect()
         if collecting:
             gc.enable()
         sys.unraisablehook = hook
         logging.disable(logging.NOTSET)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 @contextmanager
@@ -108,7 +106,9 @@ def _run(seed: int) -> Outcome:
             machine.install_registry()
     story = _Story(world, jobs, draw.uniform(*TROUBLE_S))
     truth = world.truth
-    truth.note(f"seed {seed}: {len(machines)} nodes, tolerate {tolerate}, jobs {[len(j.seats) for j in jobs]}")
+    truth.note(
+        f"seed {seed}: {len(machines)} nodes, tolerate {tolerate}, jobs {[len(j.seats) for j in jobs]}"
+    )
     asyncio.set_event_loop(world.loop)
     try:
         telling = world.loop.create_task(story.run())

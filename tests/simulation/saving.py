@@ -10,6 +10,8 @@ import asyncio
 import hashlib
 
 import grpc.aio
+from tests.simulation.data import Data, FetchRequest, transfer_time
+from tests.simulation.truth import OWNER, Replica
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
@@ -26,9 +28,6 @@ from fastcheckd.errors import (
 from fastcheckd.restore.plan import other_sources, plan_fetch
 from fastcheckd.rpc import from_rpc_error
 from fastcheckd.saving.holders import pick_holders
-
-from tests.simulation.data import Data, FetchRequest, transfer_time
-from tests.simulation.truth import OWNER, Replica
 
 CHUNKS = 6
 REGISTRY_TIMEOUT_S = 3.0
@@ -294,9 +293,7 @@ async def _bring(data: Data, job: str, step: int, record: rpb.RankRecord) -> boo
 async def _fetch(data: Data, address: str, request: FetchRequest) -> bool:
     network = data.machine.world.network
     try:
-        replica: Replica = await network.call(
-            data.machine.name, address, "Fetch", request, PEER_TIMEOUT_S
-        )
+        replica: Replica = await network.call(data.machine.name, address, "Fetch", request, PEER_TIMEOUT_S)
     except grpc.aio.AioRpcError:
         return False
     await transfer_time(data)

@@ -89,7 +89,9 @@ class Job:
             self.step += self.rng.choice((1, 1, 1, 2))
             for rank in ranks:
                 if self.rng.random() > 0.03:
-                    self.world.loop.call_later(self.rng.uniform(0, 0.2), self._save, rank, self.step)
+                    self.world.loop.call_later(
+                        self.rng.uniform(0, 0.2), self._save, rank, self.step, self._sessions[rank]
+                    )
 
     async def _find_seats(self) -> None:
         give_up_at = self.world.loop.now + REPLACED_AFTER_S
@@ -118,7 +120,9 @@ class Job:
         self._sessions[rank] = session
         return True
 
-    def _save(self, rank: int, step: int) -> None:
+    def _save(self, rank: int, step: int, session: int) -> None:
+        if session != self._sessions[rank]:
+            return  # that trainer is gone
         seat = self.seats[rank]
         process = seat.process("data")
         saves = self._saves[rank] = [(s, t) for s, t in self._saves[rank] if not t.done()]
@@ -127,5 +131,5 @@ class Job:
         if len(saves) >= IN_FLIGHT_MAX:
             save, task = saves.pop(0)
             save.data.process.call(task.cancel)
-        save = Save(seat.data, self.name, step, rank, self._sessions[rank], len(self.seats))
+        save = Save(seat.data, self.name, step, rank, session, len(self.seats))
         saves.append((save, process.start(save.run())))

@@ -140,7 +140,9 @@ class Truth:
             self.check(seats[str(rank)]["world_size"] == world, "G2", f"{who} committed for another world")
             made = self.made.get((job, step, rank, session))
             digests = [bytes.fromhex(shard["digest"]) for shard in record["shards"]]
-            self.check(made == digests, "G2", f"{who} committed with other bytes than were saved for this step")
+            self.check(
+                made == digests, "G2", f"{who} committed with other bytes than were saved for this step"
+            )
             owner, incarnation = record["owner"]
             self.check(_lives(nodes, owner, incarnation), "G7", f"{who} of dead owner {owner}#{incarnation}")
             for shard in record["shards"]:

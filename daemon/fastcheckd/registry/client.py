@@ -49,9 +49,7 @@ class RegistryClient:
         stubs: the calls of the voter at an address; by default over gRPC.
     """
 
-    def __init__(
-        self, config: Config, counters: Counters, stubs: Callable[[str], Any] | None = None
-    ) -> None:
+    def __init__(self, config: Config, counters: Counters, stubs: Callable[[str], Any] | None = None) -> None:
         self._counters = counters
         self._stubs = stubs or self._grpc_stub
         self._by_node = {voter.node_id: voter.registry_address for voter in config.effective_voters}

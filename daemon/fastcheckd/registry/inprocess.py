@@ -211,7 +211,9 @@ class InProcessRaft:
                 continue
             if result is not None:
                 return dict(json.loads(result))
-        raise NoQuorumError("the registry did not decide in time, or has another leader; trying again is safe")
+        raise NoQuorumError(
+            "the registry did not decide in time, or has another leader; trying again is safe"
+        )
 
     # Time
 
@@ -323,9 +325,7 @@ class InProcessRaft:
         if granted:
             self._disk.voted_for = ask.sender
             self._listen()
-        self._wire.send(
-            self._voter.node_id, ask.sender, _Vote(self._disk.term, self._voter.node_id, granted)
-        )
+        self._wire.send(self._voter.node_id, ask.sender, _Vote(self._disk.term, self._voter.node_id, granted))
 
     def _append(self, message: _Append) -> None:
         me, term, log = self._voter.node_id, self._disk.term, self._disk.log
