@@ -15,39 +15,23 @@ import logging
 import os
 import secrets
 import sys
-from dataclasses import dataclass
-
-import grpc.aio
 
 from fastcheck_proto.v1 import common_pb2 as pb
-from fastcheck_proto.v1 import node_pb2 as npb
-from fastcheck_proto.v1 import node_pb2_grpc as npb_grpc
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from .config import Config
 from .errors import FastCheckdError
+from .health.data_line import DataLine
 from .health.heartbeats import HeartbeatSender
+from .health.lease_clock import LeaseClock
 from .registry.client import RegistryClient
-from .rpc import CHANNEL_OPTIONS
 from .supervise import CHILD_CONFIG, CHILD_PARENT, Child
 
 logger = logging.getLogger(__name__)
 
-#: How often the agent tells the data process who it is and hears how it is.
-ASSUME_INTERVAL_S = 0.5
-ASSUME_TIMEOUT_S = 2.0
 REGISTER_TIMEOUT_S = 5.0
 REGISTER_PAUSE_S = 0.5
 LEAVE_TIMEOUT_S = 1.0
-
-
-@dataclass
-class _DataState:
-    """What the data process last said."""
-
-    ready: bool = False
-    ram_used_bytes: int = 0
-    ram_budget_bytes: int = 0
 
 
 class Agent:
@@ -56,12 +40,8 @@ class Agent:
     def __init__(self, config: Config, registry: RegistryClient) -> None:
         self._config = config
         self._registry = registry
-        self._data = _DataState()
         self._incarnation = 0
         self._fenced = asyncio.Event()
-        self._data_ready = asyncio.Event()
-        #: There is a new incarnation to tell the data process, at once.
-        self._reborn = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.fatal: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         names = ["data"] if config.own_voter is None else ["registry", "data"]
@@ -74,6 +54,7 @@ class Agent:
             Child(name, [sys.executable, "-m", "fastcheckd", "child", name], environment, self._on_fatal)
             for name in names
         ]
+        self._data = DataLine(config, self._children[-1], lambda: self._incarnation)
 
     @property
     def incarnation(self) -> int:
@@ -89,7 +70,7 @@ class Agent:
         for child in self._children:
             child.start()
         self._tasks = [
-            asyncio.create_task(self._assume(), name="assume"),
+            asyncio.create_task(self._data.run(), name="data line"),
             asyncio.create_task(self._membership(), name="membership"),
         ]
         for task in self._tasks:
@@ -100,42 +81,19 @@ class Agent:
             logger.error("the agent's %s task failed", task.get_name(), exc_info=error)
             self._on_fatal(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
-    # --- the data process ------------------------------------------------------------------------
-
-    async def _assume(self) -> None:
-        """Tell the data process its incarnation for ever, and remember how it is."""
-        async with grpc.aio.insecure_channel(
-            f"unix://{self._config.data_socket}", options=CHANNEL_OPTIONS
-        ) as channel:
-            stub = npb_grpc.DataControlServiceStub(channel)
-            while True:
-                try:
-                    answer: npb.AssumeResponse = await stub.Assume(
-                        npb.AssumeRequest(incarnation=self._incarnation), timeout=ASSUME_TIMEOUT_S
-                    )
-                except grpc.aio.AioRpcError as error:
-                    if self._data.ready:
-                        logger.warning("the data process does not answer: %s", error.code().name)
-                    self._data.ready = False
-                else:
-                    self._data = _DataState(True, answer.ram_used_bytes, answer.ram_budget_bytes)
-                    self._data_ready.set()
-                pause_s = ASSUME_INTERVAL_S if self._data.ready else ASSUME_INTERVAL_S / 5
-                # Not wait_for: in Python 3.11 it can swallow the cancellation of this task.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s):
-                        await self._reborn.wait()
-                self._reborn.clear()
-
     # --- membership ------------------------------------------------------------------------------
 
     async def _membership(self) -> None:
         """Live one life after the other."""
-        await self._data_ready.wait()
+        await self._data.ready.wait()
         while True:
             await self._register()
             self._fenced.clear()
-            sender = HeartbeatSender(self._config, self._heartbeat, self._fenced.set)
+            lease = LeaseClock([v.node_id for v in self._config.effective_voters], self._config.lease_s)
+            self._data.live(lease)
+            sender = HeartbeatSender(
+                self._config, self._heartbeat, self._fenced.set, lease, self._data.lease_moved
+            )
             beating = asyncio.create_task(sender.run(), name="heartbeats")
             try:
                 await self._fenced.wait()
@@ -156,6 +114,7 @@ class Agent:
             voter=self._config.own_voter is not None,
             ram_budget_bytes=self._config.ram_budget_bytes,
             life_id=secrets.token_hex(16),
+            labels=self._config.labels,
         )
         complained = False
         while True:
@@ -168,7 +127,6 @@ class Agent:
                 await asyncio.sleep(REGISTER_PAUSE_S)
                 continue
             self._incarnation = response.incarnation
-            self._reborn.set()
             logger.info(
                 "node %s is incarnation %d in epoch %d",
                 self._config.node_id,
@@ -181,7 +139,7 @@ class Agent:
         return rpb.HeartbeatRequest(
             node=pb.NodeRef(node_id=self._config.node_id, incarnation=self._incarnation),
             ram_used_bytes=self._data.ram_used_bytes,
-            data=rpb.DATA_HEALTH_OK if self._data.ready else rpb.DATA_HEALTH_GONE,
+            data=self._data.health,
         )
 
     async def stop(self) -> None:

@@ -38,6 +38,7 @@ from .errors import (
     StoreError,
     StoreFullError,
 )
+from .health.lease import LeaseHolder
 from .identity import Identity
 from .registry.client import RegistryClient
 from .registry_server import RegistryServer
@@ -57,6 +58,7 @@ from .transfer.lane_server import LaneServer
 from .transfer.peer_client import PeerClient
 from .transfer.put_desk import PutDesk
 from .transfer.tickets import TicketOffice
+from .upkeep.room import UpkeepRoom
 from .view import ViewFollower
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,7 @@ class _DataRooms:
 
     def __init__(self, config: Config, store: RamStore, counters: Counters) -> None:
         self.identity = identity = Identity(config.node_id)
+        self.lease = LeaseHolder(config.node_id, lambda: identity.incarnation)
         self.store = store
         self.hashing = ThreadPoolExecutor(config.worker_threads, thread_name_prefix="hash")
         # Lane threads mostly wait for the network: room for several ranks' steps at full spread.
@@ -119,6 +122,7 @@ class _DataRooms:
         self.desk = PutDesk(
             cluster_id=config.cluster_id, node_id=config.node_id, store=store, tickets=tickets,
             counters=counters, incarnation=lambda: identity.incarnation, epoch=lambda: identity.epoch,
+            require_lease=self.lease.require,
             budget_bytes=config.ram_budget_bytes, transfer_timeout_s=config.transfer_timeout_s,
         )  # fmt: skip
         replicator = Replicator(
@@ -134,17 +138,29 @@ class _DataRooms:
             config=config, store=store, registry=registry, peers=peers, view=view,
             counters=counters, executor=self.hashing,
         )  # fmt: skip
+        self.upkeep = UpkeepRoom(
+            config=config, identity=identity, store=store, registry=registry, peers=peers, view=view,
+            counters=counters, executor=self.hashing, require_lease=self.lease.require,
+            busy=lambda: self.saving.replicating or self.desk.transfers > 0 or restore.bringing,
+        )  # fmt: skip
         self.peer_service = PeerService(
-            cluster_id=config.cluster_id, desk=self.desk, store=store, tickets=tickets, counters=counters
-        )
+            cluster_id=config.cluster_id, desk=self.desk, store=store, tickets=tickets, counters=counters,
+            upkeep=self.upkeep,
+            lease=self.lease,
+        )  # fmt: skip
         self.trainer_service = TrainerService(config, self.saving, restore, registry)
         self._resumed = False
         view.on_change(self._on_view)
 
     async def _on_view(self, seen: registry_pb2.ClusterView) -> None:
         """Free what the registry no longer keeps."""
-        self.resume()
+        self.assumed()
         await asyncio.to_thread(_prune, self.store, self.view.kept_steps())
+
+    def assumed(self) -> None:
+        """There is a new life of this node, or a new view."""
+        self.resume()
+        self.upkeep.changed()
 
     def resume(self) -> None:
         """Carry on, once, with what an earlier life had staged; needs to know the view and who this node is."""
@@ -178,16 +194,18 @@ async def run_data(config: Config) -> None:
     _listen_tcp(far, config.data_address, "data_port")
     near = grpc.aio.server(options=SERVER_OPTIONS)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, near)
-    control = DataControlService(rooms.identity, store, on_assume=rooms.resume)
+    control = DataControlService(rooms.identity, rooms.lease, store, on_assume=rooms.assumed)
     node_pb2_grpc.add_DataControlServiceServicer_to_server(control, near)
     rooms.lane.start()
     rooms.desk.start()
     try:
         async with _listening(far), _listening(near, config.data_socket):
             following = asyncio.create_task(rooms.view.run(), name="view")
+            rooms.upkeep.start()
             logger.info("%d shards adopted from %s", len(store.held()), config.ram_dir)
             await asyncio.wait({stopping, following}, return_when=asyncio.FIRST_COMPLETED)
             following.cancel()
+            await rooms.upkeep.stop()
             await rooms.saving.stop()
             await asyncio.gather(following, return_exceptions=True)
     finally:

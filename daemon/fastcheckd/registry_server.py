@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import grpc.aio
@@ -16,8 +19,10 @@ from .errors import ConfigError
 from .health.detector import FailureDetector
 from .registry.engine import Engine
 from .registry.leading import Leader
+from .registry.outward import GrpcOutward, Outward
 from .registry.raft import Raft, check_port_is_free
 from .registry.reporting import Reports
+from .registry.stubs import GrpcStubs, Stubs
 from .rpc import SERVER_OPTIONS
 from .services.registry import RegistryService
 
@@ -34,29 +39,57 @@ class StartedEngine(Engine, Protocol):
         """Leave them; returns when the log is closed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a voter stands on; the simulation brings its own of each."""
+
+    #: Makes the engine from the config and what it has to call after each change.
+    engine: Callable[[Config, Callable[[], None]], StartedEngine] = Raft
+    #: The way to nodes, holders and other voters; by default over the network.
+    outward: Outward | None = None
+    #: The way to the leader for relayed calls; by default over the network. Whoever gives one closes it.
+    stubs: Stubs | None = None
+    #: Whom the judge asks to ask others.
+    draw: random.Random | None = None
+    #: The wall clock, for what people are shown.
+    wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
+
+
 class RegistryServer:
     """One voter. Start and stop it in the main thread's event loop.
 
     Args:
         config: of a node that is among the voters.
-        engine: makes the engine from the config and what it has to call after each change.
 
     Raises:
         ConfigError: the node is no voter.
     """
 
-    def __init__(
-        self, config: Config, engine: Callable[[Config, Callable[[], None]], StartedEngine] = Raft
-    ) -> None:
+    def __init__(self, config: Config, surroundings: Surroundings | None = None) -> None:
+        around = surroundings or Surroundings()
         self._config = config
-        self._raft = engine(config, self._changed)
+        self._raft = around.engine(config, self._changed)
         self._detector = FailureDetector(
-            suspect_after_s=config.suspect_after_s, down_after_s=config.down_after_s
+            suspect_after_s=config.suspect_after_s,
+            down_after_s=config.down_after_s,
+            hush_s=2 * config.heartbeat_interval_s,
         )
         self._reports = Reports(self._raft, config)
-        self._leader = Leader(config, self._raft, self._reports, self._detector, self._suspects_changed)
+        self._leader = Leader(
+            config,
+            self._raft,
+            self._reports,
+            self._detector,
+            self._suspects_changed,
+            around.outward or GrpcOutward(),
+            draw=around.draw,
+            wall_ms=around.wall_ms,
+        )
+        self._stubs = GrpcStubs()
         #: The gRPC face.
-        self.service = RegistryService(config, self._raft, self._leader, self._reports, self._detector)
+        self.service = RegistryService(
+            config, self._raft, self._leader, self._reports, self._detector, around.stubs or self._stubs
+        )
         self._epoch = -1
         self._failed = asyncio.Event()
 
@@ -86,7 +119,7 @@ class RegistryServer:
         self._leading = asyncio.create_task(self.lead())
 
     async def lead(self) -> None:
-        """Lead whenever this voter is elected, for ever; part of `start`."""
+        """Lead whenever this voter is elected, for ever; a part of `start`."""
         await self._leader.run()
 
     async def stop(self) -> None:
@@ -94,6 +127,7 @@ class RegistryServer:
         self._leading.cancel()
         await asyncio.wait([self._leading])
         await self._server.stop(grace=0.2)
+        await self._stubs.close()
         self._raft.close()
 
     async def wait_failed(self) -> str:
@@ -113,7 +147,7 @@ class RegistryServer:
         )
         if epoch != self._epoch:
             self._epoch = epoch
-            self._detector.keep(lives)
+            self._detector.members(lives, asyncio.get_running_loop().time())
             self.service.forget_except({node_id for node_id, _ in lives})
             self._reports.membership_changed()
         self._leader.changed()

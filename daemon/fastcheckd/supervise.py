@@ -85,6 +85,12 @@ class Child:
             logger.warning("%s process ended with %s; restarting in %.1f s", self.name, code, pause_s)
             await asyncio.sleep(pause_s)
 
+    def kill(self) -> None:
+        """SIGKILL it, for it to be started again."""
+        if self.pid is not None and self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, then SIGKILL when the grace is over."""
         self._stopping = True

@@ -16,6 +16,8 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 #: Trailing metadata of a failed call: the `ErrorCode` by name, and the leader's address if known.
 ERROR_METADATA_KEY = "fastcheck-error"
 LEADER_METADATA_KEY = "fastcheck-leader"
+#: Metadata of a call to a voter, value "1": if it is not the leader, it shall ask the leader for us.
+RELAY_METADATA_KEY = "fastcheck-relay"
 
 #: Largest piece of state in one message of `Push` and `Pull`. Python gRPC is fastest near 512 KiB.
 STREAM_PIECE_BYTES = 512 * 1024

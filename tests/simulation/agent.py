@@ -1,7 +1,8 @@
-"""A node's agent: registers through the real client, beats to every voter, tells its data process who it is.
+"""A node's agent: registers through the real client, beats to every voter, keeps the real lease clock, tells its
+data process who it is and for how long.
 
-Heartbeats are the most frequent messages by far and travel as bare callbacks into what the real servicer does with
-one; there is no stream around them.
+Heartbeats are the most frequent messages by far. They travel as bare callbacks into what the real servicer does with
+one, and their answers into the real lease clock; there is no stream around them but its end, which voters hear of.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ import asyncio
 from typing import Any
 
 from tests.simulation.machine import Machine
+from tests.simulation.outward import NetworkOutward
 from tests.simulation.virtual_time import Process
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import node_pb2 as npb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.errors import FastCheckdError
+from fastcheckd.health.detector import Life
+from fastcheckd.health.lease_clock import LeaseClock
+from fastcheckd.health.probing import bounded_timeout_s, to_wire
 from fastcheckd.services.registry import RegistryService
 
 ASSUME_S = 0.5
 DATA_SILENT_S = 2.0
+HOLD_PAUSE_S = 0.1
 REGISTER_TIMEOUT_S = 5.0
 REGISTER_PAUSE_S = 0.5
 
@@ -32,11 +38,16 @@ class Agent:
         self.process = process
         self.client = machine.client()
         self.incarnation = 0
+        self._outward = NetworkOutward(machine.world.network, machine.name)
         self._lives = 0
         self._fenced = asyncio.Event()
         self._reborn = asyncio.Event()
         self._data_heard_at = float("-inf")
+        self._data_process: Process | None = None
         self._seq = 0
+        self._lease = LeaseClock((), 1.0)
+        self._lease_told = 0.0
+        process.mourners["streams"] = self._streams_end
 
     async def run(self) -> None:
         """One life after the other."""
@@ -61,7 +72,7 @@ class Agent:
             lane_address=config.lane_address,
             voter=machine.is_voter,
             ram_budget_bytes=config.ram_budget_bytes,
-            life_id=f"{machine.boot}-{machine.disk.starts}-{self.process.now:.6f}-{self._lives}",
+            life_id=f"{machine.boot}-{self.process.now:.6f}-{self._lives}",
         )
         while True:
             try:
@@ -70,6 +81,7 @@ class Agent:
                 await asyncio.sleep(REGISTER_PAUSE_S)
                 continue
             self.incarnation = response.incarnation
+            self._lease = LeaseClock([v.node_id for v in config.effective_voters], config.lease_s)
             self._reborn.set()
             return
 
@@ -81,10 +93,11 @@ class Agent:
     async def _assume(self) -> None:
         while True:
             data = self.machine.process("data")
+            if data is not self._data_process:
+                self._data_process = data
+                self._data_heard_at = float("-inf")
             if data is not None:
                 data.call(self.machine.data.assume, self.incarnation, self._heard_data)
-            else:
-                self._data_heard_at = float("-inf")
             try:
                 async with asyncio.timeout(ASSUME_S if self._data_ready() else ASSUME_S / 5):
                     await self._reborn.wait()
@@ -97,6 +110,14 @@ class Agent:
 
     def _note_data(self) -> None:
         self._data_heard_at = self.process.now
+        self._tell_lease()
+
+    def _tell_lease(self) -> None:
+        data, deadline = self.machine.process("data"), self._lease.deadline()
+        self._lease_told = self.process.now
+        if data is not None and deadline is not None:
+            has_quorum = self._lease.has_quorum(self.process.now)
+            data.call(self.machine.data.hold, self.incarnation, int(deadline * 1e9), has_quorum)
 
     # Signs of life
 
@@ -104,52 +125,81 @@ class Agent:
         config, network = self.machine.config, self.machine.world.network
         if self.incarnation:
             self._seq += 1
-            ready = self._data_ready()
             request = rpb.HeartbeatRequest(
                 node=pb.NodeRef(node_id=config.node_id, incarnation=self.incarnation),
-                data=rpb.DATA_HEALTH_OK if ready else rpb.DATA_HEALTH_GONE,
+                data=rpb.DATA_HEALTH_OK if self._data_ready() else rpb.DATA_HEALTH_GONE,
                 seq=self._seq,
             )
+            now = self.process.now
             for voter in config.effective_voters:
                 there = self.machine.world.machines[voter.node_id]
                 registry = there.process("registry")
-                if registry is not None and there.registry is not None:
-                    service = there.registry.service
+                self._lease.sent(voter.node_id, self._seq, now)
+                if registry is not None:
                     network.post(
-                        config.node_id,
-                        voter.node_id,
-                        registry,
-                        self._arrived,
-                        there,
-                        registry,
-                        service,
-                        request,
+                        config.node_id, voter.node_id, registry, self._arrived, there, registry, request
                     )
         self.process.later(config.heartbeat_interval_s / self.process.clock.rate, self._beat)
 
-    def _arrived(
-        self, voter: Machine, registry: Process, service: RegistryService, request: rpb.HeartbeatRequest
-    ) -> None:
-        """At the voter."""
-        news = service._heard(request)
-        if news[0]:
-            registry.start(self._sure(voter, service, request))
+    def _arrived(self, voter: Machine, registry: Process, request: rpb.HeartbeatRequest) -> None:
+        """At the voter: the body of `RegistrySigns.Heartbeat`."""
+        assert voter.registry is not None
+        service = voter.registry.service
+        life = (request.node.node_id, request.node.incarnation)
+        now = registry.now
+        over, _, _ = service._heard(life, request, now)
+        if over and service._leader.ready:
+            registry.start(self._sure(voter, service, life))
+        lease_seq = 0 if over or not service._renews(life, now) else request.seq
+        self.machine.world.network.post(
+            voter.name, self.machine.name, self.process, self._answered, voter.name, life[1], lease_seq
+        )
 
-    async def _sure(self, voter: Machine, service: RegistryService, request: rpb.HeartbeatRequest) -> None:
-        news = await service._sure_that_fenced(request)
-        if news[0] and news[2] == voter.name:
-            self.machine.world.network.post(
-                voter.name, self.machine.name, self.process, self._over, request.node.incarnation
-            )
+    async def _sure(self, voter: Machine, service: RegistryService, life: Life) -> None:
+        if await service._sure_that_fenced(life):
+            self.machine.world.network.post(voter.name, self.machine.name, self.process, self._over, life[1])
+
+    def _answered(self, voter: str, incarnation: int, lease_seq: int) -> None:
+        if incarnation == self.incarnation:
+            self._lease.answered(voter, lease_seq, self.process.now)
+            if self.process.now - self._lease_told >= HOLD_PAUSE_S:
+                self._tell_lease()
 
     def _over(self, incarnation: int) -> None:
         if incarnation == self.incarnation and not self._fenced.is_set():
             self._fenced.set()
 
+    def _streams_end(self) -> None:
+        """This process has died: its machine, if it lives, closes the connections to the voters."""
+        if not self.machine.alive or not self.incarnation:
+            return
+        for voter in self.machine.config.effective_voters:
+            there = self.machine.world.machines[voter.node_id]
+            registry = there.process("registry")
+            if registry is not None:
+                self.machine.world.network.post(
+                    self.machine.name, voter.node_id, registry, _broke, there, registry,
+                    (self.machine.name, self.incarnation),
+                )  # fmt: skip
+
     # What it answers
 
     async def Probe(self, request: npb.ProbeRequest, context: Any) -> npb.ProbeResponse:
         return npb.ProbeResponse(node_id=self.machine.name, incarnation=self.incarnation)
+
+    async def ProbeFor(self, request: npb.ProbeForRequest, context: Any) -> npb.ProbeForResponse:
+        life = (request.node.node_id, request.node.incarnation)
+        timeout_s = bounded_timeout_s(request.timeout_s)
+        return npb.ProbeForResponse(
+            finding=to_wire(await self._outward.probe(request.agent_address, life, timeout_s))
+        )
+
+
+def _broke(voter: Machine, registry: Process, life: Life) -> None:
+    """At the voter: the end of `RegistrySigns.Heartbeat`."""
+    assert voter.registry is not None
+    voter.registry.service._detector.broke(life, registry.now)
+    voter.registry.service._leader.judge.wake()
 
 
 def install(machine: Machine) -> None:

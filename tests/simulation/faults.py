@@ -125,6 +125,12 @@ class Faults:
             if (replica := machine.ram.replicas.get((bad, *shard))) is not None:  # type: ignore[arg-type]
                 replica.intact = False
         self.world.truth.check_survival(f"a replica at {machine.name} went bad")
+        self._after(self.rng.uniform(0.5, 4), self._scrub, machine)
+
+    def _scrub(self, machine: Machine) -> None:
+        process = machine.process("data")
+        if process is not None:
+            process.call(machine.data.scrub)
 
     def _fill(self, machine: Machine) -> None:
         machine.full = True

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulation.network import Network, Servant
+from tests.simulation.outward import NetworkOutward
 from tests.simulation.truth import Ram, Truth
 from tests.simulation.virtual_time import Clock, Process, VirtualLoop
 
@@ -16,7 +17,7 @@ from fastcheckd.config import Config, Voter
 from fastcheckd.counters import Counters
 from fastcheckd.registry.client import RegistryClient
 from fastcheckd.registry.inprocess import Disk, InProcessRaft, Message
-from fastcheckd.registry_server import RegistryServer
+from fastcheckd.registry_server import RegistryServer, Surroundings
 
 
 class World:
@@ -156,7 +157,16 @@ class Machine:
                 )
                 return self.raft
 
-            self.registry = RegistryServer(self.config, engine)
+            self.registry = RegistryServer(
+                self.config,
+                Surroundings(
+                    engine=engine,
+                    outward=NetworkOutward(world.network, self.name),
+                    stubs=lambda address: world.network.stub(self.name, address),
+                    draw=world.rng(f"askers/{self.name}"),
+                    wall_ms=lambda: int(world.loop.now * 1000),
+                ),
+            )
             assert self.raft is not None and self.config.own_voter is not None
             process.call(self.raft.start)
             process.start(self.registry.lead())
@@ -169,4 +179,7 @@ class Machine:
         there = self.world.machines[receiver]
         process = there.process("registry")
         if process is not None and there.raft is not None:
-            self.world.network.post(sender, receiver, process, there.raft.receive, message)
+            network = self.world.network
+            network.post(sender, receiver, process, there.raft.receive, message)
+            if network.weather.repeats and network.rng.random() < network.weather.repeats:
+                process.later(network.rng.random(), there.raft.receive, message)

@@ -67,13 +67,18 @@ class Servant:
 class Context:
     """What a servicer sees of a call."""
 
-    def __init__(self, metadata: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, metadata: tuple[tuple[str, str], ...], due: float | None = None) -> None:
         self._metadata = metadata
+        self._due = due
         self.status: tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]] | None = None
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing: Any = ()) -> None:
         self.status = (code, details, tuple(trailing))
         raise grpc.aio.AbortError()
+
+    def time_remaining(self) -> float | None:
+        """By the server's clock, which may run faster or slower than the caller's."""
+        return None if self._due is None else max(0.0, self._due - asyncio.get_running_loop().time())
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return self._metadata
@@ -121,8 +126,6 @@ class Network:
         if delay_s is None:
             return
         self.loop.at(self.loop.now + delay_s, function, args, process.context)
-        if weather.repeats and self.rng.random() < weather.repeats:
-            self.loop.at(self.loop.now + delay_s + self.rng.random(), function, args, process.context)
 
     def stub(self, machine: str, address: str) -> Stub:
         """What a process on `machine` calls an address with."""
@@ -167,7 +170,9 @@ class Network:
             self._calls += 1
             number = self._calls
             servant.open[number] = reset
-            task = servant.process.start(self._serve(servant, number, method, request, metadata, back))
+            task = servant.process.start(
+                self._serve(servant, number, method, request, metadata, timeout_s, back)
+            )
             handling.append((servant, number, task))
 
         delay_s = weather.delay_s(source, target)
@@ -198,9 +203,10 @@ class Network:
         method: str,
         request: Any,
         metadata: tuple[tuple[str, str], ...],
+        timeout_s: float,
         back: Callable[[Any], None],
     ) -> None:
-        context = Context(metadata)
+        context = Context(metadata, self.loop.time() + timeout_s)
         try:
             result = await getattr(servant.target, method)(request, context)
         except grpc.aio.AbortError:

@@ -8,22 +8,15 @@ import logging
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from unittest import mock
 
-import grpc.aio
 from tests.simulation import agent, data
 from tests.simulation.faults import Faults
 from tests.simulation.machine import World
 from tests.simulation.training import Job
-from tests.simulation.virtual_time import PROCESS, StuckError
-
-from fastcheck_proto.v1 import node_pb2 as npb
-from fastcheckd.health.detector import Life
-from fastcheckd.health.probing import ProbeResult
-from fastcheckd.registry import leading
+from tests.simulation.virtual_time import StuckError
 
 TROUBLE_S = (8.0, 16.0)
 #: A cluster that nothing is wrong with any more is well again by then.
@@ -44,6 +37,7 @@ class Outcome:
     loads: int
     puts: int
     lookups: int
+    repairs: int
 
 
 def run_seed(seed: int, plant: Callable[[], AbstractContextManager[object]] | None = None) -> Outcome:
@@ -57,7 +51,7 @@ def run_seed(seed: int, plant: Callable[[], AbstractContextManager[object]] | No
         random.seed(seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # "never awaited": killed before its first step
-            with _patched(), nullcontext() if plant is None else plant():
+            with nullcontext() if plant is None else plant():
                 outcome = _run(seed)
             gc.collect()
         return outcome
@@ -68,32 +62,10 @@ def run_seed(seed: int, plant: Callable[[], AbstractContextManager[object]] | No
         logging.disable(logging.NOTSET)
 
 
-@contextmanager
-def _patched() -> Iterator[None]:
-    async def probe(address: str, life: Life, timeout_s: float) -> ProbeResult:
-        process = PROCESS.get()
-        assert process is not None
-        machine = process.name.partition(".")[0]
-        try:
-            answer = await _world[0].network.call(machine, address, "Probe", npb.ProbeRequest(), timeout_s)
-        except grpc.aio.AioRpcError as error:
-            refused = error.code() is grpc.StatusCode.UNAVAILABLE
-            return ProbeResult.REFUSED if refused else ProbeResult.SILENT
-        same = (answer.node_id, answer.incarnation) == life
-        return ProbeResult.ANSWERED if same else ProbeResult.REFUSED
-
-    with mock.patch.object(leading, "probe", probe):
-        yield
-
-
-_world: list[World] = []
-
-
 def _run(seed: int) -> Outcome:
     draw = random.Random(f"{seed}/cluster")
     tolerate = draw.choice((1, 1, 2))
     world = World(seed, tolerate, nodes=draw.randint(tolerate + 3, 6))
-    _world[:] = [world]
     machines = list(world.machines.values())
     jobs = [
         Job(world, f"job-{number}", draw.sample(machines, draw.randint(2, min(4, len(machines)))))
@@ -132,11 +104,11 @@ def _run(seed: int) -> Outcome:
             truth.loads,
             truth.puts,
             truth.lookups,
+            truth.repairs,
         )
     finally:
         asyncio.set_event_loop(None)
         world.loop.close()
-        _world.clear()
 
 
 class _Story:

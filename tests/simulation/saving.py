@@ -10,8 +10,8 @@ import asyncio
 import hashlib
 
 import grpc.aio
-from tests.simulation.data import Data, FetchRequest, transfer_time
-from tests.simulation.truth import OWNER, Replica
+from tests.simulation.data import PEER_TIMEOUT_S, Data, FetchRequest, transfer_time
+from tests.simulation.truth import OWNER
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
@@ -32,7 +32,6 @@ from fastcheckd.saving.holders import pick_holders
 CHUNKS = 6
 REGISTRY_TIMEOUT_S = 3.0
 REPORT_WAIT_S = 1.0
-PEER_TIMEOUT_S = 2.0
 RETRY_PAUSE_S = 0.3
 QUARANTINE_S = 3.0
 ATTEMPTS_MAX = 30
@@ -280,7 +279,7 @@ async def _bring(data: Data, job: str, step: int, record: rpb.RankRecord) -> boo
         if local is None:
             sources = [*plan.sources, *other_sources(plan, nodes, name)]
             for source in sources:
-                if await _fetch(data, source.data_address, FetchRequest(key, digest)):
+                if await data.pull(source.data_address, FetchRequest(key, digest)):
                     break
             else:
                 return False
@@ -288,13 +287,3 @@ async def _bring(data: Data, job: str, step: int, record: rpb.RankRecord) -> boo
     for number, digest in found:
         data.keep((OWNER, job, step, record.rank, number), digest, record.session)
     return True
-
-
-async def _fetch(data: Data, address: str, request: FetchRequest) -> bool:
-    network = data.machine.world.network
-    try:
-        replica: Replica = await network.call(data.machine.name, address, "Fetch", request, PEER_TIMEOUT_S)
-    except grpc.aio.AioRpcError:
-        return False
-    await transfer_time(data)
-    return replica.intact and replica.digest == request.digest

@@ -34,6 +34,8 @@ class Replica:
     digest: bytes
     session: int
     intact: bool = True
+    #: Read since this data process is here: it is believed without another look.
+    checked: bool = True
 
 
 @dataclass
@@ -65,7 +67,9 @@ class Truth:
         #: Newest step that somebody was told of.
         self.told: dict[str, int] = {}
         self._applied_newest: dict[tuple[str, str], int] = {}
-        self.commits = self.loads = self.lookups = self.puts = 0
+        #: Lives that are over, and why.
+        self.ended: dict[tuple[str, int], str] = {}
+        self.commits = self.loads = self.lookups = self.puts = self.repairs = 0
 
     @property
     def digest(self) -> str:
@@ -112,7 +116,10 @@ class Truth:
                 self.note(f"commit {command['job']}/{command['step']} refused: {result['code']}")
         elif kind == "set_state":
             node, incarnation = command["node"]
-            self.note(f"{node}#{incarnation} {command['state']}: {result['ok']}")
+            reason = command.get("reason", "")
+            if command["state"] == "DOWN" and result["ok"]:
+                self.ended.setdefault((node, incarnation), reason)
+            self.note(f"{node}#{incarnation} {command['state']}: {result['ok']}, {reason}")
         elif kind == "register":
             self.note(f"{command['node']['node_id']} registers: #{result.get('incarnation')}")
         elif kind == "rehold":
@@ -177,6 +184,14 @@ class Truth:
                         yield job_name, kept["step"], record["rank"], number, self._tolerate + 1, live
 
     # Memory
+
+    def took(self, node: str, incarnation: int, addressed: int) -> None:
+        """A node has become a holder of a shard that was meant for one of its lives."""
+        self.check(addressed == incarnation, "G7", f"{node}#{incarnation} took a copy for #{addressed}")
+        reason = self.ended.get((node, incarnation))
+        self.check(
+            reason in (None, "left"), "G7", f"{node}#{incarnation} took a copy though it is DOWN: {reason}"
+        )
 
     def check_survival(self, after: str) -> None:
         """G1: every shard of every job's newest committed step is intact somewhere."""

@@ -1,1 +1,1 @@
-"""Who lives: heartbeats and probes, and the verdicts drawn from them."""
+"""Who lives: heartbeats, probes, leases, and the verdicts drawn from them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from enum import Enum
 
 import grpc.aio
 
@@ -11,17 +10,20 @@ from fastcheck_proto.v1 import node_pb2, node_pb2_grpc
 
 from ..config import split_address
 from ..rpc import CHANNEL_OPTIONS
-from .detector import Life
+from .detector import Finding, Life
 
+#: What a probe found at a node's address.
+ProbeResult = Finding
 
-class ProbeResult(Enum):
-    """What a probe found at a node's address."""
+#: Longest that anybody may have us wait for a probe.
+PROBE_S_MAX = 2.0
 
-    ANSWERED = "answered"
-    #: Nobody listens there, or another life does: the one asked for is over.
-    REFUSED = "refused"
-    #: No answer in time: dead, cut off, or busy.
-    SILENT = "silent"
+_TO_WIRE = {
+    Finding.ANSWERED: node_pb2.PROBE_FINDING_ANSWERED,
+    Finding.REFUSED: node_pb2.PROBE_FINDING_REFUSED,
+    Finding.SILENT: node_pb2.PROBE_FINDING_SILENT,
+}
+_FROM_WIRE: dict[int, Finding] = {code: finding for finding, code in _TO_WIRE.items()}
 
 
 async def probe(agent_address: str, life: Life, timeout_s: float) -> ProbeResult:
@@ -38,4 +40,24 @@ async def probe(agent_address: str, life: Life, timeout_s: float) -> ProbeResult
         return ProbeResult.REFUSED
     except (OSError, TimeoutError, ValueError, grpc.aio.AioRpcError):
         return ProbeResult.SILENT
-    return ProbeResult.ANSWERED if (answer.node_id, answer.incarnation) == life else ProbeResult.REFUSED
+    if (answer.node_id, answer.incarnation) == life:
+        return ProbeResult.ANSWERED
+    if answer.node_id == life[0] and 0 < answer.incarnation < life[1]:
+        # It lives and has not heard of its new life yet: no proof that the new one is over.
+        return ProbeResult.SILENT
+    return ProbeResult.REFUSED
+
+
+def to_wire(finding: ProbeResult | None) -> node_pb2.ProbeFinding.ValueType:
+    """The wire's word; None, could not ask, is UNSPECIFIED."""
+    return node_pb2.PROBE_FINDING_UNSPECIFIED if finding is None else _TO_WIRE[finding]
+
+
+def from_wire(code: int) -> ProbeResult | None:
+    """Inverse of `to_wire`; anything unknown is None."""
+    return _FROM_WIRE.get(code)
+
+
+def bounded_timeout_s(asked_s: float) -> float:
+    """A caller's timeout as far as we go along with it; NaN and nonsense become the shortest."""
+    return min(asked_s, PROBE_S_MAX) if asked_s > 0 else 0.01

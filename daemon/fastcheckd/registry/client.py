@@ -1,26 +1,28 @@
 """Every other process' way to the registry: finds the leader, survives its change, keeps a view.
 
 All calls may be repeated (that is their contract), so a call whose answer was lost is simply made again,
-at another voter, until its time is up.
+at another voter, until its time is up. Where the way to the leader is cut and the way to another voter is
+not, that one is asked to relay the call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
-from fastcheck_proto.conventions import ERROR_METADATA_KEY, LEADER_METADATA_KEY
-from fastcheck_proto.v1 import common_pb2, registry_pb2, registry_pb2_grpc
+from fastcheck_proto.conventions import ERROR_METADATA_KEY, LEADER_METADATA_KEY, RELAY_METADATA_KEY
+from fastcheck_proto.v1 import common_pb2, node_pb2, registry_pb2
 
 from ..config import Config
 from ..counters import Counters
 from ..errors import FastCheckdError, NoQuorumError
-from ..rpc import CHANNEL_OPTIONS, from_rpc_error
+from ..rpc import from_rpc_error
+from .stubs import GrpcStubs, Stubs
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +34,13 @@ BACKOFF_S_MAX = 0.5
 ATTEMPT_S = 2.0
 #: A voter that has no leader is watched no longer than this: it may be cut off.
 LEADERLESS_S = 2.0
+#: A voter that could not be reached is not tried directly for this long while another one relays to it.
+CUT_S = 10.0
 #: A living voter repeats its view more often than this.
 SILENCE_S = 15.0
 
 _LOST = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
+_RELAY = ((RELAY_METADATA_KEY, "1"),)
 _NO_QUORUM = common_pb2.ErrorCode.Name(common_pb2.ERROR_CODE_NO_QUORUM)
 
 
@@ -46,16 +51,36 @@ class RegistryClient:
     then, or the error that the registry answered with.
 
     Args:
-        stubs: the calls of the voter at an address; by default over gRPC.
+        config: names the first voters.
+        stubs: how voters are reached; by default over gRPC. Whoever gives one closes it.
     """
 
-    def __init__(self, config: Config, counters: Counters, stubs: Callable[[str], Any] | None = None) -> None:
+    def __init__(self, config: Config, counters: Counters, stubs: Stubs | None = None) -> None:
         self._counters = counters
-        self._stubs = stubs or self._grpc_stub
         self._by_node = {voter.node_id: voter.registry_address for voter in config.effective_voters}
         self._addresses = list(self._by_node.values())
         self._leader = self._addresses[0]
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = GrpcStubs()
+        self._stubs: Stubs = self._channels if stubs is None else stubs
+        #: Voters that did not answer us, and until when that is taken for a cut.
+        self._cut_until: dict[str, float] = {}
+        #: The voter that is asked first relayed our last call.
+        self._relaying = False
+
+    def use_voters(self, voters: Iterable[node_pb2.VoterRecord]) -> None:
+        """Go by these voters from now on, such as a view names them; none are no change.
+
+        Calls under way that wait for another voter go on with these when that one has failed.
+        """
+        by_node = {voter.node_id: voter.registry_address for voter in voters}
+        if not by_node or by_node == self._by_node:
+            return
+        logger.info("the registry's voters are now %s", ", ".join(f"{n} at {a}" for n, a in by_node.items()))
+        self._by_node = by_node
+        self._addresses = list(by_node.values())
+        self._cut_until = {a: until for a, until in self._cut_until.items() if a in self._addresses}
+        if self._leader not in self._addresses:
+            self._leader, self._relaying = self._addresses[0], False
 
     async def register(
         self, request: registry_pb2.RegisterRequest, timeout_s: float
@@ -106,6 +131,65 @@ class RegistryClient:
         """All jobs."""
         return await self._call("ListJobs", registry_pb2.ListJobsResponse, request, timeout_s)
 
+    async def set_draining(
+        self, request: registry_pb2.SetDrainingRequest, timeout_s: float
+    ) -> registry_pb2.SetDrainingResponse:
+        """Begin or end a drain."""
+        return await self._call("SetDraining", registry_pb2.SetDrainingResponse, request, timeout_s)
+
+    async def forget(
+        self, request: registry_pb2.ForgetRequest, timeout_s: float
+    ) -> registry_pb2.ForgetResponse:
+        """Take a DOWN node off the list; UnsafeError if it is not DOWN."""
+        return await self._call("Forget", registry_pb2.ForgetResponse, request, timeout_s)
+
+    async def history(
+        self, request: registry_pb2.HistoryRequest, timeout_s: float
+    ) -> registry_pb2.HistoryResponse:
+        """Changes of nodes' states, the newest last."""
+        return await self._call("History", registry_pb2.HistoryResponse, request, timeout_s)
+
+    async def safe_to_stop(
+        self, request: registry_pb2.SafeToStopRequest, timeout_s: float
+    ) -> registry_pb2.SafeToStopResponse:
+        """What stopping a node for good would cost."""
+        return await self._call("SafeToStop", registry_pb2.SafeToStopResponse, request, timeout_s)
+
+    async def get_redundancy(
+        self, request: registry_pb2.GetRedundancyRequest, timeout_s: float
+    ) -> registry_pb2.GetRedundancyResponse:
+        """How redundant the committed steps are, and what is being done about it."""
+        return await self._call("GetRedundancy", registry_pb2.GetRedundancyResponse, request, timeout_s)
+
+    async def report_inventory(
+        self, request: registry_pb2.ReportInventoryRequest, timeout_s: float
+    ) -> registry_pb2.ReportInventoryResponse:
+        """Say which committed replicas are held here."""
+        return await self._call("ReportInventory", registry_pb2.ReportInventoryResponse, request, timeout_s)
+
+    async def replace_voter(
+        self, request: registry_pb2.ReplaceVoterRequest, timeout_s: float
+    ) -> registry_pb2.ReplaceVoterResponse:
+        """Replace a voter that is gone for good. May take as long as `timeout_s`: the new one has to catch up."""
+        return await self._call(
+            "ReplaceVoter", registry_pb2.ReplaceVoterResponse, request, timeout_s, attempt_s=timeout_s
+        )
+
+    async def corroborate(
+        self, voter_address: str, request: registry_pb2.CorroborateRequest, timeout_s: float
+    ) -> registry_pb2.CorroborateResponse:
+        """Ask this one voter, once, what it knows of a node.
+
+        Raises:
+            FastCheckdError: PeerError if it does not answer in time.
+        """
+        try:
+            answer = await self._stubs(voter_address).Corroborate(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise _from(error, voter_address) from None
+        assert isinstance(answer, registry_pb2.CorroborateResponse)
+        return answer
+
     async def view(self, timeout_s: float) -> registry_pb2.ClusterView:
         """The cluster as the leader sees it or, without a leader, as any voter does (see `has_leader`)."""
         loop = asyncio.get_running_loop()
@@ -113,7 +197,7 @@ class RegistryClient:
         request = registry_pb2.GetViewRequest()
         view = (await self._call("GetView", registry_pb2.GetViewResponse, request, timeout_s)).view
         leader = self._by_node.get(view.leader)
-        if leader is None or leader == self._leader:
+        if leader is None or leader == self._leader or self._is_cut(leader):
             return view
         self._leader = leader
         try:
@@ -128,7 +212,7 @@ class RegistryClient:
     ) -> R:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        address = self._leader
+        address, relay = self._leader, self._relaying and self._is_cut(*self._addresses)
         backoff_s = BACKOFF_S_MIN
         problem = "there was no time to ask"
         if attempt_s is None:
@@ -136,8 +220,9 @@ class RegistryClient:
             attempt_s = min(ATTEMPT_S, max(0.4, timeout_s / 3))
         while (left_s := deadline - loop.time()) > 0:
             call = getattr(self._stubs(address), method)
+            metadata = _RELAY if relay else ()
             try:
-                response: R = await call(request, timeout=min(left_s, attempt_s))
+                response: R = await call(request, timeout=min(left_s, attempt_s), metadata=metadata)
             except grpc.aio.AioRpcError as error:
                 trailing = dict(error.trailing_metadata() or ())
                 reason = trailing.get(ERROR_METADATA_KEY)
@@ -145,17 +230,22 @@ class RegistryClient:
                     raise _from(error, address) from None
                 problem = f"{address}: {error.details() or error.code().name}"
                 self._counters.add("registry_retries")
+                if reason is None and not relay:
+                    self._cut_until[address] = loop.time() + CUT_S
                 hint = str(trailing.get(LEADER_METADATA_KEY, ""))
-                if hint in self._addresses and hint != address:
-                    # Straight on, but not for ever: two voters may each believe the other one leads.
-                    address = hint
-                    await asyncio.sleep(backoff_s / 4)
-                else:
-                    address = self._after(address)
+                if relay or hint not in self._addresses or hint == address:
+                    address, relay = self._next(address), False
                     await asyncio.sleep(min(backoff_s, max(0.0, deadline - loop.time())))
+                else:
+                    # Straight on, but not for ever: two voters may each believe the other one leads.
+                    relay = self._is_cut(hint)
+                    address = address if relay else hint
+                    await asyncio.sleep(backoff_s / 4)
                 backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
             else:
-                self._leader = address
+                if not relay:
+                    self._cut_until.pop(address, None)
+                self._leader, self._relaying = address, relay
                 return response
         raise NoQuorumError(
             f"the registry did not answer {method} within {timeout_s:g} s (last: {problem}); "
@@ -203,16 +293,25 @@ class RegistryClient:
 
     async def close(self) -> None:
         """Close all connections."""
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        await self._channels.close()
 
-    def _grpc_stub(self, address: str) -> registry_pb2_grpc.RegistryServiceStub:
-        if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        return registry_pb2_grpc.RegistryServiceStub(self._channels[address])
+    def _is_cut(self, *addresses: str) -> bool:
+        """Whether one of these voters did not answer us lately."""
+        now = asyncio.get_running_loop().time()
+        return any(self._cut_until.get(address, 0.0) > now for address in addresses)
+
+    def _next(self, address: str) -> str:
+        """Who to ask after this voter: one that is not cut off from us, if there is any."""
+        following = self._after(address)
+        for _ in self._addresses:
+            if following != address and not self._is_cut(following):
+                return following
+            following = self._after(following)
+        return self._after(address)
 
     def _after(self, address: str) -> str:
+        if address not in self._addresses:  # the voters have changed meanwhile
+            return self._addresses[0]
         return self._addresses[(self._addresses.index(address) + 1) % len(self._addresses)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastcheck_proto.conventions import RANK_MAX, STEP_MAX
 
-from .records import HOLDERS_MAX, Json, MalformedError, integer, name, rank_record
+from .records import HOLDERS_MAX, Json, MalformedError, integer, live, name, rank_record
 
 #: Committed steps whose number is remembered after their record is gone, so that a late repetition
 #: of a report still gets the right answer.
@@ -39,13 +39,32 @@ def find_step(job: Json, step: int) -> Json | None:
     return next((kept for kept in job["steps"] if kept["step"] == step), None)
 
 
+def same_bytes(one: Json, other: Json) -> bool:
+    """Whether two records of a rank are of the same save: same session, same shards, same digests.
+
+    Holders and the owner's incarnation may differ: repairs change them in what is committed, while an owner
+    goes on repeating the report that it once made.
+    """
+    return _saved(one) == _saved(other)
+
+
+def _saved(record: Json) -> list[Any]:
+    shards = [[shard["offset"], shard["bytes"], shard["digest"]] for shard in record["shards"]]
+    return [record["rank"], record["session"], record["state_bytes"], shards]
+
+
+def copies_of(ranks: list[Json]) -> int:
+    """Copies on other nodes than the owner that every shard of a step has."""
+    return min(len(shard["holders"]) for record in ranks for shard in record["shards"])
+
+
 def standing(job: Json | None, step: int, rank: int, session: int, record: Json | None = None) -> Standing:
     """Whether a rank's step is still open; `record` proves for a kept step that it is the same one."""
     if job is None or step > job["newest"]:
         return Standing.OPEN
     if (kept := find_step(job, step)) is not None:
         mine = next((r for r in kept["ranks"] if r["rank"] == rank), None)
-        if mine is not None and mine["session"] == session and record in (None, mine):
+        if mine is not None and mine["session"] == session and (record is None or same_bytes(mine, record)):
             return Standing.COMMITTED
     else:
         for recent, sessions in job["recent"]:
@@ -71,8 +90,7 @@ def check_session(state: Json, job_name: str, rank: int, session: int, owner: li
             f"session {session} of rank {rank} of job {job_name} is over: another process took its place",
             ranks=[rank],
         )
-    node = state["nodes"].get(owner[0])
-    if node is None or node["incarnation"] != owner[1] or node["state"] == "DOWN":
+    if not live(state, owner):
         return refusal(
             "FENCED",
             f"node {owner[0]} in incarnation {owner[1]} is over: it has to register again",
@@ -82,13 +100,11 @@ def check_session(state: Json, job_name: str, rank: int, session: int, owner: li
 
 
 def lost_holders(state: Json, record: Json) -> list[list[Any]]:
-    """Holders in a rank's record that are not UP in that incarnation any more."""
+    """Holders in a rank's record whose life is over."""
     lost = []
     for shard in record["shards"]:
         for holder in shard["holders"]:
-            node = state["nodes"].get(holder[0])
-            alive = node is not None and node["incarnation"] == holder[1] and node["state"] == "UP"
-            if not alive and holder not in lost:
+            if not live(state, holder) and holder not in lost:
                 lost.append(holder)
     return lost
 
@@ -144,7 +160,11 @@ def commit(state: Json, command: Json) -> Json:
     job = state["jobs"].get(job_name)
     if job is not None and step <= job["newest"]:
         kept = find_step(job, step)
-        if kept is not None and kept["ranks"] == ranks:
+        if (
+            kept is not None
+            and len(kept["ranks"]) == len(ranks)
+            and all(map(same_bytes, kept["ranks"], ranks))
+        ):
             return {"ok": True, "step": step}
         return refusal("NOT_NEWER", f"step {step} of job {job_name} is not newer than {job['newest']}")
     refusals = [r for record in ranks if (r := check_rank(state, job_name, world_size, tolerate, record))]
@@ -152,8 +172,8 @@ def commit(state: Json, command: Json) -> Json:
         return _merge(refusals)
 
     assert job is not None, "a current session implies its job"
-    copies = min(len(shard["holders"]) for record in ranks for shard in record["shards"])
-    job["steps"].append({"step": step, "world_size": world_size, "copies": copies, "ranks": ranks})
+    kept = {"step": step, "world_size": world_size, "copies": copies_of(ranks), "ranks": ranks}
+    job["steps"].append(kept)
     del job["steps"][:-keep_steps]
     job["recent"].append([step, job["next_session"]])
     del job["recent"][:-RECENT_MAX]

@@ -1,22 +1,25 @@
-"""What the leader does beside committing: judge the nodes, place shards, prove that it leads.
-
-Its judgements are proposals; losing the leadership in the middle of one loses nothing.
-"""
+"""What the leader does beside committing and judging: take office, place shards, prove that it leads."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ..config import Config
-from ..errors import FastCheckdError, FencedError, NotNewerError, SupersededError
-from ..health.detector import FailureDetector, Life, Verdict
-from ..health.probing import ProbeResult, probe
+from fastcheck_proto.v1 import registry_pb2
+
+from ..config import Config, Voter
+from ..errors import FastCheckdError, FencedError, InvalidRequestError, NotNewerError, SupersededError
+from ..health.detector import FailureDetector, Life
 from ..placement import PlannedShard, place
+from . import commands
 from .commits import Standing, check_session, standing
 from .engine import Engine
+from .foreman import Foreman
+from .judging import Judge
+from .outward import GrpcOutward, Outward
 from .records import SHARDS_MAX, Json
 from .reporting import Reports
 
@@ -36,7 +39,10 @@ class Leader:
     """This voter's office while it leads; idle otherwise.
 
     Args:
-        on_suspects: called when the set of suspected nodes has changed.
+        on_suspects: called when what is thought of some node, or whether this voter leads, has changed.
+        outward: how it asks nodes and voters; by default over the network.
+        wall_ms: the wall clock, for what people are shown; nothing is decided by it.
+        draw: chooses whom the judge asks to ask others.
     """
 
     def __init__(
@@ -46,19 +52,31 @@ class Leader:
         reports: Reports,
         detector: FailureDetector,
         on_suspects: Callable[[], None],
+        outward: Outward | None = None,
+        *,
+        wall_ms: Callable[[], int],
+        draw: random.Random | None = None,
     ) -> None:
+        self.wall_ms = wall_ms
         self._config = config
         self._raft = raft
         self._reports = reports
-        self._detector = detector
         self._on_suspects = on_suspects
+        self.outward: Outward = outward or GrpcOutward()
+        self.judge = Judge(config, raft, detector, self.outward, on_suspects, draw=draw, wall_ms=wall_ms)
         self._wake = asyncio.Event()
-        self._tasks: dict[tuple[str, Life], asyncio.Task[None]] = {}
         self._barrier_running: asyncio.Task[None] | None = None
         self._barrier_next: asyncio.Task[None] | None = None
         #: Term in which this voter has proved that it leads and has applied all that was committed before.
         self._ready_term = -1
-        self.suspects: frozenset[Life] = frozenset()
+        self.foreman = Foreman(
+            config, raft, self.outward, unwell=lambda: frozenset(node_id for node_id, _ in self.suspects)
+        )
+
+    @property
+    def suspects(self) -> frozenset[Life]:
+        """Lives that get nothing new while others can take it: SUSPECT or damped."""
+        return self.judge.avoided
 
     @property
     def ready(self) -> bool:
@@ -68,9 +86,11 @@ class Leader:
     def changed(self) -> None:
         """State, role or leader have changed."""
         self._wake.set()
+        self.foreman.changed()
 
     async def run(self) -> None:
-        """Lead whenever this voter is elected. Ends by being cancelled."""
+        """Lead whenever this voter is elected, listen always. Ends by being cancelled."""
+        listening = asyncio.ensure_future(self.judge.listen())
         try:
             while True:
                 self._wake.clear()
@@ -79,83 +99,41 @@ class Leader:
                 else:
                     await self._wake.wait()
         finally:
+            listening.cancel()
             self._resign()
 
     async def _lead(self, term: int) -> None:
         try:
-            await self._raft.propose({"type": "noop"})
+            await self._raft.propose(commands.noop())
         except FastCheckdError as error:
             logger.warning("registry: elected, but cannot commit yet: %s", error)
             await asyncio.sleep(0.1)
             return
         self._ready_term = term
-        self._detector.became_leader(self._now())
+        self.judge.take_office()
         logger.info("registry: leading in term %d", term)
         self._on_suspects()
+        repairing = asyncio.create_task(self.foreman.run(), name="repairs")
         try:
             while self.ready:
-                self._judge()
+                self.judge.judge()
                 self._reports.tick()
-                await asyncio.sleep(self._config.suspect_after_s / 4)
+                if repairing.done():
+                    repairing.result()  # raises: it ends by being cancelled
+                await self.judge.pause()
         finally:
+            repairing.cancel()
             self._resign()
+            await asyncio.gather(repairing, return_exceptions=True)
 
     def _resign(self) -> None:
         self._ready_term = -1
         self._reports.abandon()
-        for task in list(self._tasks.values()):
-            task.cancel()
-        self.suspects = frozenset()
+        self.judge.resign()
         self._on_suspects()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-    # Judging
-
-    def _judge(self) -> None:
-        nodes = self._raft.read(
-            lambda state: {
-                (node_id, node["incarnation"]): node["agent_address"]
-                for node_id, node in state["nodes"].items()
-                if node["state"] != "DOWN"
-            }
-        )
-        now = self._now()
-        verdicts = self._detector.judge(nodes, now)
-        for life, verdict in verdicts.items():
-            if verdict is Verdict.DOWN:
-                self._once("down", life, lambda life=life: self._propose_down(life))  # type: ignore[misc]
-            elif self._detector.silence_s(life, now) > self._config.suspect_after_s:
-                self._once("probe", life, lambda life=life: self._probe(nodes[life], life))  # type: ignore[misc]
-        suspects = frozenset(life for life, verdict in verdicts.items() if verdict is not Verdict.UP)
-        if suspects != self.suspects:
-            self.suspects = suspects
-            self._on_suspects()
-
-    def _once(self, what: str, life: Life, work: Callable[[], object]) -> None:
-        """Start work about a node unless it is under way."""
-        if (what, life) not in self._tasks:
-            task = asyncio.ensure_future(work())  # type: ignore[call-overload]
-            self._tasks[(what, life)] = task
-            task.add_done_callback(lambda _: self._tasks.pop((what, life), None))
-
-    async def _probe(self, agent_address: str, life: Life) -> None:
-        sent_at = self._now()
-        result = await probe(agent_address, life, self._config.probe_timeout_s)
-        if result is ProbeResult.ANSWERED:
-            self._detector.probe_answered(life, self._now())
-        elif result is ProbeResult.REFUSED:
-            self._detector.probe_refused(life, sent_at)
-
-    async def _propose_down(self, life: Life) -> None:
-        try:
-            result = await self._raft.propose({"type": "set_state", "node": list(life), "state": "DOWN"})
-            logger.warning(
-                "registry: node %s in incarnation %d is DOWN: %s", *life, result.get("message", "decided")
-            )
-        except FastCheckdError as error:
-            logger.warning("registry: could not decide that node %s is DOWN: %s", life[0], error)
 
     # Answering
 
@@ -222,6 +200,16 @@ class Leader:
         )
         return placement
 
+    async def replace_voter(self, request: registry_pb2.ReplaceVoterRequest) -> list[Voter]:
+        """Replace a voter that is gone for good; returns all voters afterwards.
+
+        Raises:
+            InvalidRequestError: this registry cannot.
+        """
+        raise InvalidRequestError(
+            f"voter {request.old_node_id} cannot be replaced: the voters of this registry are those of its config"
+        )
+
     async def confirm(self) -> None:
         """Return when this voter has been proved to lead after the call began: what it then reads is current.
 
@@ -240,4 +228,4 @@ class Leader:
         if before is not None:
             await asyncio.wait([before])
         self._barrier_running, self._barrier_next = self._barrier_next, None
-        await self._raft.propose({"type": "noop"})
+        await self._raft.propose(commands.noop())

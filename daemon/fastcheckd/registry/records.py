@@ -11,6 +11,7 @@ from typing import Any
 
 from fastcheck_proto.conventions import RANK_MAX, STEP_MAX, check_name
 
+from ..config import LABELS_MAX
 from ..digests import DIGEST_BYTES
 
 Json = dict[str, Any]
@@ -20,6 +21,10 @@ ADDRESS_BYTES_MAX = 300
 TOKEN_BYTES_MAX = 128
 SHARDS_MAX = 64
 HOLDERS_MAX = 16
+#: Why a node is in its state, in words for people.
+REASON_BYTES_MAX = 200
+#: Config allows 5; while one is being replaced there may be one more or one fewer.
+VOTERS_MAX = 9
 
 
 class MalformedError(ValueError):
@@ -68,19 +73,35 @@ def node_ref(value: Any, what: str) -> list[Any]:
     return [name(pair, "node_id"), integer(pair, "incarnation", 0, STEP_MAX)]
 
 
+def at_ms(command: Json) -> int | None:
+    """Wall clock of the leader that proposed a command, to be shown only; None in commands of older versions."""
+    return integer(command, "at_ms", 0, STEP_MAX) if "at_ms" in command else None
+
+
+def live(state: Json, ref: list[Any]) -> bool:
+    """Whether a node is there in this very life: its copies count. DRAINING ones do, until they are elsewhere."""
+    node = state["nodes"].get(ref[0])
+    return node is not None and node["incarnation"] == ref[1] and node["state"] in ("UP", "DRAINING")
+
+
+def digest_hex(source: Json) -> str:
+    """A shard's digest in hex."""
+    digest = text(source, "digest", 2 * DIGEST_BYTES)
+    if len(digest) != 2 * DIGEST_BYTES or any(c not in "0123456789abcdef" for c in digest):
+        raise MalformedError(f"a shard's digest must be {DIGEST_BYTES} bytes in hex")
+    return digest
+
+
 def shard_record(value: Any) -> Json:
     """{"offset", "bytes", "digest" (hex), "holders" ([[node_id, incarnation], ...])}."""
     if not isinstance(value, dict) or not isinstance(value.get("holders"), list):
         raise MalformedError("a shard must have an offset, bytes, a digest and holders")
     if len(value["holders"]) > HOLDERS_MAX:
         raise MalformedError(f"a shard must have at most {HOLDERS_MAX} holders")
-    digest = text(value, "digest", 2 * DIGEST_BYTES)
-    if len(digest) != 2 * DIGEST_BYTES or any(c not in "0123456789abcdef" for c in digest):
-        raise MalformedError(f"a shard's digest must be {DIGEST_BYTES} bytes in hex")
     return {
         "offset": integer(value, "offset", 0, STEP_MAX),
         "bytes": integer(value, "bytes", 0, STEP_MAX),
-        "digest": digest,
+        "digest": digest_hex(value),
         "holders": [node_ref(holder, "a holder") for holder in value["holders"]],
     }
 
@@ -125,7 +146,27 @@ def node_fields(value: Any) -> Json:
         "lane_address": text(value, "lane_address", ADDRESS_BYTES_MAX),
         "voter": value["voter"],
         "ram_budget_bytes": integer(value, "ram_budget_bytes", 0, STEP_MAX),
+        "labels": _labels(value.get("labels", {})),
     }
+
+
+def _labels(value: Any) -> dict[str, str]:
+    """Labels by name, in order of their names; a node of an older version has none."""
+    if not isinstance(value, dict) or len(value) > LABELS_MAX:
+        raise MalformedError(f"labels must be pairs of a name and a value, at most {LABELS_MAX}")
+    return {name({"label": key}, "label"): name(value, key) for key in sorted(value, key=str)}
+
+
+def voter_record(value: Any) -> list[str]:
+    """[node_id, registry_address, raft_address]."""
+    if not isinstance(value, list) or len(value) != 3:
+        raise MalformedError("a voter must be a node id, a registry address and a raft address")
+    parts = dict(zip(("node_id", "registry_address", "raft_address"), value, strict=True))
+    return [
+        name(parts, "node_id"),
+        text(parts, "registry_address", ADDRESS_BYTES_MAX),
+        text(parts, "raft_address", ADDRESS_BYTES_MAX),
+    ]
 
 
 def is_lossy(ranks: Iterable[Json]) -> bool:

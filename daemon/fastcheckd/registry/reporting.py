@@ -14,6 +14,7 @@ from fastcheck_proto.v1 import common_pb2, registry_pb2
 
 from ..config import Config
 from ..errors import InvalidRequestError, NoQuorumError
+from . import commands
 from .collector import Collection, Collector, WorldSizeConflictError
 from .commits import Standing, check_rank, check_session, refusal, standing
 from .engine import Engine
@@ -169,16 +170,15 @@ class Reports:
             self._conclude(job, ready, ranks, result)
 
     def _command(self, job: str, ready: Collection) -> Json:
-        return {
-            "type": "commit",
-            "job": job,
-            "step": ready.step,
-            "world_size": ready.world_size,
-            "epoch": self._raft.read(lambda state: state["epoch"]),
-            "tolerate": self._config.tolerate,
-            "keep_steps": self._config.keep_steps,
-            "ranks": [ready.reports[rank] for rank in sorted(ready.reports)],
-        }
+        return commands.commit(
+            job,
+            ready.step,
+            ready.world_size,
+            epoch=self._raft.read(lambda state: int(state["epoch"])),
+            tolerate=self._config.tolerate,
+            keep_steps=self._config.keep_steps,
+            ranks=[ready.reports[rank] for rank in sorted(ready.reports)],
+        )
 
     def _conclude(self, job: str, step: Collection, ranks: list[int], result: Json) -> None:
         if result["ok"]:

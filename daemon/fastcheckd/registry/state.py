@@ -1,16 +1,20 @@
 """The replicated state machine: `apply(state, command) -> result`. Pure and total.
 
-Every voter runs the same commands in the same order and must come to the same state: nothing here
-reads a clock, draws a random number, or raises. State, commands and results are JSON (dicts, lists,
-strings, whole numbers); dict order is part of the state and survives a snapshot.
+Every voter runs the same commands in the same order and must come to the same state: nothing here or in
+the modules that it calls reads a clock, draws a random number, or raises. State, commands and results are JSON
+(dicts, lists, strings, whole numbers); dict order is part of the state and survives a snapshot.
 
     {"schema", "epoch", "version", "next_incarnation", "session_floor",
-     "nodes": {node_id: {"incarnation", "state", "life_id", "agent_address", ...}},
+     "nodes": {node_id: {"incarnation", "state", "life_id", "agent_address", "data_address", "lane_address",
+                         "voter", "ram_budget_bytes", "labels", "draining", "reason", "since_ms"}},
      "jobs":  {job: {"newest", "world_size", "next_session", "ranks": {rank: seat}, "steps", "recent"}},
+     "history": [[at_ms, epoch, node_id, incarnation, from or "", to or "", reason], ...],
+     "voters": [[node_id, registry_address, raft_address], ...] or null,
      "seen":  {client_id: [[seq, result], ...]}}
 
 `epoch` counts changes of the membership, `version` all changes that a view shows. Incarnations and
-sessions are never used twice, even when the node or job they belonged to has been forgotten.
+sessions are never used twice, even when the node or job they belonged to has been forgotten. `voters` is null
+while they are still those of the config. What commands look like is written in `commands`.
 """
 
 from __future__ import annotations
@@ -19,20 +23,20 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from fastcheck_proto.conventions import RANK_MAX, STEP_MAX
+from fastcheck_proto.conventions import STEP_MAX
 
 from .commits import commit, refusal
-from .records import TOKEN_BYTES_MAX, Json, MalformedError, integer, name, node_fields, node_ref, text
+from .holding import rehold
+from .members import forget, register, set_draining, set_state, set_voters
+from .migrating import migrate
+from .records import TOKEN_BYTES_MAX, Json, MalformedError, integer, text
+from .sessions import open_rank
 
-SCHEMA = 1
+SCHEMA = 2
 
-NODES_MAX = 4096
-JOBS_MAX = 4096
 #: Proposers whose results are remembered, and results of each: more than one has in flight at once.
 SEEN_CLIENTS_MAX = 64
 SEEN_RESULTS_MAX = 64
-#: Former processes of a rank that are recognised when they come back late.
-PAST_CLIENTS_MAX = 4
 
 
 def new_state() -> Json:
@@ -45,6 +49,8 @@ def new_state() -> Json:
         "session_floor": 1,
         "nodes": {},
         "jobs": {},
+        "history": [],
+        "voters": None,
         "seen": {},
     }
 
@@ -55,16 +61,20 @@ def snapshot(state: Json) -> bytes:
 
 
 def restore(data: bytes) -> Json:
-    """The state from bytes.
+    """The state from bytes, of this schema or an earlier one.
 
     Raises:
         ValueError: not a snapshot, or of a schema that this version does not know.
     """
-    state = json.loads(data)
-    if not isinstance(state, dict) or set(state) != set(new_state()):
+    try:
+        state: Json = migrate(json.loads(data))
+        schema, keys = state["schema"], set(state)
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError("not a registry snapshot") from None
+    if schema != SCHEMA:
+        raise ValueError(f"registry snapshot has schema {schema}, this version reads up to {SCHEMA}")
+    if keys != set(new_state()):
         raise ValueError("not a registry snapshot")
-    if state["schema"] != SCHEMA:
-        raise ValueError(f"registry snapshot has schema {state['schema']}, this version reads {SCHEMA}")
     return state
 
 
@@ -117,114 +127,19 @@ def _handle(handler: Callable[[Json, Json], Json], state: Json, command: Json) -
         return refusal("INVALID", str(error))
 
 
-def _register(state: Json, command: Json) -> Json:
-    """A node's new life; the same life_id again is the same life, unless that life is over."""
-    fields = node_fields(command.get("node"))
-    life_id = text(command, "life_id", TOKEN_BYTES_MAX)
-    node_id = fields.pop("node_id")
-    nodes = state["nodes"]
-    known = nodes.get(node_id)
-    if known is not None and known["life_id"] == life_id and known["state"] != "DOWN":
-        return {"ok": True, "incarnation": known["incarnation"], "epoch": state["epoch"]}
-    if known is None and len(nodes) >= NODES_MAX:
-        down = [(node["incarnation"], other) for other, node in nodes.items() if node["state"] == "DOWN"]
-        if not down:
-            raise MalformedError(f"the cluster has {NODES_MAX} nodes already, none of them DOWN")
-        del nodes[min(down)[1]]
-    incarnation = state["next_incarnation"]
-    state["next_incarnation"] += 1
-    nodes[node_id] = {"incarnation": incarnation, "state": "UP", "life_id": life_id, **fields}
-    _membership_changed(state)
-    return {"ok": True, "incarnation": incarnation, "epoch": state["epoch"]}
-
-
-def _set_state(state: Json, command: Json) -> Json:
-    """UP, DRAINING or DOWN, if the node is still in the incarnation that the judgement was about."""
-    node_id, incarnation = node_ref(command.get("node"), "the node")
-    wanted = command.get("state")
-    if wanted not in ("UP", "DRAINING", "DOWN"):
-        raise MalformedError("a node's state can be set to UP, DRAINING or DOWN")
-    node = state["nodes"].get(node_id)
-    if node is None or node["incarnation"] != incarnation:
-        return refusal("FENCED", f"node {node_id} is not in incarnation {incarnation} any more")
-    if node["state"] != wanted:
-        if node["state"] == "DOWN":
-            return refusal("FENCED", f"node {node_id} is DOWN: only registering again brings it back")
-        node["state"] = wanted
-        _membership_changed(state)
-    return {"ok": True, "epoch": state["epoch"]}
-
-
-def _membership_changed(state: Json) -> None:
-    state["epoch"] += 1
-    state["version"] += 1
-
-
-def _open_rank(state: Json, command: Json) -> Json:
-    """A process takes a rank's place: a new session, and the end of the one before."""
-    job_name = name(command, "job")
-    world_size = integer(command, "world_size", 1, RANK_MAX)
-    rank = integer(command, "rank", 0, world_size - 1)
-    client = text(command, "client", TOKEN_BYTES_MAX)
-    node_id, incarnation = node_ref(command.get("node"), "the node")
-    node = state["nodes"].get(node_id)
-    if node is None or node["incarnation"] != incarnation or node["state"] == "DOWN":
-        return refusal(
-            "FENCED", f"node {node_id} in incarnation {incarnation} is over: it has to register again"
-        )
-    job = state["jobs"].get(job_name)
-    seat = None if job is None else job["ranks"].get(str(rank))
-    if seat is not None:
-        if seat["client"] == client and seat["world_size"] == world_size:
-            return {"ok": True, "session": seat["session"]}
-        if client in seat["past"]:
-            return refusal("FENCED", f"another process took the place of rank {rank} of job {job_name}")
-    if job is None:
-        job = _new_job(state, job_name)
-    session = job["next_session"]
-    job["next_session"] += 1
-    past = [] if seat is None else [c for c in [*seat["past"], seat["client"]] if c != client]
-    job["ranks"][str(rank)] = {
-        "session": session,
-        "client": client,
-        "node": [node_id, incarnation],
-        "world_size": world_size,
-        "past": past[-PAST_CLIENTS_MAX:],
-    }
-    if not job["steps"]:
-        job["world_size"] = world_size
-    state["version"] += 1
-    return {"ok": True, "session": session}
-
-
-def _new_job(state: Json, job_name: str) -> Json:
-    jobs = state["jobs"]
-    if len(jobs) >= JOBS_MAX:
-        empty = next((other for other, job in jobs.items() if not job["steps"]), None)
-        if empty is None:
-            raise MalformedError(f"the cluster keeps steps of {JOBS_MAX} jobs already")
-        state["session_floor"] = max(state["session_floor"], jobs.pop(empty)["next_session"])
-    job: Json = {
-        "newest": -1,
-        "world_size": 0,
-        "next_session": state["session_floor"],
-        "ranks": {},
-        "steps": [],
-        "recent": [],
-    }
-    jobs[job_name] = job
-    return job
-
-
 def _noop(_state: Json, _command: Json) -> Json:
     """Changes nothing; that it was committed proves that whoever proposed it leads."""
     return {"ok": True}
 
 
 _HANDLERS: dict[str, Callable[[Json, Json], Json]] = {
-    "register": _register,
-    "set_state": _set_state,
-    "open_rank": _open_rank,
+    "register": register,
+    "set_state": set_state,
+    "set_draining": set_draining,
+    "forget": forget,
+    "set_voters": set_voters,
+    "open_rank": open_rank,
     "commit": commit,
+    "rehold": rehold,
     "noop": _noop,
 }

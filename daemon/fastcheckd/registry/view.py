@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-from fastcheck_proto.v1 import registry_pb2
+from fastcheck_proto.v1 import node_pb2, registry_pb2
 
+from ..config import Voter
+from ..health.detector import Life
 from .records import Json
 
 _STATES = {
@@ -14,6 +17,36 @@ _STATES = {
     "DOWN": registry_pb2.NODE_STATE_DOWN,
     "DRAINING": registry_pb2.NODE_STATE_DRAINING,
 }
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What the answering voter itself knows of a node's life."""
+
+    #: Since it was heard last; None: never.
+    heard_ms_ago: int | None = None
+    data: registry_pb2.DataHealth.ValueType = registry_pb2.DATA_HEALTH_UNSPECIFIED
+    #: Why it is suspected; empty: it is not, or this voter does not lead.
+    reason: str = ""
+
+
+NO_SIGNS = Signs()
+
+
+def state_value(state: str) -> registry_pb2.NodeState.ValueType:
+    """A node's state on the wire; the empty one of `history` is unspecified."""
+    return _STATES.get(state, registry_pb2.NODE_STATE_UNSPECIFIED)
+
+
+def voter_records(state: Json, voters: Sequence[Voter]) -> list[node_pb2.VoterRecord]:
+    """The voters that the registry names or, until it does, those of the engine."""
+    named = state["voters"]
+    if named is None:
+        named = [(voter.node_id, voter.registry_address, voter.raft_address) for voter in voters]
+    return [
+        node_pb2.VoterRecord(node_id=node_id, registry_address=registry, raft_address=raft)
+        for node_id, registry, raft in named
+    ]
 
 
 def job_view(name: str, job: Json) -> registry_pb2.JobView:
@@ -27,24 +60,40 @@ def cluster_view(
     *,
     cluster_id: str,
     leader: str,
-    voters: Sequence[str],
-    suspects: Collection[tuple[str, int]],
+    voters: Sequence[Voter],
+    suspects: Collection[Life],
     ram_used_bytes: Mapping[str, int],
+    signs: Mapping[Life, Signs],
 ) -> registry_pb2.ClusterView:
-    """The view now. `leader` is empty when this voter hears none; `suspects` are (node, incarnation)."""
+    """The view now.
+
+    Args:
+        state: as applied here.
+        cluster_id: the cluster's name.
+        leader: its node id; empty when this voter hears none.
+        voters: the engine's.
+        suspects: lives that are shown as SUSPECT.
+        ram_used_bytes: by node id, as last heard.
+        signs: what this voter heard of each life; missing ones were never heard.
+    """
+    named = voter_records(state, voters)
+    voting = {voter.node_id for voter in named}
     view = registry_pb2.ClusterView(
         cluster_id=cluster_id,
         epoch=state["epoch"],
         leader=leader,
         version=state["version"],
-        voters=voters,
+        voters=[voter.node_id for voter in named],
+        voter_records=named,
         has_leader=bool(leader),
         jobs=[job_view(name, job) for name, job in sorted(state["jobs"].items())],
     )
     for node_id, node in sorted(state["nodes"].items()):
-        shown = node["state"]
-        if shown == "UP" and (node_id, node["incarnation"]) in suspects:
-            shown = "SUSPECT"
+        life = (node_id, node["incarnation"])
+        heard = signs.get(life, NO_SIGNS)
+        shown, reason = node["state"], node["reason"]
+        if shown == "UP" and life in suspects:
+            shown, reason = "SUSPECT", heard.reason or reason
         view.nodes.add(
             node_id=node_id,
             incarnation=node["incarnation"],
@@ -52,8 +101,13 @@ def cluster_view(
             agent_address=node["agent_address"],
             data_address=node["data_address"],
             lane_address=node["lane_address"],
-            voter=node["voter"],
+            voter=node_id in voting,
             ram_budget_bytes=node["ram_budget_bytes"],
             ram_used_bytes=ram_used_bytes.get(node_id, 0),
+            labels=node["labels"],
+            reason=reason,
+            since_ms=node["since_ms"],
+            heard_ms_ago=heard.heard_ms_ago,
+            data=heard.data,
         )
     return view

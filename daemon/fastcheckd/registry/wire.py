@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from fastcheck_proto.v1 import common_pb2, registry_pb2
+from typing import Any
 
+from fastcheck_proto.v1 import common_pb2, node_pb2, registry_pb2
+
+from ..config import Voter
 from .records import Json
+from .view import state_value
 
 
 def node_ref(ref: common_pb2.NodeRef) -> list[object]:
     """[node_id, incarnation]."""
     return [ref.node_id, ref.incarnation]
+
+
+def node_fields(request: registry_pb2.RegisterRequest) -> Json:
+    """What a node says about itself, as a command holds it."""
+    return {
+        "node_id": request.node_id,
+        "agent_address": request.agent_address,
+        "data_address": request.data_address,
+        "lane_address": request.lane_address,
+        "voter": request.voter,
+        "ram_budget_bytes": request.ram_budget_bytes,
+        "labels": dict(request.labels),
+    }
 
 
 def rank_record(record: registry_pb2.RankRecord) -> Json:
@@ -63,6 +80,37 @@ def step_message(job: str, kept: Json, rank: int | None) -> registry_pb2.StepRec
         world_size=kept["world_size"],
         copies=kept["copies"],
         ranks=[rank_message(record) for record in ranks],
+    )
+
+
+def transition_message(entry: list[Any]) -> registry_pb2.Transition:
+    """A line of the state's `history` as a message."""
+    at_ms, epoch, node_id, incarnation, before, after, reason = entry
+    transition = registry_pb2.Transition(
+        epoch=epoch,
+        node=common_pb2.NodeRef(node_id=node_id, incarnation=incarnation),
+        to=state_value(after),
+        reason=reason,
+        at_ms=at_ms,
+    )
+    # `from` is a word of Python's: it can only be set by its name.
+    setattr(transition, "from", state_value(before))
+    return transition
+
+
+def voter_message(voter: Voter) -> node_pb2.VoterRecord:
+    """A voter as a message."""
+    return node_pb2.VoterRecord(
+        node_id=voter.node_id, registry_address=voter.registry_address, raft_address=voter.raft_address
+    )
+
+
+def voter(message: node_pb2.VoterRecord) -> Voter:
+    """A voter from a message."""
+    return Voter(
+        node_id=message.node_id,
+        registry_address=message.registry_address,
+        raft_address=message.raft_address,
     )
 
 

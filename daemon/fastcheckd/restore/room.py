@@ -80,6 +80,13 @@ class RestoreRoom:
         self._counters = counters
         self._executor = executor
         self._locks: dict[tuple[str, int], asyncio.Lock] = {}
+        #: Loads whose bytes are being brought here.
+        self._bringing = 0
+
+    @property
+    def bringing(self) -> bool:
+        """Whether a load is under way whose bytes are not all here. May be asked from any thread."""
+        return self._bringing > 0
 
     @contextlib.asynccontextmanager
     async def load(self, request: tpb.LoadRequest) -> AsyncIterator[Loaded | None]:
@@ -101,10 +108,13 @@ class RestoreRoom:
         lock = self._locks.setdefault((request.job, request.rank), asyncio.Lock())
         tally = _Tally()
         async with lock:  # two loads of one rank must not both fetch
+            self._bringing += 1
             try:
                 shards = await self._bring(request.job, record, tally)
             except LostError as error:
                 raise LostError(f"{error}. {_offer(record.step, kept)}") from None
+            finally:
+                self._bringing -= 1
             pins = contextlib.ExitStack()
             pins.enter_context(self._store.pinned(shards[0]))  # all lie in one segment
         first, segment = shards[0].manifest, shards[0].segment

@@ -85,6 +85,16 @@ class SavingRoom:
         #: Set once the steps that an earlier life of this process staged are under way again.
         self._resumed = asyncio.Event()
 
+    @property
+    def replicating(self) -> bool:
+        """Whether a save is under way whose copies are not all there. May be asked from any thread."""
+        # Copies of lists: the event loop changes them meanwhile.
+        return any(
+            save.state < tpb.SAVE_STATE_REPLICATED
+            for saves in list(self._saves.values())
+            for save in list(saves)
+        )
+
     # --- sessions --------------------------------------------------------------------------------
 
     async def open_session(self, request: tpb.OpenSessionRequest) -> int:

@@ -18,13 +18,16 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
 
 from ..counters import Counters
-from ..errors import FastCheckdError, InvalidRequestError, NotHeldError
+from ..errors import FastCheckdError, InvalidRequestError, NoLeaseError, NotHeldError
+from ..health.lease import LeaseHolder
 from ..rpc import answers
 from ..store.ram_store import HeldShard, RamStore
 from ..transfer.frames import STREAMS_MAX
 from ..transfer.put_checks import check_cluster, check_key
 from ..transfer.put_desk import PutDesk
 from ..transfer.tickets import GetGrant, TicketOffice
+from ..upkeep.room import UpkeepRoom
+from .peer_upkeep import PeerUpkeep
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +35,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _KINDS = (pb.REPLICA_KIND_COPY, pb.REPLICA_KIND_OWNER)
 
 
-class PeerService(peer_pb2_grpc.PeerServiceServicer):
+class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
     """The face that other nodes see."""
 
     def __init__(
@@ -43,12 +46,16 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         store: RamStore,
         tickets: TicketOffice,
         counters: Counters,
+        lease: LeaseHolder,
+        upkeep: UpkeepRoom | None = None,
     ) -> None:
         self._cluster_id = cluster_id
+        self._lease = lease
         self._desk = desk
         self._store = store
         self._tickets = tickets
         self._counters = counters
+        self._upkeep = upkeep
         #: One check of a reported replica at a time: reports must not take all cores.
         self._checking = asyncio.Semaphore(1)
 
@@ -57,6 +64,8 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         self, request: peer_pb2.BeginPutRequest, context: Context
     ) -> peer_pb2.BeginPutResponse:
         """Reserve memory for a copy."""
+        if not request.manifest.provisional:
+            await self._until_lease()
         beginning = asyncio.get_running_loop().run_in_executor(None, self._desk.begin, request)
         try:
             return await asyncio.shield(beginning)
@@ -70,6 +79,9 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         self, request: peer_pb2.FinishPutRequest, context: Context
     ) -> peer_pb2.FinishPutResponse:
         """Check, make visible, acknowledge."""
+        if self._desk.needs_lease(request.transfer_id):
+            with contextlib.suppress(NoLeaseError):  # the desk says so, and ends the transfer
+                await self._lease.until_held()
         return await asyncio.to_thread(self._desk.finish, request)
 
     @answers
@@ -153,7 +165,16 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             ram_used_bytes=usage.used_bytes - usage.free_bytes,  # free ones go when needed
             ram_budget_bytes=usage.budget_bytes,
             counters=self._counters.snapshot(),
+            scrub_age_ms=None if self._upkeep is None else self._upkeep.scrub_age_ms(),
         )
+
+    async def _until_lease(self) -> None:
+        """Wait a little for the lease, in no thread; NoLeaseError."""
+        try:
+            await self._lease.until_held()
+        except NoLeaseError:
+            self._counters.add("puts_refused")
+            raise
 
     def _found(self, key: pb.ShardKey) -> list[HeldShard]:
         found = (self._store.find(key, kind) for kind in _KINDS)

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import grpc
 import grpc.aio
 
-from fastcheck_proto.conventions import (
-    ERROR_METADATA_KEY,
-    LEADER_METADATA_KEY,
-    RANK_MAX,
-    STEP_MAX,
-    check_name,
-)
+from fastcheck_proto.conventions import RANK_MAX, STEP_MAX, check_name
 from fastcheck_proto.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 
-from ..config import Config
-from ..errors import InvalidRequestError, from_code
+from ..config import Config, split_address
+from ..errors import InvalidRequestError
 from ..health.detector import FailureDetector
-from ..registry import records, wire
+from ..registry import commands, records, wire
 from ..registry.commits import find_step
 from ..registry.engine import Engine
 from ..registry.leading import Leader
+from ..registry.members import LEFT
 from ..registry.records import Json, is_lossy
 from ..registry.reporting import Reports
+from ..registry.stubs import Stubs
 from ..registry.view import job_view
 from ..rpc import answers
+from .deciding import Deciding, checking, decides
 from .registry_signs import RegistrySigns
+from .registry_upkeep import RegistryUpkeep
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -37,49 +32,29 @@ REPORT_WAIT_S_MAX = 10.0
 CHUNK_BYTES_MAX = 16 << 20
 
 
-@contextmanager
-def _checking() -> Iterator[None]:
-    """What the checks of names and records raise is the caller's mistake."""
-    try:
-        yield
-    except ValueError as error:
-        raise InvalidRequestError(str(error)) from None
-
-
-class RegistryService(RegistrySigns, registry_pb2_grpc.RegistryServiceServicer):
+class RegistryService(RegistrySigns, RegistryUpkeep, registry_pb2_grpc.RegistryServiceServicer):
     """One voter's answers.
 
     Args:
-        config, raft, leader, reports, detector: the parts that `registry_server` wires.
+        config, raft, leader, reports, detector, stubs: the parts that `registry_server` wires.
     """
 
     def __init__(
-        self, config: Config, raft: Engine, leader: Leader, reports: Reports, detector: FailureDetector
+        self,
+        config: Config,
+        raft: Engine,
+        leader: Leader,
+        reports: Reports,
+        detector: FailureDetector,
+        stubs: Stubs,
     ) -> None:
-        super().__init__(config, raft, leader, detector)
+        RegistrySigns.__init__(self, config, raft, leader, detector)
+        Deciding.__init__(self, config, raft, leader, stubs)
         self._reports = reports
 
     # Deciding calls: the leader's alone
 
-    async def _need_leader(self, context: Context) -> None:
-        if self._leader.ready:
-            return
-        leader = self._raft.leader
-        trailing = [(ERROR_METADATA_KEY, common_pb2.ErrorCode.Name(common_pb2.ERROR_CODE_NO_QUORUM))]
-        message = f"voter {self._config.node_id} is not the leader, and knows none now; try again"
-        if leader is not None and leader.node_id != self._config.node_id:
-            trailing.append((LEADER_METADATA_KEY, leader.registry_address))
-            message = f"voter {self._config.node_id} is not the leader; ask {leader.registry_address}"
-        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message, tuple(trailing))
-
-    async def _propose(self, command: Json) -> Json:
-        """Commit a command; a refusal becomes the error it stands for."""
-        result = await self._raft.propose(command)
-        if not result["ok"]:
-            raise from_code(wire.error_code(result["code"]), result["message"])
-        return result
-
-    @answers
+    @decides
     async def Register(
         self, request: registry_pb2.RegisterRequest, context: Context
     ) -> registry_pb2.RegisterResponse:
@@ -89,58 +64,46 @@ class RegistryService(RegistrySigns, registry_pb2_grpc.RegistryServiceServicer):
                 f"node {request.node_id!r} belongs to the cluster {request.cluster_id!r}, this registry to "
                 f"{self._config.cluster_id!r}: check the config keys 'cluster_id' and 'voters' of that node"
             )
-        node = {
-            "node_id": request.node_id,
-            "agent_address": request.agent_address,
-            "data_address": request.data_address,
-            "lane_address": request.lane_address,
-            "voter": request.voter,
-            "ram_budget_bytes": request.ram_budget_bytes,
-        }
-        with _checking():
+        node = wire.node_fields(request)
+        with checking():
             records.node_fields(node)
             records.text({"life_id": request.life_id}, "life_id", records.TOKEN_BYTES_MAX)
         await self._need_leader(context)
-        result = await self._propose({"type": "register", "node": node, "life_id": request.life_id})
-        self._detector.heard((request.node_id, result["incarnation"]), self._now(), data_ready=True)
+        result = await self._propose(commands.register(node, request.life_id, at_ms=self._leader.wall_ms()))
+        self._detector.heard((request.node_id, result["incarnation"]), self._now())
         return registry_pb2.RegisterResponse(incarnation=result["incarnation"], epoch=result["epoch"])
 
-    @answers
+    @decides
     async def Leave(self, request: registry_pb2.LeaveRequest, context: Context) -> registry_pb2.LeaveResponse:
         """A node leaves in good order."""
-        with _checking():
+        with checking():
             node = records.node_ref(wire.node_ref(request.node), "the node")
         await self._need_leader(context)
-        await self._propose({"type": "set_state", "node": node, "state": "DOWN"})
+        await self._propose(commands.set_state(node, "DOWN", LEFT, at_ms=self._leader.wall_ms()))
         return registry_pb2.LeaveResponse()
 
-    @answers
+    @decides
     async def OpenRank(
         self, request: registry_pb2.OpenRankRequest, context: Context
     ) -> registry_pb2.OpenRankResponse:
         """A process takes a rank's place."""
-        with _checking():
+        with checking():
             _check_rank_of(request.job, request.rank, request.world_size)
             records.text({"client_id": request.client_id}, "client_id", records.TOKEN_BYTES_MAX)
             node = records.node_ref(wire.node_ref(request.node), "the node")
         await self._need_leader(context)
         result = await self._propose(
-            {
-                "type": "open_rank",
-                "job": request.job,
-                "rank": request.rank,
-                "world_size": request.world_size,
-                "client": request.client_id,
-                "node": node,
-            }
+            commands.open_rank(
+                request.job, request.rank, request.world_size, client=request.client_id, node=node
+            )
         )
         self._reports.opened(request.job, request.rank, result["session"])
         return registry_pb2.OpenRankResponse(session=result["session"])
 
-    @answers
+    @decides
     async def Place(self, request: registry_pb2.PlaceRequest, context: Context) -> registry_pb2.PlaceResponse:
         """Name the holders of a rank's shards."""
-        with _checking():
+        with checking():
             _check_rank_of(request.job, request.rank, request.world_size)
             _check_step(request.step)
             owner = records.node_ref(wire.node_ref(request.owner), "the owner")
@@ -178,12 +141,12 @@ class RegistryService(RegistrySigns, registry_pb2_grpc.RegistryServiceServicer):
             )
         return response
 
-    @answers
+    @decides
     async def Report(
         self, request: registry_pb2.ReportRequest, context: Context
     ) -> registry_pb2.ReportResponse:
         """A rank is replicated; wait for its step."""
-        with _checking():
+        with checking():
             _check_rank_of(request.job, request.record.rank, request.world_size)
             _check_step(request.step)
             if sorted(shard.shard for shard in request.record.shards) != list(
@@ -196,12 +159,12 @@ class RegistryService(RegistrySigns, registry_pb2_grpc.RegistryServiceServicer):
         wait_s = min(request.wait_s, REPORT_WAIT_S_MAX) if request.wait_s > 0 else 0.0
         return await self._reports.report(request.job, request.step, request.world_size, record, wait_s)
 
-    @answers
+    @decides
     async def Lookup(
         self, request: registry_pb2.LookupRequest, context: Context
     ) -> registry_pb2.LookupResponse:
         """The newest or the asked-for committed step, current as of this call."""
-        with _checking():
+        with checking():
             check_name("job", request.job)
         await self._need_leader(context)
         await self._leader.confirm()
@@ -219,12 +182,12 @@ class RegistryService(RegistrySigns, registry_pb2_grpc.RegistryServiceServicer):
 
         return self._raft.read(find)
 
-    @answers
+    @decides
     async def ListJobSteps(
         self, request: registry_pb2.ListJobStepsRequest, context: Context
     ) -> registry_pb2.ListJobStepsResponse:
         """Committed steps and those under way."""
-        with _checking():
+        with checking():
             check_name("job", request.job)
         await self._need_leader(context)
 
@@ -261,6 +224,59 @@ class RegistryService(RegistrySigns, registry_pb2_grpc.RegistryServiceServicer):
                     )
                 )
         return registry_pb2.ListJobStepsResponse(steps=steps)
+
+    @decides
+    async def SetDraining(
+        self, request: registry_pb2.SetDrainingRequest, context: Context
+    ) -> registry_pb2.SetDrainingResponse:
+        """A node gets nothing new and its copies are made elsewhere, or that ends."""
+        with checking():
+            check_name("node", request.node_id)
+        await self._need_leader(context)
+        at_ms = self._leader.wall_ms()
+        await self._propose(commands.set_draining(request.node_id, request.draining, at_ms=at_ms))
+        return registry_pb2.SetDrainingResponse()
+
+    @decides
+    async def Forget(
+        self, request: registry_pb2.ForgetRequest, context: Context
+    ) -> registry_pb2.ForgetResponse:
+        """Take a DOWN node off the list."""
+        with checking():
+            check_name("node", request.node_id)
+        await self._need_leader(context)
+        await self._propose(commands.forget(request.node_id, at_ms=self._leader.wall_ms()))
+        return registry_pb2.ForgetResponse()
+
+    @decides
+    async def History(
+        self, request: registry_pb2.HistoryRequest, context: Context
+    ) -> registry_pb2.HistoryResponse:
+        """Changes of nodes' states, the newest last, current as of this call."""
+        with checking():
+            if request.node_id:
+                check_name("node", request.node_id)
+        await self._need_leader(context)
+        await self._leader.confirm()
+        entries = self._raft.read(lambda state: list(state["history"]))
+        wanted = [entry for entry in entries if request.node_id in ("", entry[2])]
+        newest = wanted[-request.limit :] if request.limit else wanted
+        return registry_pb2.HistoryResponse(transitions=map(wire.transition_message, newest))
+
+    @decides
+    async def ReplaceVoter(
+        self, request: registry_pb2.ReplaceVoterRequest, context: Context
+    ) -> registry_pb2.ReplaceVoterResponse:
+        """Replace a voter that is gone for good by another node."""
+        with checking():
+            check_name("old node", request.old_node_id)
+            check_name("new node", request.new_node_id)
+            for address in (request.registry_address, request.raft_address):
+                if address:
+                    split_address(address)
+        await self._need_leader(context)
+        voters = await self._leader.replace_voter(request)
+        return registry_pb2.ReplaceVoterResponse(voters=map(wire.voter_message, voters))
 
     # Calls that every voter answers
 

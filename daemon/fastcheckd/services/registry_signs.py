@@ -14,18 +14,25 @@ import grpc.aio
 from fastcheck_proto.v1 import registry_pb2
 
 from ..config import Config
-from ..errors import FastCheckdError, NoQuorumError, OverBudgetError
-from ..health.detector import FailureDetector
+from ..errors import FastCheckdError, InvalidRequestError, NoQuorumError, OverBudgetError
+from ..health.detector import FailureDetector, Life
+from ..health.probing import bounded_timeout_s, to_wire
 from ..registry.engine import Engine
+from ..registry.judging import WITHHOLD_S
 from ..registry.leading import Leader
-from ..registry.records import Json
+from ..registry.records import ADDRESS_BYTES_MAX, Json
 from ..registry.view import cluster_view
 from ..rpc import abort, answers
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-#: A heartbeat is answered when there is news, and this often in any case: the sender knows that we live.
-HEARTBEAT_ANSWER_S = 1.0
+#: A heartbeat is answered when there is news, and so many times within a lease in any case: about each second one.
+ANSWERS_PER_LEASE = 4
+#: A voter that starts may have promised, before it ended, to renew no lease: with a restart's own time that promise
+#: is over after so long. A voter alone promises nobody anything.
+SETTLE_S = WITHHOLD_S / 2
+#: Probes on behalf of a leader at once; beyond it the silence is told without one.
+PROBES_MAX = 32
 #: A watched view is sent again this often, so that a watcher notices a dead voter.
 VIEW_REPEAT_S = 5.0
 #: Changes within this time make one view.
@@ -44,6 +51,8 @@ class RegistrySigns:
         self._detector = detector
         self._ram_used_bytes: dict[str, int] = {}
         self._streams = 0
+        self._probes = 0
+        self._renews_from: float | None = None
         self._changed = asyncio.Event()
         self._shared_view: registry_pb2.ClusterView | None = None
 
@@ -67,9 +76,10 @@ class RegistrySigns:
                 state,
                 cluster_id=self._config.cluster_id,
                 leader="" if leader is None else leader.node_id,
-                voters=[voter.node_id for voter in self._raft.voters],
-                suspects=self._leader.suspects,
+                voters=self._raft.voters,
+                suspects=self._leader.judge.suspects,
                 ram_used_bytes=self._ram_used_bytes,
+                signs={},
             )
         )
 
@@ -93,43 +103,85 @@ class RegistrySigns:
     async def Heartbeat(
         self, request_iterator: AsyncIterator[registry_pb2.HeartbeatRequest], context: Context
     ) -> AsyncIterator[registry_pb2.HeartbeatResponse]:
-        """Note every sign of life; answer with news, or once in a while."""
-        async with self._stream(context):
-            answered: tuple[bool, int, str] | None = None
-            answered_at = 0.0
-            async for request in request_iterator:
-                news = self._heard(request)
-                if news[0] and not (answered and answered[0]):
-                    news = await self._sure_that_fenced(request)
-                now = self._now()
-                if news != answered or now - answered_at >= HEARTBEAT_ANSWER_S:
-                    answered, answered_at = news, now
-                    yield registry_pb2.HeartbeatResponse(fenced=news[0], epoch=news[1], leader=news[2])
+        """Note every sign of life; answer with news, or about each second time with a renewed lease.
 
-    async def _sure_that_fenced(self, request: registry_pb2.HeartbeatRequest) -> tuple[bool, int, str]:
+        A stream that ends is news to the judge: a killed process says nothing else.
+        """
+        life: Life | None = None
+        async with self._stream(context):
+            try:
+                answer = registry_pb2.HeartbeatResponse()
+                told: tuple[bool, int, str] | None = None
+                answered_at = 0.0
+                answer_s = self._config.lease_s / ANSWERS_PER_LEASE
+                async for request in request_iterator:
+                    now = self._now()
+                    life = (request.node.node_id, request.node.incarnation)
+                    over, epoch, leader = self._heard(life, request, now)
+                    fenced = over and self._leader.ready
+                    if fenced and not (told and told[0]):
+                        fenced = await self._sure_that_fenced(life)
+                    if (fenced, epoch, leader) == told and now - answered_at < answer_s:
+                        continue
+                    told, answered_at = (fenced, epoch, leader), now
+                    answer.fenced, answer.epoch, answer.leader = fenced, epoch, leader
+                    answer.lease_seq = 0 if over or not self._renews(life, now) else request.seq
+                    yield answer
+            finally:
+                if life is not None:
+                    self._detector.broke(life, self._now())
+                    self._leader.judge.wake()
+
+    async def _sure_that_fenced(self, life: Life) -> bool:
         """A leader that was deposed without noticing may know less than the node: prove it first."""
         try:
             await self._leader.confirm()
         except NoQuorumError:
-            return (False, *self._heard(request)[1:])
-        return self._heard(request)
+            return False
+        return self._raft.read(lambda state: _is_over(state, life)) and self._leader.ready
 
-    def _heard(self, request: registry_pb2.HeartbeatRequest) -> tuple[bool, int, str]:
-        """Note a heartbeat; returns (fenced, epoch, leader)."""
-        life = (request.node.node_id, request.node.incarnation)
+    def _heard(self, life: Life, request: registry_pb2.HeartbeatRequest, now: float) -> tuple[bool, int, str]:
+        """Note a heartbeat; returns whether the life is over as far as this voter knows, the epoch, the leader.
 
-        def look(state: Json) -> tuple[bool, int]:
-            node = state["nodes"].get(life[0])
-            over = node is None or node["incarnation"] != life[1] or node["state"] == "DOWN"
-            return over, state["epoch"]
-
-        over, epoch = self._raft.read(look)
+        A follower's state may lag: only the leader's word ends a life.
+        """
+        over, epoch = self._raft.read(lambda state: (_is_over(state, life), state["epoch"]))
         if not over:
-            self._detector.heard(life, self._now(), data_ready=request.data == registry_pb2.DATA_HEALTH_OK)
+            self._detector.heard(life, now, request.data)
             self._ram_used_bytes[life[0]] = request.ram_used_bytes
         leader = self._raft.leader
-        # A follower's state may lag: only the leader's word ends a life.
-        return over and self._leader.ready, epoch, "" if leader is None else leader.node_id
+        return over, epoch, "" if leader is None else leader.node_id
+
+    def _renews(self, life: Life, now: float) -> bool:
+        if self._renews_from is None:
+            # The first heartbeat comes with the service's first moments: then is when this voter began.
+            self._renews_from = now + SETTLE_S if len(self._raft.voters) > 1 else now
+        return now >= self._renews_from and self._detector.renews(life, now)
+
+    @answers
+    async def Corroborate(
+        self, request: registry_pb2.CorroborateRequest, context: Context
+    ) -> registry_pb2.CorroborateResponse:
+        """What this voter heard of a node, and what it finds there now; see `FailureDetector.testify`."""
+        life = (request.node.node_id, request.node.incarnation)
+        if len(request.agent_address) > ADDRESS_BYTES_MAX:
+            raise InvalidRequestError("agent_address is not an address")
+        finding = None
+        if self._probes < PROBES_MAX:
+            self._probes += 1
+            try:
+                timeout_s = bounded_timeout_s(request.probe_timeout_s)
+                finding = await self._leader.outward.probe(request.agent_address, life, timeout_s)
+            finally:
+                self._probes -= 1
+        # After the probe, so that it is as long as it has become; nothing may come between it and the promise.
+        silence_s = self._detector.testify(
+            life,
+            self._now(),
+            silence_s=request.silence_s,
+            withhold_s=min(request.withhold_s, WITHHOLD_S) if request.withhold_s > 0 else 0.0,
+        )
+        return registry_pb2.CorroborateResponse(silence_s=silence_s, finding=to_wire(finding))
 
     def forget_except(self, node_ids: set[str]) -> None:
         """Drop what heartbeats told about nodes that are not in the cluster any more."""
@@ -141,6 +193,11 @@ class RegistrySigns:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+def _is_over(state: Json, life: Life) -> bool:
+    node = state["nodes"].get(life[0])
+    return node is None or node["incarnation"] != life[1] or node["state"] == "DOWN"
 
 
 class _StreamSlot:

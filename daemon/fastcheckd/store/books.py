@@ -76,6 +76,8 @@ class Books:
         self.hidden: set[ReplicaId] = set()
         self.changes: dict[Segment, Change] = {}
         self.closed = False
+        #: Is told of what was dropped because it was bad, outside the lock.
+        self.on_condemned: Callable[[HeldShard], None] | None = None
 
     # --- with the lock held ----------------------------------------------------------------------
 
@@ -254,6 +256,10 @@ class Books:
             tuple(found.id), what, memory_of(found).name, found.offset,
             f"; with it went {len(doomed) - 1} older steps" if len(doomed) > 1 else "",
         )  # fmt: skip
+        listener = self.on_condemned
+        if listener is not None:
+            for each in doomed:
+                listener(each)
 
     @contextlib.contextmanager
     def staged(self, shard: HeldShard) -> Iterator[Path]:

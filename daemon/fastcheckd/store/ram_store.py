@@ -363,6 +363,15 @@ class RamStore:
                 self.note_verified(now)
             return good
 
+    @property
+    def on_condemned(self) -> Callable[[HeldShard], None] | None:
+        """Is told of each shard that was dropped because its bytes were bad, on the thread that found it."""
+        return self._books.on_condemned
+
+    @on_condemned.setter
+    def on_condemned(self, listener: Callable[[HeldShard], None] | None) -> None:
+        self._books.on_condemned = listener
+
     def condemn(self, shard: HeldShard, what: str) -> None:
         """Drop a shard whose bytes were found bad, counted, and with it the older steps that are had from it.
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Protocol
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
@@ -20,6 +21,20 @@ from .frames import RESENDS_MAX, Codec, FrameHeader, Hello
 from .lane import Lane
 from .put_tally import PutTally
 from .shard_source import Order, Payload, ShardSource
+
+
+class ChunkGate(Protocol):
+    """Holds up the chunks of transfers that can wait. Asked by the threads that move them."""
+
+    def begin(self, stream: object) -> None:
+        """A connection begins."""
+
+    def end(self, stream: object) -> None:
+        """It has ended."""
+
+    def wait(self, stream: object, size_bytes: int, still_wanted: Callable[[], None]) -> None:
+        """Return when the next piece may move; `still_wanted` raises when it need not any more."""
+
 
 #: Chunks that a connection has made ready while it sends the one before.
 AHEAD = 2
@@ -107,8 +122,11 @@ def get_stream(
     into: memoryview,
     counters: Counters,
     moved: Callable[[int], None],
+    gate: ChunkGate | None = None,
 ) -> None:
     """Receive this connection's chunks into their places; `manifest` has the proved digests.
+
+    A chunk is taken from the connection when `gate` lets it pass.
 
     Raises:
         CorruptError: a chunk is not what the manifest says.
@@ -120,6 +138,8 @@ def get_stream(
 
     def place_of(header: FrameHeader) -> memoryview:
         start, stop = table.range(header.chunk)
+        if gate is not None:
+            gate.wait(lane, stop - start, lane.check)
         return into[start:stop]
 
     def accept(header: FrameHeader, place: memoryview) -> None:
@@ -134,14 +154,27 @@ def get_stream(
         moved(count)
 
     lane.send_hello(hello)
-    receive_chunks(
-        lane,
-        own,
-        table=table,
-        codecs=frozenset({Codec.RAW}),
-        place_of=place_of,
-        accept=accept,
-        moved=received,
-    )
+    with _passing(gate, lane):
+        receive_chunks(
+            lane,
+            own,
+            table=table,
+            codecs=frozenset({Codec.RAW}),
+            place_of=place_of,
+            accept=accept,
+            moved=received,
+        )
     if due:
         raise FrameError(f"the sender ended with {len(due)} of {len(own)} chunks not sent")
+
+
+@contextlib.contextmanager
+def _passing(gate: ChunkGate | None, lane: Lane) -> Iterator[None]:
+    if gate is None:
+        yield
+        return
+    gate.begin(lane)
+    try:
+        yield
+    finally:
+        gate.end(lane)

@@ -27,7 +27,7 @@ from ..digests import DIGEST_BYTES, shard_digest
 from ..errors import CorruptError, FastCheckdError, InvalidRequestError, PeerError
 from ..rpc import CHANNEL_OPTIONS, from_rpc_error
 from .frames import TICKET_BYTES, Hello
-from .lane_client import get_stream, put_stream
+from .lane_client import ChunkGate, get_stream, put_stream
 from .put_checks import chunk_table
 from .put_tally import PutOutcome, PutTally
 from .shard_source import ShardSource
@@ -148,10 +148,14 @@ class PeerClient:
         digest: bytes,
         into: memoryview,
         progress: Callable[[int], None],
+        *,
+        streams: int | None = None,
+        gate: ChunkGate | None = None,
     ) -> pb.ShardManifest:
         """Get the shard with that key and digest from `holder` into `into`, checked chunk by chunk.
 
-        Returns the holder's manifest, proved by `digest`. `progress` as in `put_shard`. After an error
+        Returns the holder's manifest, proved by `digest`. `progress` as in `put_shard`. At most `streams`
+        connections are used; `gate` may hold up each chunk. After an error
         the content of `into` is undefined, and nobody writes to it any more.
 
         Raises:
@@ -162,9 +166,9 @@ class PeerClient:
         whom = _name(holder)
         stub = self._stub(holder.data_address)
         moved = LoopProgress(asyncio.get_running_loop(), progress)
-        streams = min(self._config.lane_streams, -(-len(into) // self._config.chunk_bytes))
+        wanted = min(streams or self._config.lane_streams, -(-len(into) // self._config.chunk_bytes))
         try:
-            async with hired(self._executor, streams) as crew:
+            async with hired(self._executor, wanted) as crew:
                 request = peer_pb2.BeginGetRequest(
                     cluster_id=self._config.cluster_id, key=key, digest=digest, streams=crew.size
                 )
@@ -180,6 +184,7 @@ class PeerClient:
                     into=into,
                     counters=self._counters,
                     moved=moved,
+                    gate=gate,
                 )
                 await self._stream(crew, holder, begun.tickets, work)
         except CorruptError as error:

@@ -56,7 +56,7 @@ class PutDesk:
 
     `incarnation` gives this node's own (0: not assumed yet), `epoch` the newest one this process
     learnt from the registry. Neither is ever learnt from a peer's request: one wrong peer could then
-    fence all others off.
+    fence all others off. `require_lease` raises NoLeaseError while this node may not act as a holder.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class PutDesk:
         counters: Counters,
         incarnation: Callable[[], int],
         epoch: Callable[[], int],
+        require_lease: Callable[[], None],
         budget_bytes: int,
         transfer_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -81,6 +82,7 @@ class PutDesk:
         self._counters = counters
         self._incarnation = incarnation
         self._epoch = epoch
+        self._require_lease = require_lease
         self._budget_bytes = budget_bytes
         self._timeout_s = transfer_timeout_s
         self._clock = clock
@@ -118,6 +120,7 @@ class PutDesk:
         """Reserve memory for a copy and hand out tickets, one per stream. May be slow: fresh memory.
 
         Raises:
+            NoLeaseError: this node has no lease, and the put is not a provisional one.
             FencedError, InvalidRequestError, OverBudgetError: see `check_put`.
             OverBudgetError, StoreFullError: no room.
             PeerError: too many transfers are under way.
@@ -135,6 +138,7 @@ class PutDesk:
 
         Raises:
             NotHeldError: no such transfer: aborted, expired or replaced.
+            NoLeaseError: this node has no lease, and the put is not a provisional one.
             FencedError: this node has begun another life since BeginPut.
             InvalidRequestError: chunks are missing.
             CorruptError: what is here is not what the owner has.
@@ -148,6 +152,7 @@ class PutDesk:
             )
         incoming = transfer.incoming
         try:
+            self._check_lease(incoming.manifest)
             check_life(transfer.incarnation, self._incarnation())
             chunk_digests = incoming.seal()
             digest = shard_digest(chunk_digests)
@@ -162,6 +167,8 @@ class PutDesk:
             manifest.kind = pb.REPLICA_KIND_COPY
             self._check_session(manifest)
             incoming.publish(manifest)
+            # Sealing and publishing took time: what is acknowledged is acknowledged under a lease.
+            self._check_lease(manifest)
         finally:
             self._give_up(transfer)
         self._counters.add("shards_received")
@@ -172,6 +179,16 @@ class PutDesk:
         transfer = self._take(transfer_id)
         if transfer is not None:
             self._give_up(transfer)
+
+    def needs_lease(self, transfer_id: str) -> bool:
+        """Whether FinishPut of this transfer asks for the lease; a provisional put does not."""
+        with self._lock:
+            transfer = self._transfers.get(transfer_id)
+        return transfer is not None and not transfer.incoming.manifest.provisional
+
+    def _check_lease(self, manifest: pb.ShardManifest) -> None:
+        if not manifest.provisional:
+            self._require_lease()
 
     def _check_session(self, manifest: pb.ShardManifest) -> None:
         """A copy from a rank's newer process is not replaced by one from its older."""
@@ -188,6 +205,7 @@ class PutDesk:
             )
 
     def _begin(self, request: peer_pb2.BeginPutRequest) -> peer_pb2.BeginPutResponse:
+        self._check_lease(request.manifest)
         incarnation = self._incarnation()
         table = check_put(
             request,

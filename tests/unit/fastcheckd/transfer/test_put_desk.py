@@ -20,10 +20,12 @@ from fastcheckd.errors import (
     FencedError,
     FrameError,
     InvalidRequestError,
+    NoLeaseError,
     NotHeldError,
     OverBudgetError,
     PeerError,
 )
+from fastcheckd.health.lease import LeaseHolder
 from fastcheckd.store.patches import Patch
 from fastcheckd.store.ram_store import HeldShard, RamStore, Segment
 from fastcheckd.transfer.frames import FrameHeader, Kind
@@ -32,6 +34,8 @@ from fastcheckd.transfer.put_checks import CHUNKS_MAX
 from fastcheckd.transfer.put_desk import PutDesk
 from fastcheckd.transfer.tickets import PutGrant, TicketOffice
 
+LEASE_UNTIL_NS = 10**15
+
 
 @dataclasses.dataclass
 class Bench:
@@ -39,6 +43,7 @@ class Bench:
     counters: Counters
     tickets: TicketOffice
     desk: PutDesk
+    lease: LeaseHolder
     incarnation: int = INCARNATION
     epoch: int = EPOCH
     now_s: float = 0.0
@@ -60,6 +65,8 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     store = RamStore.open(tmp_path / "ram", budget_bytes=BUDGET, counters=counters)
     tickets = TicketOffice()
     made: Bench
+    made_lease = LeaseHolder("holder", lambda: made.incarnation, lambda: int(made.now_s * 1e9))
+    made_lease.renew(INCARNATION, LEASE_UNTIL_NS, has_quorum=True)
     desk = PutDesk(
         cluster_id="fastcheck",
         node_id="holder",
@@ -68,12 +75,13 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         counters=counters,
         incarnation=lambda: made.incarnation,
         epoch=lambda: made.epoch,
+        require_lease=made_lease.require,
         budget_bytes=BUDGET,
         transfer_timeout_s=10.0,
         clock=lambda: made.now_s,
         transfers_max=3,
     )
-    made = Bench(store, counters, tickets, desk)
+    made = Bench(store, counters, tickets, desk, made_lease)
     yield made
     desk.close()
     assert made.reserved_bytes == sum(s.segment.size_bytes for s in store.held())
@@ -214,6 +222,64 @@ def test_a_new_life_between_begin_and_finish_fences_the_put(bench: Bench) -> Non
         )
     assert bench.store.held() == []
     assert bench.reserved_bytes == 0
+
+
+def test_without_a_lease_no_put_begins_and_none_that_began_is_acknowledged(bench: Bench) -> None:
+    data = some_bytes(3 * CHUNK + 5)
+    begun = bench.desk.begin(request())
+    assert bench.desk.needs_lease(begun.transfer_id)
+    digests = fill(bench.incoming(begun), data)
+    bench.lease.renew(INCARNATION, 0, has_quorum=True)
+    with pytest.raises(NoLeaseError):
+        bench.desk.finish(
+            peer_pb2.FinishPutRequest(
+                transfer_id=begun.transfer_id, chunk_digests=digests, digest=shard_digest(digests)
+            )
+        )
+    assert bench.store.held() == [] and bench.desk.transfers == 0
+    with pytest.raises(NoLeaseError):
+        bench.desk.begin(request())
+    assert bench.counters.get("puts_refused") == 1
+    bench.lease.renew(INCARNATION, LEASE_UNTIL_NS, has_quorum=True)
+    bench.desk.begin(request())
+
+
+def test_a_lease_that_ends_while_a_copy_is_published_leaves_it_unacknowledged(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = some_bytes(3 * CHUNK + 5)
+    begun = bench.desk.begin(request())
+    incoming = bench.incoming(begun)
+    digests = fill(incoming, data)
+    publish = incoming.publish
+
+    def slowly(manifest: pb.ShardManifest) -> None:
+        publish(manifest)
+        bench.lease.renew(INCARNATION, 0, has_quorum=True)
+
+    monkeypatch.setattr(incoming, "publish", slowly)
+    with pytest.raises(NoLeaseError):
+        bench.desk.finish(
+            peer_pb2.FinishPutRequest(
+                transfer_id=begun.transfer_id, chunk_digests=digests, digest=shard_digest(digests)
+            )
+        )
+
+
+def test_a_provisional_put_needs_no_lease(bench: Bench) -> None:
+    bench.lease.renew(INCARNATION, 0, has_quorum=False)
+    data = some_bytes(3 * CHUNK + 5)
+    asked = request()
+    asked.manifest.provisional = True
+    begun = bench.desk.begin(asked)
+    assert not bench.desk.needs_lease(begun.transfer_id)
+    digests = fill(bench.incoming(begun), data)
+    bench.desk.finish(
+        peer_pb2.FinishPutRequest(
+            transfer_id=begun.transfer_id, chunk_digests=digests, digest=shard_digest(digests)
+        )
+    )
+    assert len(bench.store.held()) == 1
 
 
 def test_finishing_with_chunks_missing_or_other_digests_gives_the_memory_back(bench: Bench) -> None:

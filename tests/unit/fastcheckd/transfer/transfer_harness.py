@@ -21,6 +21,7 @@ from fastcheckd.chunks import ChunkTable
 from fastcheckd.codec.chunk_plan import ChunkPlan, opaque
 from fastcheckd.config import Config
 from fastcheckd.counters import Counters
+from fastcheckd.health.lease import LeaseHolder
 from fastcheckd.rpc import SERVER_OPTIONS
 from fastcheckd.services.peer import PeerService
 from fastcheckd.store.ram_store import RamStore
@@ -101,6 +102,9 @@ async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> No
         await asyncio.sleep(0.01)
 
 
+LEASE_FOR_EVER_NS = 2**62
+
+
 @dataclass
 class Holder:
     """The real parts of a holder; `incarnation` and `epoch` may be changed while it runs."""
@@ -112,6 +116,7 @@ class Holder:
     lane: LaneServer
     data_address: str
     codec: CodecPool
+    lease: LeaseHolder
     epoch: int = EPOCH
     incarnation: int = INCARNATION
 
@@ -135,6 +140,8 @@ async def running_holder(directory: Path, *, timeout_s: float = 5.0) -> AsyncIte
     store = RamStore.open(directory / "ram", budget_bytes=BUDGET, counters=counters)
     tickets = TicketOffice()
     holder: Holder
+    lease = LeaseHolder("holder", lambda: holder.incarnation)
+    lease.renew(INCARNATION, LEASE_FOR_EVER_NS, has_quorum=True)
     desk = PutDesk(
         cluster_id="fastcheck",
         node_id="holder",
@@ -143,16 +150,19 @@ async def running_holder(directory: Path, *, timeout_s: float = 5.0) -> AsyncIte
         counters=counters,
         incarnation=lambda: holder.incarnation,
         epoch=lambda: holder.epoch,
+        require_lease=lease.require,
         budget_bytes=BUDGET,
         transfer_timeout_s=timeout_s,
     )
     codec = CodecPool(2, 1)
     lane = LaneServer("127.0.0.1", 0, tickets, counters, timeout_s, pool=codec)
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    service = PeerService(cluster_id="fastcheck", desk=desk, store=store, tickets=tickets, counters=counters)
+    service = PeerService(
+        cluster_id="fastcheck", desk=desk, store=store, tickets=tickets, counters=counters, lease=lease
+    )
     peer_pb2_grpc.add_PeerServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
-    holder = Holder(counters, store, tickets, desk, lane, f"127.0.0.1:{port}", codec)
+    holder = Holder(counters, store, tickets, desk, lane, f"127.0.0.1:{port}", codec, lease)
     desk.start()
     lane.start()
     await server.start()

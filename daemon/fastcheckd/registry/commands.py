@@ -1,0 +1,120 @@
+"""All commands of the state machine, each made in one place: what a leader proposes, the simulation too. Pure.
+
+`at_ms` is the proposer's wall clock in milliseconds. It ends up in what people are shown and nothing
+is ever decided by it, so it may be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..config import Voter
+from .records import REASON_BYTES_MAX, Json
+
+#: A node in one of its lives: (node_id, incarnation), or the same as a list.
+Ref = Sequence[object]
+
+
+def noop() -> Json:
+    """Changes nothing; that it is committed proves that its proposer leads."""
+    return {"type": "noop"}
+
+
+def register(node: Mapping[str, object], life_id: str, *, at_ms: int) -> Json:
+    """A node starts a life. `node` as in `records.node_fields`."""
+    return {"type": "register", "node": dict(node), "life_id": life_id, "at_ms": at_ms}
+
+
+def set_state(node: Ref, state: str, reason: str, *, at_ms: int) -> Json:
+    """UP, DRAINING or DOWN. The reason may be any text; what does not fit is left out."""
+    plain = "".join(c if c.isascii() and c.isprintable() else "?" for c in reason)
+    return {
+        "type": "set_state",
+        "node": list(node),
+        "state": state,
+        "reason": plain[:REASON_BYTES_MAX],
+        "at_ms": at_ms,
+    }
+
+
+def set_draining(node_id: str, draining: bool, *, at_ms: int) -> Json:
+    """Begin or end a drain."""
+    return {"type": "set_draining", "node_id": node_id, "draining": draining, "at_ms": at_ms}
+
+
+def forget(node_id: str, *, at_ms: int) -> Json:
+    """Take a DOWN node off the list."""
+    return {"type": "forget", "node_id": node_id, "at_ms": at_ms}
+
+
+def set_voters(voters: Iterable[Voter], *, at_ms: int) -> Json:
+    """Name the voters that everyone goes by."""
+    return {
+        "type": "set_voters",
+        "voters": [[v.node_id, v.registry_address, v.raft_address] for v in voters],
+        "at_ms": at_ms,
+    }
+
+
+def open_rank(job: str, rank: int, world_size: int, *, client: str, node: Ref) -> Json:
+    """A process takes a rank's place."""
+    return {
+        "type": "open_rank",
+        "job": job,
+        "rank": rank,
+        "world_size": world_size,
+        "client": client,
+        "node": list(node),
+    }
+
+
+def commit(
+    job: str,
+    step: int,
+    world_size: int,
+    *,
+    epoch: int,
+    tolerate: int,
+    keep_steps: int,
+    ranks: Sequence[Json],
+) -> Json:
+    """All ranks of a step are replicated."""
+    return {
+        "type": "commit",
+        "job": job,
+        "step": step,
+        "world_size": world_size,
+        "epoch": epoch,
+        "tolerate": tolerate,
+        "keep_steps": keep_steps,
+        "ranks": list(ranks),
+    }
+
+
+def holder_change(
+    job: str,
+    step: int,
+    rank: int,
+    shard: int,
+    digest: str,
+    *,
+    kind: str = "copy",
+    add: Ref | None = None,
+    remove: Ref | None = None,
+) -> Json:
+    """One change in a `rehold`: of a copy's holder or, with kind `owner`, of the owner's life."""
+    return {
+        "job": job,
+        "step": step,
+        "rank": rank,
+        "shard": shard,
+        "digest": digest,
+        "kind": kind,
+        "add": None if add is None else list(add),
+        "remove": None if remove is None else list(remove),
+    }
+
+
+def rehold(changes: Iterable[Json]) -> Json:
+    """Committed shards have other holders: at most `holding.CHANGES_MAX` changes."""
+    return {"type": "rehold", "changes": list(changes)}

@@ -1,0 +1,133 @@
+"""Who holds the shards of committed steps, changed after the commit: repairs, and nodes that come back. Pure.
+
+Every change names the digest of the shard that it is about, and is refused when that is not what is kept:
+a compare-and-set, so that a leader that planned with an older state does no harm. Two promises hold for
+every accepted change: a shard has no fewer live copies afterwards, and never two on one node.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastcheck_proto.conventions import RANK_MAX, STEP_MAX
+
+from .commits import copies_of, find_step
+from .records import HOLDERS_MAX, SHARDS_MAX, Json, MalformedError, digest_hex, integer, live, name, node_ref
+
+#: Changes in one command: some milliseconds of every voter's time.
+CHANGES_MAX = 256
+
+
+def rehold(state: Json, command: Json) -> Json:
+    """Apply changes of holders, each by itself; says of each whether it is done and, if not, why.
+
+    The view shows no holders: its version stays, or every repair would send it to all nodes.
+
+    Raises:
+        MalformedError: nothing has changed.
+    """
+    given = command.get("changes")
+    if not isinstance(given, list) or len(given) > CHANGES_MAX:
+        raise MalformedError(f"changes must be a list of at most {CHANGES_MAX}")
+    changes = [_change(value) for value in given]
+    why = [_apply(state, change) for change in changes]
+    touched = {(change["job"], change["step"]) for change, no in zip(changes, why, strict=True) if not no}
+    for job_name, step in sorted(touched):
+        kept = find_step(state["jobs"][job_name], step)
+        assert kept is not None, "it was found to be changed"
+        kept["copies"] = copies_of(kept["ranks"])
+    return {"ok": True, "done": [not no for no in why], "why": why}
+
+
+def _change(value: Any) -> Json:
+    if not isinstance(value, dict) or value.get("kind") not in ("copy", "owner"):
+        raise MalformedError("a change of holders must be of kind copy or owner")
+    add, remove = value.get("add"), value.get("remove")
+    change: Json = {
+        "job": name(value, "job"),
+        "step": integer(value, "step", 0, STEP_MAX),
+        "rank": integer(value, "rank", 0, RANK_MAX - 1),
+        "shard": integer(value, "shard", 0, SHARDS_MAX - 1),
+        "digest": digest_hex(value),
+        "kind": value["kind"],
+        "add": None if add is None else node_ref(add, "the node to add"),
+        "remove": None if remove is None else node_ref(remove, "the node to remove"),
+    }
+    if change["add"] is None and change["remove"] is None:
+        raise MalformedError("a change of holders must add or remove one")
+    if change["kind"] == "owner" and (change["add"] is None or change["remove"] is not None):
+        raise MalformedError("an owner is replaced by its own node in a later life, nothing else")
+    if add is not None and remove is not None and change["add"][0] == change["remove"][0]:
+        raise MalformedError("a node that comes back is added; its earlier life goes by itself")
+    return change
+
+
+def _apply(state: Json, change: Json) -> str:
+    """Make one (well-formed) change, or say why not."""
+    job = state["jobs"].get(change["job"])
+    kept = None if job is None else find_step(job, change["step"])
+    if kept is None:
+        return f"step {change['step']} of job {change['job']} is not kept"
+    record = next((r for r in kept["ranks"] if r["rank"] == change["rank"]), None)
+    if record is None or change["shard"] >= len(record["shards"]):
+        return f"step {change['step']} of job {change['job']} has no such rank or shard"
+    shard = record["shards"][change["shard"]]
+    if shard["digest"] != change["digest"]:
+        return f"what is committed has the digest {shard['digest']}, not {change['digest']}"
+    if change["kind"] == "owner":
+        return _return_owner(state, record, change["add"])
+    return _move_copy(state, record["owner"], shard, change["add"], change["remove"])
+
+
+def _return_owner(state: Json, record: Json, add: list[Any]) -> str:
+    if add[0] != record["owner"][0]:
+        return f"node {add[0]} does not own it, {record['owner'][0]} does"
+    if not live(state, add):
+        return _over(add)
+    record["owner"] = add
+    return ""
+
+
+def _move_copy(
+    state: Json, owner: list[Any], shard: Json, add: list[Any] | None, remove: list[Any] | None
+) -> str:
+    before: list[list[Any]] = shard["holders"]
+    after = list(before)
+    if add is not None and not live(state, add):
+        return _over(add)
+    if add is not None and add not in before:
+        if no := _may_add(state, owner, before, add):
+            return no
+        if remove is not None and remove not in before:
+            return f"node {remove[0]} in incarnation {remove[1]} does not hold it any more"
+        earlier = next((at for at, holder in enumerate(before) if holder[0] == add[0]), None)
+        if earlier is None:
+            after.append(add)
+        else:
+            after[earlier] = add
+    if remove is not None and remove in after:
+        after.remove(remove)
+    if len(after) > HOLDERS_MAX:
+        return f"it has {HOLDERS_MAX} holders already"
+    if remove is not None and _live_count(state, owner, after) < max(1, _live_count(state, owner, before)):
+        # Nor is one forgotten of those that may come back with the last copy.
+        return f"without node {remove[0]} it would have fewer live copies, or none that comes back"
+    shard["holders"] = after
+    return ""
+
+
+def _may_add(state: Json, owner: list[Any], holders: list[list[Any]], add: list[Any]) -> str:
+    if add[0] == owner[0]:
+        return f"node {add[0]} is its owner, whose copy counts already"
+    returns = any(holder[0] == add[0] for holder in holders)
+    if not returns and state["nodes"][add[0]]["state"] != "UP":
+        return f"node {add[0]} is DRAINING: it gets nothing new"
+    return ""
+
+
+def _over(ref: list[Any]) -> str:
+    return f"node {ref[0]} in incarnation {ref[1]} is over"
+
+
+def _live_count(state: Json, owner: list[Any], holders: list[list[Any]]) -> int:
+    return sum(live(state, ref) for ref in [owner, *holders])

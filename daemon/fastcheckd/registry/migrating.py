@@ -1,0 +1,28 @@
+"""Snapshots of earlier schemas, brought up to the present one. Pure.
+
+Only snapshots need it: the log's earlier commands lack `labels`, `reason` and `at_ms`, and mean what they
+always meant without them.
+"""
+
+from __future__ import annotations
+
+from .records import Json
+
+
+def migrate(state: Json) -> Json:
+    """The state in the newest schema; of an unknown one it is returned as it is.
+
+    Raises:
+        KeyError, TypeError, AttributeError: it is no state of the schema that it claims to be.
+    """
+    if state["schema"] == 1:
+        nodes = {
+            node_id: node
+            | {"labels": {}, "draining": node["state"] == "DRAINING", "reason": "", "since_ms": 0}
+            for node_id, node in state["nodes"].items()
+        }
+        # `seen` last, as in a new state: order is part of it.
+        seen = state.pop("seen")
+        state |= {"schema": 2, "nodes": nodes, "history": [], "voters": None}
+        state["seen"] = seen
+    return state

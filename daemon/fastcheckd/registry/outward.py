@@ -1,0 +1,125 @@
+"""What a voter asks of others: nodes, voters, holders. One face, so that a simulation can stand behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import grpc.aio
+
+from fastcheck_proto.v1 import common_pb2, node_pb2, node_pb2_grpc, peer_pb2, peer_pb2_grpc, registry_pb2_grpc
+from fastcheck_proto.v1 import registry_pb2 as rpb
+
+from ..config import Voter
+from ..health.detector import Life
+from ..health.probing import ProbeResult, from_wire, probe
+from ..rpc import CHANNEL_OPTIONS, from_rpc_error
+
+#: What a call takes beside the probe that it asks for.
+CALL_SLACK_S = 0.15
+
+
+class Outward(Protocol):
+    """Questions to the outside; each ends within its timeout, give or take `CALL_SLACK_S`."""
+
+    async def probe(self, agent_address: str, life: Life, timeout_s: float) -> ProbeResult:
+        """Ask a node who it is."""
+
+    async def corroborate(
+        self, voter: Voter, request: rpb.CorroborateRequest, timeout_s: float
+    ) -> rpb.CorroborateResponse | None:
+        """Ask another voter what it knows of a node; None: it did not answer."""
+
+    async def probe_through(
+        self, asker_address: str, target_address: str, life: Life, timeout_s: float
+    ) -> ProbeResult | None:
+        """Have the agent at `asker_address` ask a node who it is; None: that agent could not be asked."""
+
+    async def fetch_replica(
+        self, data_address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
+    ) -> peer_pb2.FetchReplicaResponse:
+        """Have a data process make itself a copy.
+
+        Raises:
+            FastCheckdError: it could not.
+        """
+
+    async def list_replicas(self, data_address: str, timeout_s: float) -> list[peer_pb2.Replica]:
+        """What a data process holds of all jobs.
+
+        Raises:
+            FastCheckdError: it did not answer.
+        """
+
+
+class GrpcOutward:
+    """The real thing. A channel lasts for one question: they are rare, and the other side may be dying."""
+
+    async def probe(self, agent_address: str, life: Life, timeout_s: float) -> ProbeResult:
+        """Ask a node who it is."""
+        return await probe(agent_address, life, timeout_s)
+
+    async def corroborate(
+        self, voter: Voter, request: rpb.CorroborateRequest, timeout_s: float
+    ) -> rpb.CorroborateResponse | None:
+        """Ask another voter what it knows of a node; None: it did not answer."""
+        try:
+            async with asyncio.timeout(timeout_s + CALL_SLACK_S), _channel(voter.registry_address) as channel:
+                response: rpb.CorroborateResponse = await registry_pb2_grpc.RegistryServiceStub(
+                    channel
+                ).Corroborate(request)
+                return response
+        except (grpc.aio.AioRpcError, TimeoutError):
+            return None
+
+    async def probe_through(
+        self, asker_address: str, target_address: str, life: Life, timeout_s: float
+    ) -> ProbeResult | None:
+        """Have the agent at `asker_address` ask a node who it is; None: that agent could not be asked."""
+        request = node_pb2.ProbeForRequest(
+            node=common_pb2.NodeRef(node_id=life[0], incarnation=life[1]),
+            agent_address=target_address,
+            timeout_s=timeout_s,
+        )
+        try:
+            async with asyncio.timeout(timeout_s + CALL_SLACK_S), _channel(asker_address) as channel:
+                response = await node_pb2_grpc.NodeServiceStub(channel).ProbeFor(request)
+        except (grpc.aio.AioRpcError, TimeoutError):
+            return None
+        return from_wire(response.finding)
+
+    async def fetch_replica(
+        self, data_address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
+    ) -> peer_pb2.FetchReplicaResponse:
+        """Have a data process make itself a copy.
+
+        Raises:
+            FastCheckdError: it could not.
+        """
+        async with _channel(data_address) as channel:
+            try:
+                response: peer_pb2.FetchReplicaResponse = await peer_pb2_grpc.PeerServiceStub(
+                    channel
+                ).FetchReplica(request, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, f"the data process at {data_address}") from None
+        return response
+
+    async def list_replicas(self, data_address: str, timeout_s: float) -> list[peer_pb2.Replica]:
+        """What a data process holds of all jobs.
+
+        Raises:
+            FastCheckdError: it did not answer.
+        """
+        async with _channel(data_address) as channel:
+            try:
+                response: peer_pb2.ListReplicasResponse = await peer_pb2_grpc.PeerServiceStub(
+                    channel
+                ).ListReplicas(peer_pb2.ListReplicasRequest(), timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, f"the data process at {data_address}") from None
+        return list(response.replicas)
+
+
+def _channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

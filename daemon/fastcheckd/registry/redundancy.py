@@ -1,0 +1,311 @@
+"""How many copies of the committed steps are left, what is short of them, and what stopping a node would cost. Pure.
+
+A copy counts when its node is UP in the life that the record names, is not DRAINING, and has not said itself
+that the bytes are gone. The owner's own bytes are a copy like the others. Nothing here reads more than the
+state and what its caller passes; `foreman` acts on it.
+
+Tens of thousands of shards are looked at after every change, so the pass over them is written for speed: nearly all
+are in good order, and those cost a few look-ups each and make no object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .records import Json
+
+REASONS_MAX = 16
+#: Jobs that an answer names.
+JOBS_SHOWN_MAX = 64
+
+
+class Ref(NamedTuple):
+    """A node in one of its lives."""
+
+    node_id: str
+    incarnation: int
+
+
+class ShardId(NamedTuple):
+    """One shard of a kept committed step."""
+
+    job: str
+    step: int
+    rank: int
+    shard: int
+
+
+class Claim(NamedTuple):
+    """That a node, in one life, has a copy of a shard: what a record says, and the node may deny."""
+
+    shard: ShardId
+    ref: Ref
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """A shard with fewer counting copies than wanted, or with copies in one failure domain for no need."""
+
+    id: ShardId
+    #: Hex, as the state has it.
+    digest: str
+    bytes: int
+    #: The owner's node, in whichever life: it never takes a copy of its own shard.
+    owner: str
+    #: Counting copies; the owner's, if it counts, is the first.
+    live: tuple[Ref, ...]
+    #: On nodes that are DRAINING: they can be read and do not count.
+    draining: tuple[Ref, ...]
+    #: Of lives that are over, the owner's among them.
+    dead: tuple[Ref, ...]
+    #: Of nodes that live, and have said that they do not hold it any more.
+    lost: tuple[Ref, ...]
+    #: Copies to be made; 0 when only the domains are short.
+    missing: int
+    domains_short: bool
+
+    @property
+    def readable(self) -> bool:
+        """Whether there is anything to copy from."""
+        return bool(self.live or self.draining)
+
+    @property
+    def owner_lives(self) -> bool:
+        """Whether the owner's own bytes can be read."""
+        return any(ref.node_id == self.owner for ref in (*self.live, *self.draining))
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The whole state, looked at once."""
+
+    #: The newest step of each job first, then the fewest copies.
+    shortages: tuple[Shortage, ...] = ()
+    short_bytes: int = 0
+    #: Shards without any copy that can be read.
+    lost_shards: int = 0
+    domains_short_shards: int = 0
+    #: Bytes of committed steps that each node holds, as far as the registry knows.
+    held_bytes: Mapping[str, int] = field(default_factory=dict)
+    #: Lives that are over and are still named somewhere.
+    dead: frozenset[Ref] = frozenset()
+
+    @property
+    def short_shards(self) -> int:
+        """Shards that miss a copy, those without any included."""
+        return sum(1 for shortage in self.shortages if shortage.missing)
+
+
+def domain_of(node_id: str, node: Json, domain_key: str) -> str:
+    """A node's failure domain: its label's value, or the node by itself."""
+    return str(node.get("labels", {}).get(domain_key, "")) or node_id
+
+
+def counts(node: Json) -> bool:
+    """Whether copies on a node (in its present life) count: it is UP and is to stay."""
+    return node["state"] == "UP" and not node.get("draining", False)
+
+
+def is_live(node: Json) -> bool:
+    """Whether a node (in its present life) can be read from."""
+    return node["state"] in ("UP", "DRAINING")
+
+
+def kept_shards(state: Json) -> Iterator[tuple[ShardId, Json, Json]]:
+    """Every shard of every kept committed step, with its rank's record and its own; a job's newest step first."""
+    for job_name, job in state["jobs"].items():
+        for kept in reversed(job["steps"]):
+            for record in kept["ranks"]:
+                for index, shard in enumerate(record["shards"]):
+                    yield ShardId(job_name, kept["step"], record["rank"], index), record, shard
+
+
+def find_shard(state: Json, wanted: ShardId) -> tuple[Json, Json] | None:
+    """A kept shard's rank record and its own record."""
+    job = state["jobs"].get(wanted.job)
+    for kept in [] if job is None else job["steps"]:
+        if kept["step"] == wanted.step and wanted.rank < len(kept["ranks"]):
+            record = kept["ranks"][wanted.rank]
+            if wanted.shard < len(record["shards"]):
+                return record, record["shards"][wanted.shard]
+    return None
+
+
+def survey(state: Json, *, tolerate: int, domain_key: str = "", denied: Set[Claim] = frozenset()) -> Survey:
+    """Look at every shard of every kept committed step.
+
+    Args:
+        tolerate: copies wanted beside the first one.
+        domain_key: label whose values fail together; empty: every node by itself.
+        denied: claims that their nodes have taken back.
+    """
+    nodes = state["nodes"]
+    counting = {node_id: node["incarnation"] for node_id, node in nodes.items() if counts(node)}
+    live = {node_id: node["incarnation"] for node_id, node in nodes.items() if is_live(node)}
+    domains = {node_id: domain_of(node_id, nodes[node_id], domain_key) for node_id in counting}
+    wanted = tolerate + 1
+    watch_domains = bool(domain_key) and len(set(domains.values())) >= wanted
+    held = dict.fromkeys(live, 0)
+    dead: set[Ref] = set()
+    found: list[tuple[int, Shortage]] = []
+    for job_name, job in state["jobs"].items():
+        for age, kept in enumerate(reversed(job["steps"])):
+            for record in kept["ranks"]:
+                owner = record["owner"]
+                for index, shard in enumerate(record["shards"]):
+                    good = 0
+                    size = shard["bytes"]
+                    for node_id, incarnation in (owner, *shard["holders"]):
+                        if live.get(node_id) == incarnation:
+                            held[node_id] += size
+                            if node_id in counting:
+                                good += 1
+                        else:
+                            dead.add(Ref(node_id, incarnation))
+                    if good >= wanted and not denied and not watch_domains:
+                        continue
+                    shortage = _shortage(
+                        ShardId(job_name, kept["step"], record["rank"], index),
+                        owner, shard, live, counting, domains, wanted, watch_domains, denied,
+                    )  # fmt: skip
+                    if shortage is not None:
+                        found.append((age, shortage))
+    found.sort(key=lambda entry: (not entry[1].missing, entry[0], len(entry[1].live), entry[1].id))
+    shortages = tuple(shortage for _, shortage in found)
+    return Survey(
+        shortages=shortages,
+        short_bytes=sum(shortage.missing * shortage.bytes for shortage in shortages),
+        lost_shards=sum(1 for shortage in shortages if not shortage.readable),
+        domains_short_shards=sum(1 for shortage in shortages if shortage.domains_short),
+        held_bytes=held,
+        dead=frozenset(dead),
+    )
+
+
+def _shortage(
+    shard_id: ShardId,
+    owner: list[Any],
+    shard: Json,
+    live: Mapping[str, int],
+    counting: Mapping[str, int],
+    domains: Mapping[str, str],
+    wanted: int,
+    watch_domains: bool,
+    denied: Set[Claim],
+) -> Shortage | None:
+    """What a shard is short of, exactly; None: of nothing."""
+    good: dict[str, Ref] = {}
+    draining: list[Ref] = []
+    dead: list[Ref] = []
+    lost: list[Ref] = []
+    for node_id, incarnation in (owner, *shard["holders"]):
+        ref = Ref(node_id, incarnation)
+        if live.get(node_id) != incarnation:
+            dead.append(ref)
+        elif Claim(shard_id, ref) in denied:
+            lost.append(ref)
+        elif node_id in counting:
+            good.setdefault(node_id, ref)
+        else:
+            draining.append(ref)
+    missing = max(0, wanted - len(good))
+    spread_over = len({domains[node_id] for node_id in good})
+    domains_short = watch_domains and spread_over < min(len(good), wanted)
+    if not missing and not domains_short:
+        return None
+    return Shortage(
+        id=shard_id,
+        digest=shard["digest"],
+        bytes=shard["bytes"],
+        owner=owner[0],
+        live=tuple(good.values()),
+        draining=tuple(draining),
+        dead=tuple(dead),
+        lost=tuple(lost),
+        missing=missing,
+        domains_short=domains_short,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopVerdict:
+    """What stopping a node for good would cost."""
+
+    #: Every committed shard keeps the wanted copies elsewhere, and the registry its quorum.
+    safe: bool
+    #: Nothing committed would be lost, nor the quorum.
+    survivable: bool
+    #: Why it is not safe, a sentence each.
+    reasons: tuple[str, ...]
+    short_shards: int
+    lost_shards: int
+    #: Jobs with such shards.
+    jobs: tuple[str, ...]
+
+
+def stop_verdict(
+    state: Json,
+    node_id: str,
+    *,
+    tolerate: int,
+    voters: Collection[str],
+    unwell: Set[str] = frozenset(),
+    denied: Set[Claim] = frozenset(),
+) -> StopVerdict:
+    """Judge a node that is to be stopped.
+
+    Args:
+        voters: node ids of all voters.
+        unwell: nodes that may be dead already; what they hold counts for nothing.
+        denied: claims that their nodes have taken back.
+    """
+    others = {
+        other: node for other, node in state["nodes"].items() if other != node_id and other not in unwell
+    }
+    counting = {other: node["incarnation"] for other, node in others.items() if counts(node)}
+    live = {other: node["incarnation"] for other, node in others.items() if is_live(node)}
+    short: dict[str, int] = {}
+    gone: dict[str, int] = {}
+    for shard_id, record, shard in kept_shards(state):
+        good, readable = set(), False
+        for other, incarnation in (record["owner"], *shard["holders"]):
+            if live.get(other) != incarnation:
+                continue
+            if denied and Claim(shard_id, Ref(other, incarnation)) in denied:
+                continue
+            readable = True
+            if other in counting:
+                good.add(other)
+        if len(good) <= tolerate:
+            short[shard_id.job] = short.get(shard_id.job, 0) + 1
+            if not readable:
+                gone[shard_id.job] = gone.get(shard_id.job, 0) + 1
+    reasons = [
+        f"job {job}: {_shards(count)} would have no copy left on another node" for job, count in gone.items()
+    ]
+    reasons += [
+        f"job {job}: {_shards(count)} would have fewer than {tolerate + 1} copies on nodes that stay"
+        for job, count in short.items()
+    ]
+    standing = {voter for voter in voters if voter in live}
+    quorum = not voters or 2 * len(standing) > len(voters)
+    if not quorum:
+        reasons.insert(
+            0,
+            f"the registry would have {len(standing)} of its {len(voters)} voters, "
+            f"{len(voters) // 2 + 1} are needed: start others, or replace {node_id} as a voter first",
+        )
+    return StopVerdict(
+        safe=quorum and not short,
+        survivable=quorum and not gone,
+        reasons=tuple(reasons[:REASONS_MAX]),
+        short_shards=sum(short.values()),
+        lost_shards=sum(gone.values()),
+        jobs=tuple(sorted(short)[:JOBS_SHOWN_MAX]),
+    )
+
+
+def _shards(count: int) -> str:
+    return "one shard" if count == 1 else f"{count} shards"

@@ -1,0 +1,70 @@
+"""Which process speaks for a rank: sessions, and the jobs that they belong to. Pure.
+
+A session is never used twice, even when its job has been forgotten: `session_floor` is above all of them.
+"""
+
+from __future__ import annotations
+
+from fastcheck_proto.conventions import RANK_MAX
+
+from .commits import refusal
+from .records import TOKEN_BYTES_MAX, Json, MalformedError, integer, live, name, node_ref, text
+
+JOBS_MAX = 4096
+#: Former processes of a rank that are recognised when they come back late.
+PAST_CLIENTS_MAX = 4
+
+
+def open_rank(state: Json, command: Json) -> Json:
+    """A process takes a rank's place: a new session, and the end of the one before."""
+    job_name = name(command, "job")
+    world_size = integer(command, "world_size", 1, RANK_MAX)
+    rank = integer(command, "rank", 0, world_size - 1)
+    client = text(command, "client", TOKEN_BYTES_MAX)
+    node_id, incarnation = node_ref(command.get("node"), "the node")
+    if not live(state, [node_id, incarnation]):
+        return refusal(
+            "FENCED", f"node {node_id} in incarnation {incarnation} is over: it has to register again"
+        )
+    job = state["jobs"].get(job_name)
+    seat = None if job is None else job["ranks"].get(str(rank))
+    if seat is not None:
+        if seat["client"] == client and seat["world_size"] == world_size:
+            return {"ok": True, "session": seat["session"]}
+        if client in seat["past"]:
+            return refusal("FENCED", f"another process took the place of rank {rank} of job {job_name}")
+    if job is None:
+        job = _new_job(state, job_name)
+    session = job["next_session"]
+    job["next_session"] += 1
+    past = [] if seat is None else [c for c in [*seat["past"], seat["client"]] if c != client]
+    job["ranks"][str(rank)] = {
+        "session": session,
+        "client": client,
+        "node": [node_id, incarnation],
+        "world_size": world_size,
+        "past": past[-PAST_CLIENTS_MAX:],
+    }
+    if not job["steps"]:
+        job["world_size"] = world_size
+    state["version"] += 1
+    return {"ok": True, "session": session}
+
+
+def _new_job(state: Json, job_name: str) -> Json:
+    jobs = state["jobs"]
+    if len(jobs) >= JOBS_MAX:
+        empty = next((other for other, job in jobs.items() if not job["steps"]), None)
+        if empty is None:
+            raise MalformedError(f"the cluster keeps steps of {JOBS_MAX} jobs already")
+        state["session_floor"] = max(state["session_floor"], jobs.pop(empty)["next_session"])
+    job: Json = {
+        "newest": -1,
+        "world_size": 0,
+        "next_session": state["session_floor"],
+        "ranks": {},
+        "steps": [],
+        "recent": [],
+    }
+    jobs[job_name] = job
+    return job

@@ -1,0 +1,126 @@
+"""How fast work that can wait may go: a rate, and no more than a trickle while work that cannot wait is under way.
+
+`Pacer` decides, and knows no clock. `Gate` asks it on behalf of threads that move bytes, `AsyncGate` on that of tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+#: Longest time for which a gate sleeps before it looks again.
+LOOK_INTERVAL_S = 0.05
+
+
+class Pacer:
+    """A token bucket that stands still while the foreground is busy. Pure: `now` in seconds is given.
+
+    A piece may begin as soon as there is any token, and takes as many as it has bytes: pieces may be larger than
+    the bucket, and the rate holds in the long run.
+
+    Args:
+        bytes_per_s: the rate.
+        burst_bytes: what may have been saved up.
+        trickle_s: a stream that has waited so long gets one piece in any case: the other end is not to believe
+            that it is gone. The bytes count against the rate all the same.
+    """
+
+    def __init__(self, bytes_per_s: float, *, burst_bytes: int, trickle_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._burst_bytes = burst_bytes
+        self._trickle_s = trickle_s
+        self._tokens = float(burst_bytes)
+        self._at: float | None = None
+        self._passed_at: dict[object, float] = {}
+
+    def begin(self, stream: object, now: float) -> None:
+        """A stream begins."""
+        self._passed_at[stream] = now
+
+    def end(self, stream: object) -> None:
+        """A stream has ended."""
+        self._passed_at.pop(stream, None)
+
+    def wait_s(self, stream: object, size_bytes: int, now: float, *, busy: bool) -> float:
+        """0: the piece may pass, and is counted. Otherwise ask again after so many seconds, or when `busy` changes."""
+        self._refill(now)
+        starved_in_s = self._passed_at.get(stream, now) + self._trickle_s - now
+        if starved_in_s > 0:
+            if busy:
+                return starved_in_s
+            if self._tokens <= 0:
+                return min(starved_in_s, (1.0 - self._tokens) / self._bytes_per_s)
+        self._tokens -= size_bytes
+        self._passed_at[stream] = now
+        return 0.0
+
+    def _refill(self, now: float) -> None:
+        if self._at is not None:
+            gained = max(0.0, now - self._at) * self._bytes_per_s
+            self._tokens = min(float(self._burst_bytes), self._tokens + gained)
+        self._at = now
+
+
+class Gate:
+    """The pacer of one kind of work, for many threads and tasks.
+
+    Args:
+        busy: whether the foreground moves bytes; may be asked from any thread.
+        paused: is called once for each piece that had to wait for the foreground.
+    """
+
+    def __init__(
+        self,
+        pacer: Pacer,
+        busy: Callable[[], bool],
+        paused: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pacer = pacer
+        self._busy = busy
+        self._paused = paused
+        self._clock = clock
+        self._lock = threading.Lock()
+
+    def begin(self, stream: object) -> None:
+        """A stream begins: it has waited for nothing yet."""
+        with self._lock:
+            self._pacer.begin(stream, self._clock())
+
+    def end(self, stream: object) -> None:
+        """A stream has ended."""
+        with self._lock:
+            self._pacer.end(stream)
+
+    def wait(self, stream: object, size_bytes: int, still_wanted: Callable[[], None]) -> None:
+        """Block until the piece may move. `still_wanted` is asked meanwhile, and raises when it is not."""
+        told = False
+        while True:
+            wait_s, busy = self._ask(stream, size_bytes)
+            if not wait_s:
+                return
+            told = self._tell(told, busy)
+            still_wanted()
+            time.sleep(min(wait_s, LOOK_INTERVAL_S))
+
+    async def wait_async(self, stream: object, size_bytes: int) -> None:
+        """As `wait`, for a task."""
+        told = False
+        while True:
+            wait_s, busy = self._ask(stream, size_bytes)
+            if not wait_s:
+                return
+            told = self._tell(told, busy)
+            await asyncio.sleep(min(wait_s, LOOK_INTERVAL_S))
+
+    def _ask(self, stream: object, size_bytes: int) -> tuple[float, bool]:
+        busy = self._busy()
+        with self._lock:
+            return self._pacer.wait_s(stream, size_bytes, self._clock(), busy=busy), busy
+
+    def _tell(self, told: bool, busy: bool) -> bool:
+        if busy and not told:
+            self._paused()
+        return told or busy

@@ -1,0 +1,130 @@
+"""The upkeep of one data process, joined: fetching, checking, the scrub, the reports. All of it gives way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from fastcheck_proto.v1 import peer_pb2
+
+from ..config import Config
+from ..counters import Counters
+from ..identity import Identity
+from ..registry.client import RegistryClient
+from ..store.ram_store import RamStore
+from ..transfer.peer_client import PeerClient
+from ..view import ViewFollower
+from .checking import Checker
+from .fetching import FetchRoom
+from .inventory import Inventory
+from .pacing import Gate, Pacer
+from .scrub import Scrubber
+
+logger = logging.getLogger(__name__)
+
+#: A repair that has to wait moves a chunk this often, and more often than a transfer is believed dead.
+TRICKLE_S = 1.0
+BURST_S = 0.1
+
+
+class UpkeepRoom:
+    """Owned by the event loop's thread.
+
+    Args:
+        executor: the threads that hash.
+        busy: whether saves, puts or restores move bytes here; may be asked from any thread.
+        require_lease: raises NoLeaseError when this node may have been declared DOWN.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        identity: Identity,
+        store: RamStore,
+        registry: RegistryClient,
+        peers: PeerClient,
+        view: ViewFollower,
+        counters: Counters,
+        executor: Executor,
+        busy: Callable[[], bool],
+        require_lease: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._view = view
+        self._checker = Checker(store, executor, counters)
+        rate = config.repair_bytes_per_s
+        pacer = Pacer(
+            rate,
+            burst_bytes=max(config.chunk_bytes, int(rate * BURST_S)),
+            trickle_s=min(TRICKLE_S, config.transfer_timeout_s / 4),
+        )
+        self._fetches = FetchRoom(
+            config=config, identity=identity, store=store, peers=peers, counters=counters,
+            checker=self._checker, require_lease=require_lease,
+            gate=Gate(pacer, busy, paused=lambda: counters.add("repair_pauses")),
+        )  # fmt: skip
+        self._scrubber = Scrubber(
+            store, self._checker, period_s=config.scrub_period_s, budget_bytes=config.ram_budget_bytes,
+            chunk_bytes=config.chunk_bytes, busy=busy,
+        )  # fmt: skip
+        self._inventory = Inventory(
+            identity=identity, store=store, registry=registry, checker=self._checker, counters=counters,
+            kept_steps=self._kept_steps,
+        )  # fmt: skip
+        #: One check on demand at a time: they must not take all cores.
+        self._verifying = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to scrub and to report."""
+        loop = asyncio.get_running_loop()
+        self._store.on_condemned = lambda held: loop.call_soon_threadsafe(self._inventory.lost, held)
+        for name, work in (("scrub", self._scrubber.run), ("inventory", self._inventory.run)):
+            task = asyncio.create_task(work(), name=name)
+            task.add_done_callback(_tell_end)
+            self._tasks.append(task)
+
+    async def stop(self) -> None:
+        """End everything; nobody touches the store for it afterwards."""
+        self._store.on_condemned = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._fetches.stop()
+
+    def changed(self) -> None:
+        """There is a new life of this node, or a new view."""
+        self._inventory.changed()
+
+    async def fetch(self, request: peer_pb2.FetchReplicaRequest) -> peer_pb2.FetchReplicaResponse:
+        """Make a copy; errors as in `FetchRoom.fetch`."""
+        return await self._fetches.fetch(request)
+
+    async def verify(self, job: str, step: int | None) -> peer_pb2.VerifyReplicasResponse:
+        """Check what is held of a job (empty: of all), of one step or of all, now."""
+        response = peer_pb2.VerifyReplicasResponse()
+        async with self._verifying:
+            for held in self._store.held(job, step):
+                good = await self._checker.check(held)
+                if good is None:
+                    continue
+                response.checked += 1
+                response.checked_bytes += held.manifest.bytes
+                if not good:
+                    response.bad.add().CopyFrom(held.key)
+        return response
+
+    def scrub_age_ms(self) -> int | None:
+        """How long ago the replica that waits longest was checked; None: nothing is held."""
+        return self._scrubber.age_ms()
+
+    def _kept_steps(self) -> dict[str, list[int]] | None:
+        return self._view.kept_steps() if self._view.view.version else None
+
+
+def _tell_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("the data process' %s ended", task.get_name(), exc_info=error)
