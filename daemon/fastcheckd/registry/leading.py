@@ -19,6 +19,7 @@ from .commits import Standing, check_session, standing
 from .engine import Engine
 from .foreman import Foreman
 from .judging import Judge
+from .loads import Loads, domain_label
 from .outward import GrpcOutward, Outward
 from .records import SHARDS_MAX, Json
 from .reporting import Reports
@@ -33,6 +34,8 @@ class Placement:
     epoch: int
     shards: tuple[PlannedShard, ...]
     nodes: dict[str, Json]
+    #: The nodes that are UP lie in too few failure domains.
+    domains_short: bool = False
 
 
 class Leader:
@@ -65,6 +68,7 @@ class Leader:
         self.outward: Outward = outward or GrpcOutward()
         self.judge = Judge(config, raft, detector, self.outward, on_suspects, draw=draw, wall_ms=wall_ms)
         self._wake = asyncio.Event()
+        self._loads = Loads()
         self._barrier_running: asyncio.Task[None] | None = None
         self._barrier_next: asyncio.Task[None] | None = None
         #: Term in which this voter has proved that it leads and has applied all that was committed before.
@@ -130,6 +134,7 @@ class Leader:
         self._ready_term = -1
         self._reports.abandon()
         self.judge.resign()
+        self._loads.forget()
         self._on_suspects()
 
     def _now(self) -> float:
@@ -173,9 +178,13 @@ class Leader:
             suspects = {
                 node_id for node_id, node in up.items() if (node_id, node["incarnation"]) in self.suspects
             }
-            shards = place(
-                members=up,
-                owner=str(owner[0]),
+            label = self._config.failure_domain
+            owner_id = str(owner[0])
+            load = self._loads.by_node(state)
+            plan = place(
+                members={node_id: domain_label(node, label) for node_id, node in up.items()},
+                owner=owner_id,
+                owner_domain=domain_label(state["nodes"][owner_id], label),
                 job=job,
                 rank=rank,
                 state_bytes=state_bytes,
@@ -183,9 +192,14 @@ class Leader:
                 tolerate=self._config.tolerate,
                 spread=min(self._config.spread, SHARDS_MAX),
                 avoid=suspects | set(avoid),
+                previous=self._loads.earlier(state, job, rank, world_size),
+                load=load,
+                groups=self._loads.groups(state, label, min(self._config.spread, SHARDS_MAX)),
             )
-            named = {holder for shard in shards for holder in shard.holders}
-            return Placement(state["epoch"], shards, {node_id: dict(up[node_id]) for node_id in named})
+            self._loads.placed(state, job, rank, world_size, step, plan)
+            named = {holder for shard in plan.shards for holder in shard.holders}
+            nodes = {node_id: dict(up[node_id]) for node_id in named}
+            return Placement(state["epoch"], plan.shards, nodes, plan.domains_short)
 
         placement = self._raft.read(decide)
         self._reports.collector.placed(

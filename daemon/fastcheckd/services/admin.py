@@ -2,76 +2,28 @@
 
 It asks the registry first, then all nodes side by side with a deadline each, and answers with what came
 back: a dead node costs its part of the answer and never the answer. What the replies mean is decided in
-`admin_reports.py`.
+`admin_reports.py` and `health_codes.py`; what changes the cluster goes through `admin_upkeep.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
 
-import grpc.aio
+from fastcheck_proto.v1 import admin_pb2, peer_pb2, registry_pb2
 
-from fastcheck_proto.conventions import check_name
-from fastcheck_proto.v1 import admin_pb2, admin_pb2_grpc, peer_pb2, registry_pb2
-
-from ..config import Config
-from ..errors import FastCheckdError, InvalidRequestError, NoQuorumError, StepGoneError
+from ..errors import FastCheckdError, NoQuorumError, StepGoneError
 from ..rpc import answers
 from . import admin_reports as reports
+from . import health_codes as health
+from .admin_upkeep import CALL_TIMEOUT_S, AdminUpkeep, Context, checked_job
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-Context = grpc.aio.ServicerContext[Any, Any]
 
-#: Per call, to the registry and to each node. An operator waits twice this at most, three times for `Status`.
-CALL_TIMEOUT_S = 1.5
-
-
-class Registry(Protocol):
-    """What this service needs of `registry.client.RegistryClient`."""
-
-    async def view(self, timeout_s: float) -> registry_pb2.ClusterView:
-        """The cluster's members and jobs."""
-
-    async def lookup(
-        self, request: registry_pb2.LookupRequest, timeout_s: float
-    ) -> registry_pb2.LookupResponse:
-        """A committed step."""
-
-    async def list_job_steps(
-        self, request: registry_pb2.ListJobStepsRequest, timeout_s: float
-    ) -> registry_pb2.ListJobStepsResponse:
-        """Steps of one job."""
-
-    async def list_jobs(
-        self, request: registry_pb2.ListJobsRequest, timeout_s: float
-    ) -> registry_pb2.ListJobsResponse:
-        """All jobs."""
-
-
-class Peers(Protocol):
-    """What this service needs of `transfer.peer_client.PeerClient`."""
-
-    async def list_replicas(
-        self, data_address: str, job: str, step: int | None, timeout_s: float
-    ) -> list[peer_pb2.Replica]:
-        """What a node holds."""
-
-    async def get_stats(self, data_address: str, timeout_s: float) -> peer_pb2.GetStatsResponse:
-        """A node's memory and counters."""
-
-
-class AdminService(admin_pb2_grpc.AdminServiceServicer):
+class AdminService(AdminUpkeep):
     """Answers for the whole cluster from one node."""
-
-    def __init__(self, config: Config, registry: Registry, peers: Peers) -> None:
-        self._config = config
-        self._registry = registry
-        self._peers = peers
 
     @answers
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusResponse:
@@ -80,16 +32,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             view = await self._registry.view(CALL_TIMEOUT_S)
         except FastCheckdError as error:
             logger.warning("status without a registry: %s", error)
-            return self._status(self._empty_view(), reports.Answers(), [], has_quorum=False)
-        stats, (newest, has_quorum) = await asyncio.gather(self._stats(view), self._newest_steps(view.jobs))
-        held = await self._held(view) if newest else {}
-        newest = await self._still_short(newest, held)
-        return self._status(
-            view,
-            reports.Answers(stats=stats, replicas=held),
-            newest,
-            has_quorum=view.has_leader and has_quorum,
+            return self._status(self._empty_view(), reports.Answers(), has_quorum=False)
+        stats, (newest, has_quorum), redundancy = await asyncio.gather(
+            self._stats(view), self._newest_steps(view.jobs), self._redundancy()
         )
+        held = await self._held(view) if view.jobs else {}
+        newest = await self._still_short(newest, held)
+        answers = reports.Answers(stats=stats, replicas=held, newest_steps=newest, redundancy=redundancy)
+        return self._status(view, answers, has_quorum=view.has_leader and has_quorum)
 
     @answers
     async def Nodes(self, request: admin_pb2.NodesRequest, context: Context) -> admin_pb2.NodesResponse:
@@ -108,7 +58,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.CheckpointsRequest, context: Context
     ) -> admin_pb2.CheckpointsResponse:
         """A job's steps that can be loaded or are under way."""
-        job = _job(request.job)
+        job = checked_job(request.job)
         listed = await self._registry.list_job_steps(
             registry_pb2.ListJobStepsRequest(job=job), CALL_TIMEOUT_S
         )
@@ -119,7 +69,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.ReplicasRequest, context: Context
     ) -> admin_pb2.ReplicasResponse:
         """Who really holds what of a job's kept steps, or of one of them."""
-        job = _job(request.job)
+        job = checked_job(request.job)
         view = await self._registry.view(CALL_TIMEOUT_S)
         if request.HasField("step"):
             records = [await self._record(job, request.step)]
@@ -135,7 +85,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def Inspect(self, request: admin_pb2.InspectRequest, context: Context) -> admin_pb2.InspectResponse:
         """One committed step: its record and where its shards lie."""
         view = await self._registry.view(CALL_TIMEOUT_S)
-        record = await self._record(_job(request.job), request.step)
+        record = await self._record(checked_job(request.job), request.step)
         held = await self._held(view, record.job, record.step)
         return admin_pb2.InspectResponse(
             record=record,
@@ -147,13 +97,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self,
         view: registry_pb2.ClusterView,
         answered: reports.Answers,
-        newest: Sequence[registry_pb2.StepRecord],
         *,
         has_quorum: bool,
     ) -> admin_pb2.StatusResponse:
-        codes = reports.health_codes(view, answered, newest, has_quorum=has_quorum)
+        codes = health.health_codes(view, answered, health.Setup.of(self._config), has_quorum=has_quorum)
         return admin_pb2.StatusResponse(
-            health=reports.worst(codes),
+            health=health.worst(codes),
             codes=codes,
             epoch=view.epoch,
             leader=view.leader if has_quorum else "",
@@ -161,7 +110,16 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             nodes_total=len(view.nodes),
             cluster_id=view.cluster_id,
             voters=view.voters,
+            redundancy=answered.redundancy if has_quorum else None,
         )
+
+    async def _redundancy(self) -> registry_pb2.GetRedundancyResponse | None:
+        """What the leader says about the copies; None without one."""
+        try:
+            return await self._registry.get_redundancy(registry_pb2.GetRedundancyRequest(), CALL_TIMEOUT_S)
+        except FastCheckdError as error:
+            logger.info("how redundant the steps are is not known: %s", error)
+            return None
 
     def _empty_view(self) -> registry_pb2.ClusterView:
         voters = [voter.node_id for voter in self._config.effective_voters]
@@ -230,25 +188,3 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return await self._ask(
             view, lambda address: self._peers.list_replicas(address, job, step, CALL_TIMEOUT_S)
         )
-
-    async def _ask(self, view: registry_pb2.ClusterView, call: Callable[[str], Awaitable[T]]) -> dict[str, T]:
-        """Put one question to all nodes that are not DOWN, at once; node id → its answer if it gave one."""
-        addresses = {node.node_id: node.data_address for node in view.nodes}
-
-        async def one(node_id: str) -> tuple[str, T] | None:
-            try:
-                async with asyncio.timeout(CALL_TIMEOUT_S):
-                    return node_id, await call(addresses[node_id])
-            except (FastCheckdError, TimeoutError) as error:
-                logger.info("%s did not answer an admin question: %s", node_id, error or "timed out")
-                return None
-
-        replies = await asyncio.gather(*(one(node_id) for node_id in reports.node_ids_to_ask(view)))
-        return dict(reply for reply in replies if reply is not None)
-
-
-def _job(name: str) -> str:
-    try:
-        return check_name("job", name)
-    except ValueError as error:
-        raise InvalidRequestError(str(error)) from None

@@ -1,7 +1,6 @@
-"""What an operator is told, decided from the registry's view and what the nodes answered. Pure.
+"""Who is there and who holds what, joined from the registry's view and what the nodes answered. Pure.
 
-`services/admin.py` asks; this module judges. It never calls anybody and never reads a clock, so every
-health code can be tested from a view made by hand.
+`services/admin.py` asks; this module joins, `health_codes.py` judges. Neither calls anybody nor reads a clock.
 """
 
 from __future__ import annotations
@@ -12,27 +11,19 @@ from dataclasses import dataclass, field
 
 from fastcheck_proto.v1 import admin_pb2, common_pb2, peer_pb2, registry_pb2
 
-#: A node above this share of its budget soon refuses saves: the codes warn before that happens.
-MEMORY_NEAR_FULL_SHARE = 0.9
-#: Shards and nodes named in one detail; the rest is a number.
-NAMED_MAX = 3
-
-_STATE_WORDS: dict[int, str] = {
-    registry_pb2.NODE_STATE_UP: "UP",
-    registry_pb2.NODE_STATE_SUSPECT: "SUSPECT",
-    registry_pb2.NODE_STATE_DOWN: "DOWN",
-    registry_pb2.NODE_STATE_DRAINING: "DRAINING",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What the nodes said. A node that is missing did not answer, or was not asked because it is DOWN."""
+    """What was said. A node that is missing did not answer, or was not asked because it is DOWN."""
 
     #: node id → its data process' memory and counters.
     stats: Mapping[str, peer_pb2.GetStatsResponse] = field(default_factory=dict)
     #: node id → everything that it holds.
     replicas: Mapping[str, Sequence[peer_pb2.Replica]] = field(default_factory=dict)
+    #: Each job's newest committed step.
+    newest_steps: Sequence[registry_pb2.StepRecord] = ()
+    #: What the leader says about the copies; None: it said nothing.
+    redundancy: registry_pb2.GetRedundancyResponse | None = None
 
 
 def node_ids_to_ask(view: registry_pb2.ClusterView) -> list[str]:
@@ -114,109 +105,3 @@ def short_shards(reports: Iterable[admin_pb2.ReplicaReport]) -> list[admin_pb2.R
 def unanswered(view: registry_pb2.ClusterView, answered: Mapping[str, object]) -> list[str]:
     """Members that should have answered and did not."""
     return [node_id for node_id in node_ids_to_ask(view) if node_id not in answered]
-
-
-def health_codes(
-    view: registry_pb2.ClusterView,
-    answers: Answers,
-    newest_steps: Sequence[registry_pb2.StepRecord],
-    *,
-    has_quorum: bool,
-) -> list[admin_pb2.HealthCode]:
-    """Everything that is wrong, the worst first.
-
-    Args:
-        view: the members as the registry last said.
-        answers: what the nodes said about themselves.
-        newest_steps: each job's newest committed step.
-        has_quorum: whether the registry answers for what it decides.
-    """
-    codes: list[admin_pb2.HealthCode] = []
-    if not has_quorum:
-        voters = ", ".join(view.voters) or "not known"
-        codes.append(
-            admin_pb2.HealthCode(
-                code="NO_QUORUM",
-                severity=admin_pb2.HEALTH_CRITICAL,
-                detail=f"the registry has no leader that can commit (voters: {voters}); no step is committed",
-                remedy="bring back a majority of the voters; training goes on, and steps commit afterwards",
-            )
-        )
-    for node in sorted(view.nodes, key=lambda n: n.node_id):
-        codes.extend(_node_codes(node, answers))
-    for record in newest_steps:
-        codes.extend(_short_code(record, view, answers))
-    return sorted(codes, key=lambda c: -c.severity)
-
-
-def worst(codes: Iterable[admin_pb2.HealthCode]) -> admin_pb2.Health.ValueType:
-    """The cluster's health: that of the worst code, OK when there is none."""
-    return max((code.severity for code in codes), default=admin_pb2.HEALTH_OK)
-
-
-def _node_codes(node: registry_pb2.NodeRecord, answers: Answers) -> Iterable[admin_pb2.HealthCode]:
-    name = f"{node.node_id} (a registry voter)" if node.voter else node.node_id
-    degraded = admin_pb2.HEALTH_DEGRADED
-    if node.state == registry_pb2.NODE_STATE_DOWN:
-        yield admin_pb2.HealthCode(
-            code="NODE_DOWN",
-            severity=degraded,
-            detail=f"{name} is DOWN",
-            remedy=f"start fastcheckd on {node.node_id} again, or replace the machine under the same node_id",
-        )
-        return
-    if node.state == registry_pb2.NODE_STATE_SUSPECT:
-        yield admin_pb2.HealthCode(
-            code="NODE_SUSPECT",
-            severity=degraded,
-            detail=f"{name} has not been heard of lately",
-            remedy=f"look at the load and the network of {node.node_id}; it is either UP again or DOWN soon",
-        )
-    stats = answers.stats.get(node.node_id)
-    if stats is None:
-        state = _STATE_WORDS.get(node.state, "in an unknown state")
-        yield admin_pb2.HealthCode(
-            code="DATA_UNREACHABLE",
-            severity=degraded,
-            detail=f"the data process of {name} at {node.data_address} did not answer, "
-            f"while the registry holds it {state}",
-            remedy=f"look at the fastcheckd log of {node.node_id} and at the network between the nodes",
-        )
-    used = stats.ram_used_bytes if stats else node.ram_used_bytes
-    budget = stats.ram_budget_bytes if stats else node.ram_budget_bytes
-    if budget and used > MEMORY_NEAR_FULL_SHARE * budget:
-        yield admin_pb2.HealthCode(
-            code="MEMORY_NEAR_FULL",
-            severity=degraded,
-            detail=f"{name} uses {used} of its {budget} bytes ({100 * used // budget} %)",
-            remedy="raise ram_budget_bytes, lower keep_steps or max_in_flight, or add nodes",
-        )
-
-
-def _short_code(
-    record: registry_pb2.StepRecord, view: registry_pb2.ClusterView, answers: Answers
-) -> Iterable[admin_pb2.HealthCode]:
-    short = short_shards(replica_reports(record, answers.replicas))
-    if not short:
-        return
-    silent = set(unanswered(view, answers.replicas))
-    # What a silent node holds is not known; a shard is given up only when nobody is left to ask.
-    gone = [s for s in short if not s.holders and not s.owner_holds and not silent & {*s.placed, s.owner}]
-    named = ", ".join(f"rank {s.rank} shard {s.shard}" for s in (gone or short)[:NAMED_MAX])
-    count = len(gone or short)
-    named += f" and {count - NAMED_MAX} more" if count > NAMED_MAX else ""
-    what = f"step {record.step} of job {record.job}"
-    if gone:
-        yield admin_pb2.HealthCode(
-            code="REPLICA_SHORT",
-            severity=admin_pb2.HEALTH_CRITICAL,
-            detail=f"no node holds {named} of {what} any more: the step cannot be loaded",
-            remedy="bring back a node that held it with its RAM directory intact, or load an older step",
-        )
-        return
-    yield admin_pb2.HealthCode(
-        code="REPLICA_SHORT",
-        severity=admin_pb2.HEALTH_DEGRADED,
-        detail=f"{what} has fewer copies than were placed: {named}",
-        remedy="bring missing nodes back; the next committed step is placed in full on the nodes that are UP",
-    )

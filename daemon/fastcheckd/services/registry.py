@@ -124,7 +124,7 @@ class RegistryService(RegistrySigns, RegistryUpkeep, registry_pb2_grpc.RegistryS
             avoid=request.avoid,
             oldest_step=min(request.oldest_step, request.step),
         )
-        response = registry_pb2.PlaceResponse(epoch=placement.epoch)
+        response = registry_pb2.PlaceResponse(epoch=placement.epoch, domains_short=placement.domains_short)
         for shard in placement.shards:
             holders = [
                 common_pb2.Holder(

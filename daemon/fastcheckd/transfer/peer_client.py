@@ -207,6 +207,18 @@ class PeerClient:
         answer = await self._ask(stub.ListReplicas, request, f"the node at {data_address}", timeout_s)
         return list(answer.replicas)
 
+    async def verify_replicas(
+        self, data_address: str, job: str, step: int | None, timeout_s: float
+    ) -> peer_pb2.VerifyReplicasResponse:
+        """Have a node check all that it holds of a job, or of one step, now.
+
+        Raises:
+            PeerError: it does not answer in time.
+        """
+        request = peer_pb2.VerifyReplicasRequest(job=job, step=step)
+        stub = self._stub(data_address)
+        return await self._ask(stub.VerifyReplicas, request, f"the node at {data_address}", timeout_s)
+
     async def get_stats(self, data_address: str, timeout_s: float) -> peer_pb2.GetStatsResponse:
         """Counters and memory of a node's data process; PeerError when it does not answer in time."""
         stub = self._stub(data_address)

@@ -5,20 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcheck_proto.v1 import admin_pb2, common_pb2, peer_pb2, registry_pb2
+from fastcheckd.config import Config, Voter
 from fastcheckd.services.admin_reports import (
     Answers,
-    health_codes,
     node_ids_to_ask,
     node_reports,
     replica_reports,
     unanswered,
-    worst,
 )
+from fastcheckd.services.health_codes import Setup, health_codes, worst
 
-UP, SUSPECT, DOWN = (
+UP, SUSPECT, DOWN, DRAINING = (
     registry_pb2.NODE_STATE_UP,
     registry_pb2.NODE_STATE_SUSPECT,
     registry_pb2.NODE_STATE_DOWN,
+    registry_pb2.NODE_STATE_DRAINING,
 )
 DIGEST = b"d" * 16
 STATS = peer_pb2.GetStatsResponse(ram_used_bytes=10, ram_budget_bytes=100, counters={"restores": 3})
@@ -50,11 +51,14 @@ def holds(digest=DIGEST, verified_at_ms=1000, number=5, job="gpt"):
     return peer_pb2.Replica(key=key, digest=digest, verified_at_ms=verified_at_ms)
 
 
-def codes(seen, stats=None, replicas=None, steps=(), *, has_quorum=True):
+def codes(seen, stats=None, replicas=None, steps=(), *, redundancy=None, setup=None, has_quorum=True):
     answers = Answers(
-        stats={n.node_id: STATS for n in seen.nodes} if stats is None else stats, replicas=replicas or {}
+        stats={n.node_id: STATS for n in seen.nodes} if stats is None else stats,
+        replicas=replicas or {},
+        newest_steps=steps,
+        redundancy=redundancy,
     )
-    return health_codes(seen, answers, steps, has_quorum=has_quorum)
+    return health_codes(seen, answers, setup or Setup(), has_quorum=has_quorum)
 
 
 def names(found):
@@ -168,6 +172,140 @@ def test_node_reports_prefer_what_the_node_itself_says():
     assert (first.record.node_id, first.reachable, first.record.ram_used_bytes) == ("a", True, 10)
     assert dict(first.counters) == {"restores": 3}
     assert (second.record.node_id, second.reachable, second.record.ram_used_bytes) == ("b", False, 55)
+
+
+def test_reasons_are_passed_on():
+    seen = view(a=SUSPECT, b=DOWN)
+    seen.nodes[0].reason, seen.nodes[1].reason = "its data process does not answer", "left"
+    suspect, down = codes(seen)
+    assert suspect.detail.endswith("is suspected: its data process does not answer")
+    assert down.detail == "b is DOWN: left" and "fastcheck forget b" in down.remedy
+
+
+def test_a_node_that_keeps_coming_back_is_flapping_whatever_its_state():
+    seen = view(a=UP, b=SUSPECT, c=UP)
+    seen.nodes[1].reason = seen.nodes[2].reason = "damped for 20 s: came back 4 times in 10 minutes"
+    assert names(codes(seen)) == [("NODE_FLAPPING", "DEGRADED")] * 2
+
+
+def test_a_drain_was_asked_for_and_does_not_change_the_health():
+    found = codes(view(a=UP, b=DRAINING))
+    assert names(found) == [("NODE_DRAINING", "OK")]
+    assert worst(found) == admin_pb2.HEALTH_OK
+
+
+def test_a_hung_data_process_is_not_also_called_unreachable():
+    seen = view(a=UP, b=SUSPECT)
+    seen.nodes[1].data = registry_pb2.DATA_HEALTH_HUNG
+    assert names(codes(seen, stats={"a": STATS})) == [("NODE_SUSPECT", "DEGRADED"), ("DATA_HUNG", "DEGRADED")]
+
+
+@pytest.mark.parametrize(
+    ("voters", "down", "thin"),
+    [
+        ("a", "", False),
+        ("abc", "", False),
+        ("abc", "b", True),
+        ("abcde", "b", False),
+        ("abcde", "bc", True),
+        ("abc", "d", False),
+    ],
+)
+def test_the_quorum_is_thin_when_one_more_loss_ends_it(voters, down, thin):
+    seen = view(**{name: DOWN if name in down else UP for name in {*voters, *down}})
+    del seen.voters[:]
+    seen.voters.extend(voters)
+    assert ("QUORUM_THIN" in [c.code for c in codes(seen)]) == thin
+    assert "QUORUM_THIN" not in [c.code for c in codes(seen, has_quorum=False)]
+
+
+def redundancy(**fields):
+    return registry_pb2.GetRedundancyResponse(wanted_copies=2, **fields)
+
+
+def test_what_the_leader_counted_is_told_when_the_newest_steps_look_whole():
+    found = codes(
+        view(a=UP), redundancy=redundancy(short_shards=7, short_bytes=700, lost_shards=1, repairing=2)
+    )
+    assert names(found) == [("REPLICA_SHORT", "DEGRADED")]
+    assert found[0].detail == (
+        "7 committed shards (700 bytes) have fewer than 2 live copies, 1 have none; 2 copies are being made"
+    )
+
+
+def test_a_short_step_is_told_once_and_whether_it_is_being_mended():
+    held = {"a": [holds()], "b": []}
+    (code,) = codes(view(a=UP, b=UP), replicas=held, steps=[step()], redundancy=redundancy(short_shards=1))
+    assert (code.code, code.detail.endswith("no copy is being made now")) == ("REPLICA_SHORT", True)
+    (code,) = codes(view(a=UP, b=UP), replicas=held, steps=[step()])
+    assert code.detail.endswith("whether repairs run is not known")
+
+
+def test_repairs_fail_only_while_something_is_short():
+    failed = {"repair_failures": 3, "last_failure": "node b has no room"}
+    assert codes(view(a=UP), redundancy=redundancy(**failed)) == []
+    found = codes(view(a=UP), redundancy=redundancy(short_shards=1, **failed))
+    assert names(found) == [("REPLICA_SHORT", "DEGRADED"), ("REPAIR_FAILING", "DEGRADED")]
+    assert "node b has no room" in found[1].detail
+
+
+def test_copies_in_one_failure_domain_degrade():
+    found = codes(view(a=UP), redundancy=redundancy(domains_short_shards=4))
+    assert names(found) == [("DOMAIN_SHORT", "DEGRADED")]
+
+
+@pytest.mark.parametrize(("age_ms", "late"), [(None, False), (7_200_000, False), (7_200_001, True)])
+def test_a_check_is_late_after_two_periods(age_ms, late):
+    stats = peer_pb2.GetStatsResponse(ram_budget_bytes=1, scrub_age_ms=age_ms)
+    assert (names(codes(view(a=UP), stats={"a": stats})) == [("SCRUB_LATE", "DEGRADED")]) == late
+    assert not codes(view(a=UP), stats={"a": stats}, setup=Setup(scrub_period_s=3601.0))
+
+
+def test_a_bad_replica_that_was_found_is_worth_knowing():
+    stats = peer_pb2.GetStatsResponse(counters={"corrupt_found": 2})
+    found = codes(view(a=UP), stats={"a": stats})
+    assert names(found) == [("CORRUPT_FOUND", "OK")] and " 2 bad" in found[0].detail
+
+
+def test_jobs_with_provisional_steps_are_named_with_the_newest():
+    held = [holds(number=n, job=job) for n, job in ((8, "gpt"), (9, "gpt"), (3, "bert"))]
+    for replica in held:
+        replica.provisional = True
+    (code,) = codes(view(a=UP), replicas={"a": [*held, holds()]})
+    assert code.code == "PROVISIONAL" and "bert (newest 3), gpt (newest 9)" in code.detail
+
+
+def voters(host, count=3):
+    return tuple(
+        Voter(node_id=f"v{n}", registry_address=f"{host}:{100 + n}", raft_address=f"{host}:{200 + n}")
+        for n in range(count)
+    )
+
+
+def test_a_shared_key_is_told_off_loopback_only(tmp_path):
+    seen = view(a=UP)
+    seen.voters.extend(["b", "c"])
+    key = tmp_path / "raft.key"
+    off = Config(cluster_id="c", node_id="v0", voters=voters("10.0.0.1"), raft_key_file=key)
+    assert names(codes(seen, setup=Setup.of(off))) == [("RAFT_SHARED_KEY", "OK")]
+    assert codes(seen, setup=Setup.of(Config(cluster_id="c", node_id="v0", voters=voters("127.0.0.1")))) == []
+    tls = dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_ca_file"), key)
+    with_tls = Config(cluster_id="c", node_id="v0", voters=voters("10.0.0.1"), raft_key_file=key, **tls)
+    assert codes(seen, setup=Setup.of(with_tls)) == []
+
+
+def test_voters_that_are_not_the_configs_are_named():
+    setup = Setup.of(Config(cluster_id="c", node_id="v0", voters=voters("127.0.0.1")))
+    seen = view(a=UP)
+    assert codes(seen, setup=setup) == [], "an older voter names none"
+    for voter in voters("127.0.0.1"):
+        seen.voter_records.add(
+            node_id=voter.node_id, registry_address=voter.registry_address, raft_address=voter.raft_address
+        )
+    assert codes(seen, setup=setup) == []
+    seen.voter_records[2].node_id = "v9"
+    (code,) = codes(seen, setup=setup)
+    assert code.code == "VOTERS_DIFFER" and "v9 at 127.0.0.1:202" in code.detail
 
 
 @given(

@@ -1,0 +1,150 @@
+"""The admin calls that change the cluster or have something done: drain, forget, verify, another voter.
+
+The registry decides and refuses; nothing here is more than a door to it. `verify` asks all nodes side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from fastcheck_proto.conventions import check_name
+from fastcheck_proto.v1 import admin_pb2, admin_pb2_grpc, registry_pb2
+
+from ..config import Config
+from ..errors import FastCheckdError, InvalidRequestError
+from ..rpc import answers
+from . import admin_reports as reports
+from .admin_needs import Peers, Registry
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+#: Per call, to the registry and to each node. An operator waits twice this at most, three times for `Status`.
+CALL_TIMEOUT_S = 1.5
+#: A node reads all that it holds, and a new voter gets a snapshot. Less where the caller waits less.
+WORK_TIMEOUT_S = 600.0
+#: What is left of the caller's patience for the answer's way back.
+REPLY_S = 0.3
+
+
+class AdminUpkeep(admin_pb2_grpc.AdminServiceServicer):
+    """Half of the admin service; `AdminService` in `admin.py` is whole."""
+
+    def __init__(self, config: Config, registry: Registry, peers: Peers) -> None:
+        self._config = config
+        self._registry = registry
+        self._peers = peers
+
+    @answers
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
+        """A node gets nothing new and its copies are made elsewhere, or that ends."""
+        wanted = registry_pb2.SetDrainingRequest(node_id=_node(request.node_id), draining=not request.undo)
+        await self._registry.set_draining(wanted, CALL_TIMEOUT_S)
+        return admin_pb2.DrainResponse()
+
+    @answers
+    async def CheckStop(
+        self, request: admin_pb2.CheckStopRequest, context: Context
+    ) -> admin_pb2.CheckStopResponse:
+        """What stopping a node for good would cost."""
+        asked = registry_pb2.SafeToStopRequest(node_id=_node(request.node_id))
+        return admin_pb2.CheckStopResponse(verdict=await self._registry.safe_to_stop(asked, CALL_TIMEOUT_S))
+
+    @answers
+    async def ForgetNode(
+        self, request: admin_pb2.ForgetNodeRequest, context: Context
+    ) -> admin_pb2.ForgetNodeResponse:
+        """Take a DOWN node off the list."""
+        await self._registry.forget(
+            registry_pb2.ForgetRequest(node_id=_node(request.node_id)), CALL_TIMEOUT_S
+        )
+        return admin_pb2.ForgetNodeResponse()
+
+    @answers
+    async def NodeHistory(
+        self, request: admin_pb2.NodeHistoryRequest, context: Context
+    ) -> admin_pb2.NodeHistoryResponse:
+        """Changes of nodes' states, the newest last."""
+        node_id = _node(request.node_id) if request.node_id else ""
+        asked = registry_pb2.HistoryRequest(node_id=node_id, limit=request.limit)
+        found = await self._registry.history(asked, CALL_TIMEOUT_S)
+        return admin_pb2.NodeHistoryResponse(transitions=found.transitions)
+
+    @answers
+    async def ChangeVoter(
+        self, request: admin_pb2.ChangeVoterRequest, context: Context
+    ) -> admin_pb2.ChangeVoterResponse:
+        """Put another node in the place of a voter that is gone for good."""
+        _node(request.change.old_node_id)
+        _node(request.change.new_node_id)
+        changed = await self._registry.replace_voter(request.change, _patience(context))
+        return admin_pb2.ChangeVoterResponse(voters=changed.voters)
+
+    @answers
+    async def Verify(self, request: admin_pb2.VerifyRequest, context: Context) -> admin_pb2.VerifyResponse:
+        """Have every node check what it holds of a job, or of one step, now."""
+        job = checked_job(request.job)
+        step = request.step if request.HasField("step") else None
+        view = await self._registry.view(CALL_TIMEOUT_S)
+        patience_s = _patience(context)
+        found = await self._ask(
+            view,
+            lambda address: self._peers.verify_replicas(address, job, step, patience_s),
+            timeout_s=patience_s,
+        )
+        response = admin_pb2.VerifyResponse(unreachable=reports.unanswered(view, found))
+        for node_id, answer in sorted(found.items()):
+            response.checked += answer.checked
+            response.checked_bytes += answer.checked_bytes
+            response.bad.extend(admin_pb2.VerifyFinding(node_id=node_id, key=key) for key in answer.bad)
+        return response
+
+    async def _ask(
+        self,
+        view: registry_pb2.ClusterView,
+        call: Callable[[str], Awaitable[T]],
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> dict[str, T]:
+        """Put one question to all nodes that are not DOWN, at once; node id → its answer if it gave one."""
+        addresses = {node.node_id: node.data_address for node in view.nodes}
+
+        async def one(node_id: str) -> tuple[str, T] | None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return node_id, await call(addresses[node_id])
+            except (FastCheckdError, TimeoutError) as error:
+                logger.info("%s did not answer an admin question: %s", node_id, error or "timed out")
+                return None
+
+        replies = await asyncio.gather(*(one(node_id) for node_id in reports.node_ids_to_ask(view)))
+        return dict(reply for reply in replies if reply is not None)
+
+
+def _patience(context: Context) -> float:
+    """How long work may take so that the caller is still there for its outcome."""
+    left_s = context.time_remaining()
+    return WORK_TIMEOUT_S if left_s is None else max(0.1, min(WORK_TIMEOUT_S, left_s - REPLY_S))
+
+
+def checked_job(name: str) -> str:
+    """A job's name, or the caller's mistake."""
+    return _checked("job", name)
+
+
+def _node(name: str) -> str:
+    return _checked("node_id", name)
+
+
+def _checked(what: str, name: str) -> str:
+    try:
+        return check_name(what, name)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from None
