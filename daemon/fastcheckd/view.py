@@ -37,6 +37,7 @@ class ViewFollower:
         """Follow until cancelled."""
         async for view in self._registry.watch():
             self.view = view
+            self._registry.use_voters(view.voter_records)
             self._identity.saw_epoch(view.epoch)
             self._changed.set()
             self._changed = asyncio.Event()

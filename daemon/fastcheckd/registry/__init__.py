@@ -1,6 +1,6 @@
 """The registry: which nodes live, which steps are committed. Three voters agree on it through Raft.
 
-    state                      what is replicated, and its commands; pure, as are the next five
+    state                      what is replicated, and its commands; pure, as are the next six
     members, sessions          nodes and what became of them; who speaks for a rank
     commits, holding           which steps are committed; who holds them, and how that may change
     records, migrating         forms, checked field by field; snapshots of earlier versions

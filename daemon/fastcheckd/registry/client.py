@@ -230,7 +230,9 @@ class RegistryClient:
                     raise _from(error, address) from None
                 problem = f"{address}: {error.details() or error.code().name}"
                 self._counters.add("registry_retries")
-                if reason is None and not relay:
+                if reason is not None:
+                    self._cut_until.pop(address, None)
+                elif not relay:
                     self._cut_until[address] = loop.time() + CUT_S
                 hint = str(trailing.get(LEADER_METADATA_KEY, ""))
                 if relay or hint not in self._addresses or hint == address:
@@ -243,9 +245,9 @@ class RegistryClient:
                     await asyncio.sleep(backoff_s / 4)
                 backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
             else:
-                if not relay:
-                    self._cut_until.pop(address, None)
-                self._leader, self._relaying = address, relay
+                self._cut_until.pop(address, None)
+                if address in self._addresses:
+                    self._leader, self._relaying = address, relay
                 return response
         raise NoQuorumError(
             f"the registry did not answer {method} within {timeout_s:g} s (last: {problem}); "

@@ -6,7 +6,7 @@ process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import grpc.aio
@@ -21,7 +21,7 @@ Stubs = Callable[[str], Any]
 
 
 class GrpcStubs:
-    """A `Stubs` with one channel per voter, opened when it is first needed."""
+    """A `Stubs` with one channel per voter, opened when it is first needed; closed together at the end."""
 
     def __init__(self) -> None:
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -34,12 +34,8 @@ class GrpcStubs:
             self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         return registry_pb2_grpc.RegistryServiceStub(self._channels[address])
 
-    async def keep(self, addresses: Collection[str]) -> None:
-        """Close the channels to all other addresses; calls under way there end as CANCELLED."""
-        for address in [a for a in self._channels if a not in addresses]:
-            await self._channels.pop(address).close()
-
     async def close(self) -> None:
         """Close all channels."""
         self._closed = True
-        await self.keep(())
+        while self._channels:
+            await self._channels.popitem()[1].close()
