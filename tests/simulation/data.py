@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
-
 from tests.simulation.machine import Machine
 from tests.simulation.truth import COPY, OWNER, QUEUE_MAX, Key, Replica
 from tests.simulation.virtual_time import Process

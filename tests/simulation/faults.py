@@ -8,6 +8,7 @@ registry that says more than it has is found out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -15,6 +16,10 @@ from itertools import product
 from tests.simulation.machine import Machine, World
 from tests.simulation.training import Job
 from tests.simulation.truth import COPY, OWNER
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import registry_pb2 as rpb
+from fastcheckd.errors import FastCheckdError
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Faults:
             self._restart_job: 2,
             self._take_over: 1,
             self._corrupt: 2,
+            self._drain: 1,
+            self._leave: 1,
         }
         self._kinds, self._weights = list(kinds), list(kinds.values())
         #: Some seeds are quiet, some are not.
@@ -69,9 +76,18 @@ class Faults:
             self._start(machine)
             for _, servant in machine.servants.values():
                 servant.process.resume()
+            self._scrub(machine)
         for job in self.jobs:
             job.restart = True
         self._note("all is healed")
+
+    async def end_drains(self) -> None:
+        """An operator undoes every drain, again if one that was asked for comes late."""
+        while True:
+            for name, node in list(self.world.truth.state["nodes"].items()):
+                if node.get("draining"):
+                    self._set_draining(name, False)
+            await asyncio.sleep(1.0)
 
     def _note(self, what: str) -> None:
         self.world.truth.note(f"** {what}")
@@ -173,6 +189,45 @@ class Faults:
         for process in processes:
             process.pause()
             self._after(seconds, process.resume)
+
+    def _leave(self, machine: Machine) -> None:
+        """SIGTERM: the node leaves in good order, and comes back."""
+        agent, process = machine.agent, machine.process("agent")
+        if not machine.alive or process is None:
+            return
+
+        async def leave() -> None:
+            ref = pb.NodeRef(node_id=machine.name, incarnation=agent.incarnation)
+            with contextlib.suppress(FastCheckdError):
+                await agent.client.leave(rpb.LeaveRequest(node=ref), timeout_s=1.0)
+            for part in machine.parts:
+                machine.kill_part(part)
+
+        self._note(f"{machine.name} leaves")
+        process.start(leave())
+        self._after(self.rng.uniform(1.5, 4), self._start, machine)
+
+    def _drain(self, machine: Machine) -> None:
+        if not any(node.get("draining") for node in self.world.truth.state["nodes"].values()):
+            self._note(f"{machine.name} is drained")
+            self._set_draining(machine.name, True)
+            self._after(self.rng.uniform(1, 5), self._set_draining, machine.name, False)
+
+    def _set_draining(self, name: str, draining: bool) -> None:
+        """Somebody asks for it, from anywhere."""
+        there = [m for m in self.machines if m.process("agent") is not None]
+        if not there:
+            return
+        desk = self.rng.choice(there)
+        process = desk.process("agent")
+        assert process is not None
+
+        async def ask() -> None:
+            with contextlib.suppress(FastCheckdError):
+                request = rpb.SetDrainingRequest(node_id=name, draining=draining)
+                await desk.agent.client.set_draining(request, timeout_s=3.0)
+
+        process.start(ask())
 
     # Links
 
