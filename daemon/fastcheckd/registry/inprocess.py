@@ -30,7 +30,6 @@ ELECTION_S = (0.5, 0.9)
 LEADER_FALLBACK_S = 1.0
 ATTEMPT_S = 1.5
 COMMAND_BYTES_MAX = 8 << 20
-#: How often a voter goes on from a snapshot of itself, per entry applied.
 SNAPSHOT_ODDS = 0.01
 
 #: Term and command; None is the entry by which a leader begins.
@@ -105,6 +104,7 @@ class InProcessRaft:
         rng: decides when to stand for election and when to take a snapshot.
         on_applied: sees every entry as it is applied: its number from 1, the command, the result, and the
             state after it.
+        snapshot_odds: how often a voter goes on from a snapshot of itself, per entry applied.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class InProcessRaft:
         wire: Wire,
         rng: random.Random,
         on_applied: Callable[[int, Json, Json, Json], None] | None = None,
+        snapshot_odds: float = SNAPSHOT_ODDS,
     ) -> None:
         voter = config.own_voter
         assert voter is not None, "the config names no voter of its own"
@@ -128,6 +129,7 @@ class InProcessRaft:
         self._wire = wire
         self._rng = rng
         self._on_applied = on_applied
+        self._snapshot_odds = snapshot_odds
         disk.starts += 1
         self._client_id = f"{voter.node_id}-{disk.starts}"
         self._seq = 0
@@ -387,7 +389,7 @@ class InProcessRaft:
             proposed_in, future = self._pending.pop(self._applied, (0, None))
             if future is not None and not future.done():
                 future.set_result(json.dumps(result).encode() if proposed_in == term else None)
-            if self._rng.random() < SNAPSHOT_ODDS:
+            if self._rng.random() < self._snapshot_odds:
                 self._disk.snapshot_index, self._disk.snapshot = self._applied, snapshot(self._state)
                 self._state = restore(self._disk.snapshot)
         self._changed()
