@@ -202,6 +202,8 @@ class Faults:
                 await agent.client.leave(rpb.LeaveRequest(node=ref), timeout_s=1.0)
             for part in machine.parts:
                 machine.kill_part(part)
+            if self.over:
+                self._start(machine)
 
         self._note(f"{machine.name} leaves")
         process.start(leave())

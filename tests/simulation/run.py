@@ -141,12 +141,25 @@ class _Story:
         give_up_at = world.loop.now + RECOVERY_S
         while (missing := self._missing(before)) is not None:
             if world.loop.now > give_up_at:
-                world.truth.check(False, "recovery", f"{missing}, {RECOVERY_S:g} s after the last fault")
+                world.truth.check(
+                    False,
+                    "recovery",
+                    f"{missing}, {RECOVERY_S:g} s after the last fault; the leader says: {self._opinion()}",
+                )
                 return
             await asyncio.sleep(0.25)
         for task in (breaking, ending, *working):
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error
+
+    def _opinion(self) -> str:
+        """What the leader thinks of it all, for people."""
+        for machine in self.world.machines.values():
+            if machine.registry is not None and machine.registry._leader.ready:
+                leader = machine.registry._leader
+                redundancy = str(leader.foreman.redundancy()).replace("\n", ", ")
+                return f"{machine.name}: suspects {sorted(leader.suspects)}, {redundancy}"
+        return "there is none"
 
     def _missing(self, before: dict[str, int]) -> str | None:
         """What is not well yet."""
