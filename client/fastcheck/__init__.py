@@ -35,6 +35,7 @@ from .errors import (
     StateMismatchError,
     StepNotFoundError,
     SupersededError,
+    UnsafeError,
     UnsupportedStateError,
     WorldSizeError,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "StateMismatchError",
     "StepNotFoundError",
     "SupersededError",
+    "UnsafeError",
     "UnsupportedStateError",
     "WorldSizeError",
 ]

@@ -1,14 +1,13 @@
 """The operator's questions in Python: what `fastcheck status`, `nodes`, `replicas` ... print, as plain dicts.
 
-Any node's agent answers for the whole cluster. Everything here is JSON-ready: digests are hex, times are
-ISO-8601 in UTC, states are words. No torch and no command line in this module.
+Any node's agent answers for the whole cluster. Everything here is JSON-ready, in the shapes of
+`admin_shapes.py`. No torch and no command line in this module.
 """
 
 from __future__ import annotations
 
-import datetime
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ import grpc
 from fastcheck_proto.conventions import ERROR_METADATA_KEY, MESSAGE_BYTES_MAX, default_address
 from fastcheck_proto.v1 import admin_pb2, admin_pb2_grpc, common_pb2, node_pb2, node_pb2_grpc, registry_pb2
 
+from . import admin_shapes as shapes
 from .errors import DaemonUnavailableError, FastCheckError, RegistryUnavailableError, from_code
 
 R = TypeVar("R")
@@ -33,7 +33,7 @@ class AdminClient:
         timeout_s: longest that any question may take.
 
     Every method raises `DaemonUnavailableError` when nobody answers in time, and another `FastCheckError`
-    when the daemon refuses: `StepNotFoundError`, `RegistryUnavailableError`, `InvalidArgumentError`.
+    when the daemon refuses: `StepNotFoundError`, `RegistryUnavailableError`, `InvalidArgumentError`, `UnsafeError`.
     """
 
     def __init__(self, address: str | None = None, *, timeout_s: float = 5.0) -> None:
@@ -67,45 +67,81 @@ class AdminClient:
 
     def status(self) -> Json:
         """Health of the cluster, why it is not OK, and what to do."""
-        reply = self._ask(lambda t: self._admin.Status(admin_pb2.StatusRequest(), timeout=t))
-        return {
-            "health": _word(admin_pb2.Health.Name(reply.health), "HEALTH_"),
-            "codes": [
-                {
-                    "code": code.code,
-                    "severity": _word(admin_pb2.Health.Name(code.severity), "HEALTH_"),
-                    "detail": code.detail,
-                    "do": code.remedy,
-                }
-                for code in reply.codes
-            ],
-            "epoch": reply.epoch,
-            "leader": reply.leader or None,
-            "nodes_up": reply.nodes_up,
-            "nodes_total": reply.nodes_total,
-            "cluster_id": reply.cluster_id,
-            "voters": list(reply.voters),
-        }
+        return shapes.status(self._ask(lambda t: self._admin.Status(admin_pb2.StatusRequest(), timeout=t)))
 
     def nodes(self) -> Json:
-        """All members, their state and memory."""
+        """All members, their state and why and since when, their memory, labels and counters."""
         reply = self._ask(lambda t: self._admin.Nodes(admin_pb2.NodesRequest(), timeout=t))
+        return {"nodes": [shapes.node(report) for report in reply.nodes]}
+
+    def history(self, node_id: str = "", limit: int = 0) -> Json:
+        """Changes of nodes' states that are remembered, of one node or of all; the newest last.
+
+        Args:
+            limit: most that are given, the newest ones. 0: all.
+        """
+        request = admin_pb2.NodeHistoryRequest(node_id=node_id, limit=limit)
+        reply = self._ask(lambda t: self._admin.NodeHistory(request, timeout=t))
+        return {"transitions": [shapes.transition(change) for change in reply.transitions]}
+
+    def drain(self, node_id: str, *, undo: bool = False) -> Json:
+        """Give a node nothing new and make its copies elsewhere, or end that."""
+        request = admin_pb2.DrainRequest(node_id=node_id, undo=undo)
+        self._ask(lambda t: self._admin.Drain(request, timeout=t))
+        return {"node_id": node_id, "draining": not undo}
+
+    def safe_to_stop(self, node_id: str) -> Json:
+        """What stopping a node for good would cost: nothing (`safe`), redundancy (`survivable`), or more."""
+        request = admin_pb2.CheckStopRequest(node_id=node_id)
+        reply = self._ask(lambda t: self._admin.CheckStop(request, timeout=t))
+        return {"node_id": node_id} | shapes.verdict(reply.verdict)
+
+    def forget(self, node_id: str) -> Json:
+        """Take a DOWN node off the list."""
+        request = admin_pb2.ForgetNodeRequest(node_id=node_id)
+        self._ask(lambda t: self._admin.ForgetNode(request, timeout=t))
+        return {"node_id": node_id, "forgotten": True}
+
+    def verify(self, job: str, step: int | None = None) -> Json:
+        """Have every node check what it holds of a job, or of one step, now. Takes as long as reading it."""
+        request = admin_pb2.VerifyRequest(job=job, step=step)
+        return shapes.verified(self._ask(lambda t: self._admin.Verify(request, timeout=t)))
+
+    def voters(self) -> Json:
+        """The registry's voters and how they are."""
+        status, members = self.status(), {node["node_id"]: node for node in self.nodes()["nodes"]}
         return {
-            "nodes": [
+            "voters": [
                 {
-                    "node_id": report.record.node_id,
-                    "state": _word(registry_pb2.NodeState.Name(report.record.state), "NODE_STATE_"),
-                    "incarnation": report.record.incarnation,
-                    "address": report.record.agent_address,
-                    "voter": report.record.voter,
-                    "ram_used_bytes": report.record.ram_used_bytes,
-                    "ram_budget_bytes": report.record.ram_budget_bytes,
-                    "reachable": report.reachable,
-                    "counters": dict(sorted(report.counters.items())),
+                    "node_id": voter,
+                    "state": members[voter]["state"] if voter in members else None,
+                    "leader": voter == status["leader"],
+                    "address": members[voter]["address"] if voter in members else None,
                 }
-                for report in reply.nodes
+                for voter in status["voters"]
             ]
         }
+
+    def replace_voter(
+        self, old: str, new: str, *, registry_address: str = "", raft_address: str = ""
+    ) -> Json:
+        """Put the node `new` in the place of the voter `old`, which is gone for good.
+
+        Args:
+            registry_address, raft_address: host:port of the new voter's; empty: its host with the old ports.
+
+        Takes as long as the new voter needs to catch up: give the client a `timeout_s` to match.
+        """
+        request = admin_pb2.ChangeVoterRequest(
+            change=registry_pb2.ReplaceVoterRequest(
+                old_node_id=old,
+                new_node_id=new,
+                registry_address=registry_address,
+                raft_address=raft_address,
+            )
+        )
+        reply = self._ask(lambda t: self._admin.ChangeVoter(request, timeout=t))
+        return {"voters": [shapes.voter(record) for record in reply.voters]}
 
     def jobs(self) -> Json:
         """All jobs and the committed steps kept of each."""
@@ -126,56 +162,21 @@ class AdminClient:
         """A job's steps that can be loaded or are under way."""
         request = admin_pb2.CheckpointsRequest(job=job)
         reply = self._ask(lambda t: self._admin.Checkpoints(request, timeout=t))
-        return {
-            "checkpoints": [
-                {
-                    "step": step.step,
-                    "state": _word(registry_pb2.StepState.Name(step.state), "STEP_STATE_").lower(),
-                    "ranks": step.ranks,
-                    "world_size": step.world_size,
-                    "bytes": step.bytes,
-                    "copies": step.copies,
-                    "lossy": step.lossy,
-                }
-                for step in sorted(reply.steps, key=lambda s: s.step)
-            ]
-        }
+        return {"checkpoints": [shapes.step(s) for s in sorted(reply.steps, key=lambda s: s.step)]}
 
     def replicas(self, job: str, step: int | None = None) -> Json:
         """Which nodes say that they hold which shard, of one step or of all that are kept."""
         request = admin_pb2.ReplicasRequest(job=job, step=step)
         reply = self._ask(lambda t: self._admin.Replicas(request, timeout=t))
-        return {"replicas": _replicas(reply.replicas), "unreachable": list(reply.unreachable)}
+        return {
+            "replicas": [shapes.replica(report) for report in reply.replicas],
+            "unreachable": list(reply.unreachable),
+        }
 
     def inspect(self, job: str, step: int) -> Json:
         """Everything about one committed step."""
         request = admin_pb2.InspectRequest(job=job, step=step)
-        reply = self._ask(lambda t: self._admin.Inspect(request, timeout=t))
-        record = reply.record
-        return {
-            "job": record.job,
-            "step": record.step,
-            "state": "committed",
-            "world_size": record.world_size,
-            "copies": record.copies,
-            "bytes": sum(rank.state_bytes for rank in record.ranks),
-            "lossy": any(rank.lossy for rank in record.ranks),
-            "ranks": [
-                {
-                    "rank": rank.rank,
-                    "owner": rank.owner.node_id,
-                    "incarnation": rank.owner.incarnation,
-                    "session": rank.session,
-                    "bytes": rank.state_bytes,
-                    "shards": len(rank.shards),
-                    "lossy": rank.lossy,
-                    "codecs": _codecs(use for r in reply.replicas if r.rank == rank.rank for use in r.codecs),
-                }
-                for rank in sorted(record.ranks, key=lambda r: r.rank)
-            ],
-            "replicas": _replicas(reply.replicas),
-            "unreachable": list(reply.unreachable),
-        }
+        return shapes.inspected(self._ask(lambda t: self._admin.Inspect(request, timeout=t)))
 
     def describe(self) -> Json:
         """The node that answers at this address."""
@@ -216,45 +217,3 @@ def _error(error: grpc.RpcError, address: str, timeout_s: float) -> FastCheckErr
         f"cannot reach a daemon at {address}: {why}. Is fastcheckd running there? "
         "Name another node with --address or FASTCHECK_ADDRESS."
     )
-
-
-def _word(name: str, prefix: str) -> str:
-    return name.removeprefix(prefix)
-
-
-def _replicas(reports: Iterable[admin_pb2.ReplicaReport]) -> list[Json]:
-    return [
-        {
-            "step": report.step,
-            "rank": report.rank,
-            "shard": report.shard,
-            "owner": report.owner,
-            "holders": list(report.holders),
-            "placed": list(report.placed),
-            "owner_holds": report.owner_holds,
-            "bytes": report.bytes,
-            "digest": report.digest.hex(),
-            "verified_at": _iso_utc(report.verified_at_ms),
-            "stored_bytes": report.stored_bytes,
-            "lossy": report.lossy,
-            "codecs": _codecs(report.codecs),
-        }
-        for report in reports
-    ]
-
-
-def _codecs(uses: Iterable[common_pb2.CodecUse]) -> Json:
-    """Codec → raw and encoded bytes, over all copies, as they were sent."""
-    found: Json = {}
-    for use in sorted(uses, key=lambda u: u.codec):
-        sums = found.setdefault(use.codec, {"raw_bytes": 0, "encoded_bytes": 0})
-        sums["raw_bytes"] += use.raw_bytes
-        sums["encoded_bytes"] += use.encoded_bytes
-    return found
-
-
-def _iso_utc(unix_ms: int) -> str | None:
-    if not unix_ms:
-        return None
-    moment = datetime.datetime.fromtimestamp(unix_ms / 1000, tz=datetime.UTC)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -12,6 +12,7 @@
     ├── RegistryUnavailableError (ConnectionError) no leader that can commit
     ├── OutOfMemoryError (MemoryError)         the node's RAM budget, or the RAM file system
     ├── FencedError                            a newer process took this rank's place
+    ├── UnsafeError                            committed bytes or the registry's quorum would be lost
     ├── WorldSizeError (ValueError)            the step was saved with another number of ranks
     ├── SaveFailedError                        the step will not be committed
     │   ├── NotNewerError                      a committed step is as new
@@ -98,6 +99,10 @@ class FencedError(FastCheckError):
     """A newer process took this rank's place in the job."""
 
 
+class UnsafeError(FastCheckError):
+    """What was asked for would lose committed bytes or the registry's quorum. Nothing was changed."""
+
+
 class WorldSizeError(FastCheckError, ValueError):
     """The step was saved with another number of ranks, or the ranks disagree about it."""
 
@@ -154,6 +159,7 @@ _BY_CODE: dict[int, type[FastCheckError]] = {
     pb.ERROR_CODE_UNREACHABLE: ReplicationError,
     pb.ERROR_CODE_HOLDER_LOST: ReplicationError,
     pb.ERROR_CODE_NO_LEASE: ReplicationError,
+    pb.ERROR_CODE_UNSAFE: UnsafeError,
 }
 
 

@@ -139,15 +139,16 @@ class RegistryServer:
         return self._raft.failure or ""
 
     def _changed(self) -> None:
-        epoch, lives = self._raft.read(
+        epoch, lives, left = self._raft.read(
             lambda state: (
                 state["epoch"],
                 [(node_id, node["incarnation"]) for node_id, node in state["nodes"].items()],
+                [node_id for node_id, node in state["nodes"].items() if node.get("reason") == "left"],
             )
         )
         if epoch != self._epoch:
             self._epoch = epoch
-            self._detector.members(lives, asyncio.get_running_loop().time())
+            self._detector.members(lives, asyncio.get_running_loop().time(), left)
             self.service.forget_except({node_id for node_id, _ in lives})
             self._reports.membership_changed()
         self._leader.changed()

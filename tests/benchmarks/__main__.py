@@ -1,6 +1,9 @@
-"""`make bench`: idling, saving and restoring 1.5 GB, shaped links, the codec. Needs 16 GB of memory; run it alone.
+"""`make bench`: idling, finding the dead, saving and restoring 1.5 GB, shaped links, the codec.
 
-The codec's part, and `--only lossy`, train small models in this process and need no cluster.
+Needs 16 GB of memory; run it alone.
+
+The codec's part, and `--only lossy`, train small models in this process and need no cluster. Nor does that about
+placement.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
-from . import codec, lossy_resume
+from . import codec, lossy_resume, placement
 from .codec_rows import print_rows
+from .detection import detection, soak
 from .limits import FramedTcp, Memcpy
 from .links import links
 from .machine import describe
@@ -166,8 +170,9 @@ def idle(seconds: float) -> list[Figure]:
 
 
 #: What can be asked for alone, in the order in which it runs: idling first, since after gigabytes of transfers the
-#: machine itself is busy for a while. The last takes a quarter of an hour and runs only when asked for.
-PARTS = ("idle", "transfer", "links", "codec", "lossy")
+#: machine itself is busy for a while. The last two take long and run only when asked for.
+PARTS = ("idle", "detection", "transfer", "links", "placement", "codec", "lossy", "soak")
+ASKED_FOR = ("lossy", "soak")
 
 
 def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
@@ -176,6 +181,10 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
     figures: list[Figure] = []
     if "idle" in parts:
         figures += idle(arguments.idle_seconds)
+    if "detection" in parts:
+        figures += detection(arguments.trials, say)
+    if "soak" in parts:
+        figures += soak(arguments.minutes, say)
     if "transfer" in parts:
         figures += transfers(arguments.rounds)
     if "links" in parts:
@@ -183,6 +192,8 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
             figures += links(arguments.rounds)
         else:
             say("links are left out: shaping them takes root, for network namespaces")
+    if "placement" in parts:
+        figures += placement.measure(1 if arguments.quick else arguments.rounds, say)
     if figures:
         print_table(figures)
         results["figures"] = [f.to_json() for f in figures]
@@ -202,16 +213,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--idle-seconds", type=float, default=30.0)
-    parser.add_argument("--only", choices=PARTS, help="one part; without it, all but 'lossy'")
+    parser.add_argument("--only", choices=PARTS, help="one part; without it, all but 'lossy' and 'soak'")
+    parser.add_argument("--trials", type=int, default=50, help="detection: kills of each kind")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of the soak")
     parser.add_argument("--seeds", type=int, default=8, help="of the lossy experiment")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="codec and lossy: short trainings, one round, two seeds, to see that it runs",
+        help="codec, lossy, placement: short trainings, one round, two seeds, to see that it runs",
     )
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()
-    results = measure(arguments, [arguments.only] if arguments.only else PARTS[:-1])
+    results = measure(
+        arguments, [arguments.only] if arguments.only else [part for part in PARTS if part not in ASKED_FOR]
+    )
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / time.strftime("%Y%m%d-%H%M%S.json")
     path.write_text(json.dumps({"machine": describe()} | results, indent=2) + "\n")

@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import click
 
-from fastcheck_proto.conventions import check_name
-
 from ..admin import AdminClient
-from . import tables
+from . import tables, upkeep_tables
 from .demo_command import demo
 from .local_commands import local
-from .options import FastCheckGroup, admin_options
-from .output import emit, exit_for_health
-
-
-class JobName(click.ParamType[str]):
-    """A job's name; a bad one is wrong usage and never sent."""
-
-    name = "job"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check the name."""
-        try:
-            return check_name("job", value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-job_argument = click.argument("job", type=JobName())
+from .membership_commands import drain, forget, history, safe_to_stop, voters
+from .options import FastCheckGroup, admin_options, job_argument, patient_admin_options
+from .output import Exit, emit, exit_for_health
+from .plan_command import plan
 
 
 @click.group(
@@ -53,7 +37,7 @@ def status(ctx: click.Context, address: str, timeout_s: float, output: str) -> N
 @cli.command()
 @admin_options
 def nodes(address: str, timeout_s: float, output: str) -> None:
-    """List the nodes, their state and their memory."""
+    """List the nodes: state, since when and why, last sign of life, bytes held, labels."""
     with AdminClient(address, timeout_s=timeout_s) as client:
         emit(client.nodes(), output, tables.nodes)
 
@@ -95,5 +79,20 @@ def inspect(job: str, step: int, address: str, timeout_s: float, output: str) ->
         emit(client.inspect(job, step), output, tables.inspect)
 
 
-cli.add_command(local)
-cli.add_command(demo)
+@cli.command()
+@job_argument
+@click.option("--step", type=click.IntRange(min=0), help="Only this step. Default: all that is held.")
+@patient_admin_options(600.0)
+@click.pass_context
+def verify(
+    ctx: click.Context, job: str, step: int | None, address: str, timeout_s: float, output: str
+) -> None:
+    """Have every node check what it holds of a job now. Exits 5 when something bad was found."""
+    with AdminClient(address, timeout_s=timeout_s) as client:
+        result = client.verify(job, step)
+    emit(result, output, upkeep_tables.verify)
+    ctx.exit(Exit.DEGRADED if result["bad"] else Exit.OK)
+
+
+for command in (history, drain, safe_to_stop, forget, voters, plan, local, demo):
+    cli.add_command(command)

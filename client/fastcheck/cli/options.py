@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
-from fastcheck_proto.conventions import default_address
+from fastcheck_proto.conventions import check_name, default_address
 
 from ..errors import DaemonUnavailableError, FastCheckError
 from .output import FORMATS, Exit, say
@@ -28,6 +29,24 @@ class FastCheckGroup(click.Group):
         except FastCheckError as error:
             say(f"fastcheck: {error}")
             ctx.exit(Exit.ERROR)
+
+
+class Name(click.ParamType[str]):
+    """A job's or node's name; a bad one is wrong usage and never sent."""
+
+    def __init__(self, what: str) -> None:
+        self.name = what
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the name."""
+        try:
+            return check_name(self.name, value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+job_argument = click.argument("job", type=Name("job"))
+node_argument = click.argument("node", type=Name("node"))
 
 
 output_option = click.option(
@@ -55,6 +74,11 @@ def timeout_option(default_s: float, what: str) -> Callable[[F], F]:
 
 def admin_options(command: F) -> F:
     """`--address`, `--timeout` and `-o`, as all questions to the cluster take them."""
+    return patient_admin_options(5.0)(command)
+
+
+def patient_admin_options(default_s: float) -> Callable[[F], F]:
+    """The same for what takes longer than an answer."""
     address = click.option(
         "--address",
         envvar="FASTCHECK_ADDRESS",
@@ -62,4 +86,27 @@ def admin_options(command: F) -> F:
         show_default="FASTCHECK_ADDRESS, else this node's daemon",
         help="Any node's agent: unix:///path or host:port.",
     )
-    return address(timeout_option(5.0, "Longest wait for the answer.")(output_option(command)))
+
+    def options(command: F) -> F:
+        return address(timeout_option(default_s, "Longest wait for the answer.")(output_option(command)))
+
+    return options
+
+
+yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
+
+
+def go_ahead(ctx: click.Context, what: str, *, yes: bool) -> None:
+    """Say what is about to happen and ask; without a person to ask and without --yes it is wrong usage."""
+    say(what)
+    if yes:
+        return
+    if not is_interactive():
+        say("fastcheck: nobody is there to be asked; pass --yes to do it")
+        ctx.exit(Exit.USAGE)
+    click.confirm("Go on?", abort=True, err=True)
+
+
+def is_interactive() -> bool:
+    """Whether a person sits at the other end."""
+    return sys.stdin.isatty()

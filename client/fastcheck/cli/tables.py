@@ -47,9 +47,10 @@ def ratio(codecs: Json) -> str:
     return f"{raw / encoded:.2f}" if encoded else ""
 
 
-def _table(*columns: str) -> Table:
+def columns(*titles: str) -> Table:
+    """An empty table."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    for column in columns:
+    for column in titles:
         # A leading ">" marks numbers, which line up on the right.
         table.add_column(
             column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
@@ -57,7 +58,8 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _or_note(table: Table, note: str) -> RenderableType:
+def or_note(table: Table, note: str) -> RenderableType:
+    """The table, or a word instead of an empty one."""
     return table if table.row_count else Text(note, style="dim")
 
 
@@ -70,47 +72,75 @@ def status(result: Json) -> RenderableType:
     head.add_row("epoch", str(result["epoch"]))
     head.add_row("nodes", f"{result['nodes_up']} of {result['nodes_total']} up")
     head.add_row("voters", ", ".join(result["voters"]))
+    if redundancy := result["redundancy"]:
+        head.add_row("copies", _copies(redundancy))
     if not result["codes"]:
         return head
-    codes = _table("CODE", "WHAT", "DO")
+    codes = columns("CODE", "WHAT", "DO")
     for code in result["codes"]:
         codes.add_row(Text(code["code"], style=STYLES.get(code["severity"], "")), code["detail"], code["do"])
     return Group(head, Text(), codes)
 
 
+def _copies(redundancy: Json) -> str:
+    if not redundancy["short_shards"] and not redundancy["lost_shards"]:
+        return f"{redundancy['wanted_copies']} of every committed shard, or more"
+    lost = f", {redundancy['lost_shards']} shards have none" if redundancy["lost_shards"] else ""
+    return (
+        f"{redundancy['short_shards']} shards ({human_bytes(redundancy['short_bytes'])}) have fewer than "
+        f"{redundancy['wanted_copies']}{lost}; {redundancy['repairing']} copies are being made"
+    )
+
+
 def nodes(result: Json) -> RenderableType:
     """Members with their state and memory."""
-    table = _table("NODE", "STATE", ">INCARNATION", "ADDRESS", "VOTER", ">RAM USED", ">BUDGET", ">USED %")
+    now = datetime.datetime.now(datetime.UTC)
+    table = columns(
+        "NODE", "STATE", ">SINCE", "REASON", ">HEARD", "DATA", ">INCARNATION", "ADDRESS", "VOTER", ">HELD", ">BUDGET",
+        ">USED %", "LABELS",
+    )  # fmt: skip
     for node in result["nodes"]:
         used, budget = node["ram_used_bytes"], node["ram_budget_bytes"]
         word = state(node["state"])
         if not node["reachable"] and node["state"] != "DOWN":
             word.append(" (no answer)", style="yellow")
+        heard_ms = node["heard_ms_ago"]
         table.add_row(
             node["node_id"],
             word,
+            _since(node["since_ms"], now),
+            node["reason"],
+            "" if heard_ms is None else f"{heard_ms / 1000:.1f} s",
+            "" if node["data"] in ("OK", "UNSPECIFIED") else Text(node["data"], style="yellow"),
             str(node["incarnation"]),
             node["address"],
             "yes" if node["voter"] else "",
             human_bytes(used),
             human_bytes(budget),
             f"{100 * used / budget:.0f} %" if budget else "",
+            ", ".join(f"{name}={value}" for name, value in node["labels"].items()),
         )
-    return _or_note(table, "no node has registered yet")
+    return or_note(table, "no node has registered yet")
+
+
+def _since(unix_ms: int | None, now: datetime.datetime) -> str:
+    if unix_ms is None:
+        return ""
+    return human_age(datetime.datetime.fromtimestamp(unix_ms / 1000, tz=datetime.UTC).isoformat(), now)
 
 
 def jobs(result: Json) -> RenderableType:
     """Jobs with their newest step."""
-    table = _table("JOB", ">RANKS", ">NEWEST STEP", "KEPT STEPS")
+    table = columns("JOB", ">RANKS", ">NEWEST STEP", "KEPT STEPS")
     for job in result["jobs"]:
         newest = "none" if job["newest_step"] is None else str(job["newest_step"])
         table.add_row(job["job"], str(job["world_size"]), newest, ", ".join(map(str, job["kept_steps"])))
-    return _or_note(table, "no job has saved anything yet")
+    return or_note(table, "no job has saved anything yet")
 
 
 def checkpoints(result: Json) -> RenderableType:
     """A job's steps."""
-    table = _table(">STEP", "STATE", ">RANKS", ">BYTES", ">COPIES", "PRECISION")
+    table = columns(">STEP", "STATE", ">RANKS", ">BYTES", ">COPIES", "PRECISION")
     for step in result["checkpoints"]:
         table.add_row(
             str(step["step"]),
@@ -120,13 +150,13 @@ def checkpoints(result: Json) -> RenderableType:
             str(step["copies"]),
             precision(lossy=step["lossy"]) if step["state"] == "committed" else "",
         )
-    return _or_note(table, "no step of this job is committed or under way")
+    return or_note(table, "no step of this job is committed or under way")
 
 
 def replicas(result: Json) -> RenderableType:
     """Who holds what; missing holders stand out."""
     now = datetime.datetime.now(datetime.UTC)
-    table = _table(
+    table = columns(
         ">STEP", ">RANK", ">SHARD", "OWNER", "HOLDERS", ">BYTES", ">STORED", ">RATIO", "PRECISION", "DIGEST",
         ">VERIFIED",
     )  # fmt: skip
@@ -149,7 +179,7 @@ def replicas(result: Json) -> RenderableType:
             replica["digest"][:12],
             human_age(replica["verified_at"], now),
         )
-    shown = _or_note(table, "no committed step of this job is kept")
+    shown = or_note(table, "no committed step of this job is kept")
     if result["unreachable"]:
         silent = ", ".join(result["unreachable"])
         return Group(shown, Text(f"no answer from {silent}: what they hold is not known", style="yellow"))
@@ -165,7 +195,7 @@ def inspect(result: Json) -> RenderableType:
     head.add_row("bytes", human_bytes(result["bytes"]))
     head.add_row("copies", f"{result['copies']} on other nodes")
     head.add_row("precision", precision(lossy=result["lossy"]))
-    ranks = _table(">RANK", "OWNER", ">INCARNATION", ">SHARDS", ">BYTES", ">RATIO", "CODECS")
+    ranks = columns(">RANK", "OWNER", ">INCARNATION", ">SHARDS", ">BYTES", ">RATIO", "CODECS")
     for rank in result["ranks"]:
         ranks.add_row(
             str(rank["rank"]),
@@ -184,7 +214,7 @@ def inspect(result: Json) -> RenderableType:
 
 def local(result: Json) -> RenderableType:
     """Nodes of the cluster on this machine."""
-    table = _table("NODE", "STATE", "ADDRESS", "PIDS", "RAM DIRECTORY")
+    table = columns("NODE", "STATE", "ADDRESS", "PIDS", "RAM DIRECTORY")
     for node in result["nodes"]:
         table.add_row(
             node["node_id"],
@@ -193,4 +223,4 @@ def local(result: Json) -> RenderableType:
             " ".join(map(str, node["pids"])),
             node["ram_dir"],
         )
-    return _or_note(table, "the cluster has no nodes")
+    return or_note(table, "the cluster has no nodes")

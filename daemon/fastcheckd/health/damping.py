@@ -25,12 +25,17 @@ class Returns:
         self._newest: dict[str, int] = {}
         self._at: dict[str, deque[float]] = {}
         self._until: dict[str, float] = {}
+        self._left: frozenset[str] = frozenset()
 
-    def members(self, lives: Collection[tuple[str, int]], now: float) -> None:
-        """The members now, DOWN ones too: a higher incarnation of a known node is a return, others are forgotten."""
+    def members(self, lives: Collection[tuple[str, int]], now: float, left: Collection[str] = ()) -> None:
+        """The members now, DOWN ones too: a higher incarnation of a known node is a return, others are forgotten.
+
+        Who comes back after it had `left` in good order was restarted by somebody: that is no return.
+        """
         for node_id, incarnation in lives:
-            if node_id in self._newest and incarnation > self._newest[node_id]:
+            if incarnation > self._newest.get(node_id, incarnation) and node_id not in self._left:
                 self._returned(node_id, now)
+        self._left = frozenset(left)
         self._newest = dict(lives)
         self._at = {node_id: at for node_id, at in self._at.items() if node_id in self._newest}
         self._until = {n: until for n, until in self._until.items() if n in self._newest and until > now}

@@ -148,10 +148,13 @@ class FailureDetector:
         if life in self._signs:
             self._signs[life].broken = True
 
-    def members(self, lives: Collection[Life], now: float) -> None:
-        """The cluster's nodes in their newest lives, DOWN ones too; signs of all others are forgotten."""
+    def members(self, lives: Collection[Life], now: float, left: Collection[str] = ()) -> None:
+        """The cluster's nodes in their newest lives, DOWN ones too; signs of all others are forgotten.
+
+        `left`: node ids of those that are DOWN because they left in good order.
+        """
         self.awake(now)
-        self._returns.members(lives, now)
+        self._returns.members(lives, now, left)
         known = set(lives)
         self._signs = {life: signs for life, signs in self._signs.items() if life in known}
         self._judged = {life: judged for life, judged in self._judged.items() if life in known}

@@ -77,6 +77,7 @@ class Foreman:
         self._reset()
 
     def _reset(self) -> None:
+        self._changes += 1
         self._planner.attempts = Attempts()
         self._absences = Absences()
         self._denied: frozenset[Claim] = frozenset()
@@ -92,8 +93,7 @@ class Foreman:
     # --- what others tell it ---------------------------------------------------------------------
 
     def changed(self) -> None:
-        """The state has changed."""
-        # Its `version` counts what the view shows, and that has no holders.
+        """The state has changed, or its holders have: those are no part of the view, so the engine does not tell."""
         self._changes += 1
         self._wake.set()
 
@@ -163,11 +163,12 @@ class Foreman:
 
     async def run(self) -> None:
         """Repair until cancelled: as long as this voter leads. Returns with nothing under way."""
-        self._reset()
         auditing = asyncio.create_task(self._auditor.run(), name="audit")
         try:
             while True:
                 self._wake.clear()
+                if auditing.done():
+                    auditing.result()  # raises: it ends by being cancelled
                 await self._commit_done()
                 began_at = self._now()
                 self._begin()
@@ -181,8 +182,9 @@ class Foreman:
             tasks = [auditing, *self._tasks.values()]
             for task in tasks:
                 task.cancel()
-            self._under_way = {}
             await asyncio.gather(*tasks, return_exceptions=True)
+            # What was known is of this leadership alone.
+            self._reset()
 
     def _begin(self) -> None:
         found = self.survey()
@@ -256,6 +258,10 @@ class Foreman:
         except asyncio.CancelledError:
             self._under_way.pop(shard_id, None)
             raise
+        except Exception as error:
+            logger.exception("registry: a repair failed")
+            self._failed(order, f"internal error: {error!r}")
+            self._under_way.pop(shard_id, None)
         else:
             # Stays under way until it is committed: nobody else need make it.
             self._done.append(order)

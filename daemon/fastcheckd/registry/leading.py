@@ -26,6 +26,8 @@ from .reporting import Reports
 
 logger = logging.getLogger(__name__)
 
+REPAIR_RESTART_S = 1.0
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -117,18 +119,25 @@ class Leader:
         self.judge.take_office()
         logger.info("registry: leading in term %d", term)
         self._on_suspects()
-        repairing = asyncio.create_task(self.foreman.run(), name="repairs")
+        repairing = asyncio.create_task(self._repair(), name="repairs")
         try:
             while self.ready:
                 self.judge.judge()
                 self._reports.tick()
-                if repairing.done():
-                    repairing.result()  # raises: it ends by being cancelled
                 await self.judge.pause()
         finally:
             repairing.cancel()
             self._resign()
             await asyncio.gather(repairing, return_exceptions=True)
+
+    async def _repair(self) -> None:
+        """Have lost copies made anew, until cancelled. A defect there must not cost the leadership."""
+        while True:
+            try:
+                await self.foreman.run()
+            except Exception:
+                logger.exception("registry: repairs begin anew after an error")
+            await asyncio.sleep(REPAIR_RESTART_S)
 
     def _resign(self) -> None:
         self._ready_term = -1

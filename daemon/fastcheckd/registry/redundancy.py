@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..placement.groups import domain_of
+from .loads import domain_label
 from .records import Json
 
 REASONS_MAX = 16
@@ -98,11 +100,6 @@ class Survey:
         return sum(1 for shortage in self.shortages if shortage.missing)
 
 
-def domain_of(node_id: str, node: Json, domain_key: str) -> str:
-    """A node's failure domain: its label's value, or the node by itself."""
-    return str(node.get("labels", {}).get(domain_key, "")) or node_id
-
-
 def counts(node: Json) -> bool:
     """Whether copies on a node (in its present life) count: it is UP and is to stay."""
     return node["state"] == "UP" and not node.get("draining", False)
@@ -144,9 +141,10 @@ def survey(state: Json, *, tolerate: int, domain_key: str = "", denied: Set[Clai
     nodes = state["nodes"]
     counting = {node_id: node["incarnation"] for node_id, node in nodes.items() if counts(node)}
     live = {node_id: node["incarnation"] for node_id, node in nodes.items() if is_live(node)}
-    domains = {node_id: domain_of(node_id, nodes[node_id], domain_key) for node_id in counting}
+    domains = {node_id: domain_of(node_id, domain_label(nodes[node_id], domain_key)) for node_id in counting}
     wanted = tolerate + 1
     watch_domains = bool(domain_key) and len(set(domains.values())) >= wanted
+    doubted = {claim.shard for claim in denied}
     held = dict.fromkeys(live, 0)
     dead: set[Ref] = set()
     found: list[tuple[int, Shortage]] = []
@@ -157,17 +155,23 @@ def survey(state: Json, *, tolerate: int, domain_key: str = "", denied: Set[Clai
                 for index, shard in enumerate(record["shards"]):
                     good = 0
                     size = shard["bytes"]
+                    spread_over = set()
                     for node_id, incarnation in (owner, *shard["holders"]):
                         if live.get(node_id) == incarnation:
                             held[node_id] += size
                             if node_id in counting:
                                 good += 1
+                                if watch_domains:
+                                    spread_over.add(domains[node_id])
                         else:
                             dead.add(Ref(node_id, incarnation))
-                    if good >= wanted and not denied and not watch_domains:
+                    if good >= wanted and (not watch_domains or len(spread_over) >= wanted) and not doubted:
+                        continue
+                    shard_id = ShardId(job_name, kept["step"], record["rank"], index)
+                    if good >= wanted and not watch_domains and shard_id not in doubted:
                         continue
                     shortage = _shortage(
-                        ShardId(job_name, kept["step"], record["rank"], index),
+                        shard_id,
                         owner, shard, live, counting, domains, wanted, watch_domains, denied,
                     )  # fmt: skip
                     if shortage is not None:
@@ -190,7 +194,7 @@ def _shortage(
     shard: Json,
     live: Mapping[str, int],
     counting: Mapping[str, int],
-    domains: Mapping[str, str],
+    domains: Mapping[str, tuple[str, str]],
     wanted: int,
     watch_domains: bool,
     denied: Set[Claim],

@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from ..placement import substitute
+from ..placement import Groups, substitute
+from ..placement.groups import domain_of
 from .commands import holder_change
+from .loads import domain_label
 from .records import Json
 from .redundancy import (
     Claim,
@@ -20,13 +22,12 @@ from .redundancy import (
     Shortage,
     Survey,
     counts,
-    domain_of,
     find_shard,
     is_live,
 )
 
-#: A machine that restarts with its memory costs less than copying what it held.
-GONE_GRACE_S = 2.0
+#: A machine that restarts with its memory costs less than copying what it held; its daemon needs seconds for that.
+GONE_GRACE_S = 5.0
 #: A node that came back checks what it has first; as long as it says something, it is waited for.
 RETURN_GRACE_S = 5.0
 #: After a failure of a shard at a target, doubled with each.
@@ -154,6 +155,8 @@ class Planner:
     domain_key: str
     orders_max: int
     attempts: Attempts = field(default_factory=Attempts)
+    #: By owner, for one planning.
+    _groups: dict[str, Groups] = field(default_factory=dict)
 
     def orders(
         self,
@@ -173,7 +176,7 @@ class Planner:
             under_way: orders that have not ended.
         """
         members = {
-            node_id: domain_of(node_id, node, self.domain_key)
+            node_id: domain_label(node, self.domain_key)
             for node_id, node in state["nodes"].items()
             if counts(node)
         }
@@ -185,6 +188,7 @@ class Planner:
         free_targets = set(members) - unwell - busy
         made: list[Order] = []
         looks = 0
+        self._groups = {}
         for shortage in survey.shortages:
             if len(under_way) + len(made) >= self.orders_max or not free_targets or looks >= LOOKS_MAX:
                 break
@@ -193,13 +197,13 @@ class Planner:
             if shortage.missing and sum(1 for ref in shortage.dead if ref in spared) >= shortage.missing:
                 continue
             looks += 1
-            order = self._order(state, shortage, members, free_targets, unwell, spared, load, serving, now)
-            if order is None:
+            next_one = self._order(state, shortage, members, free_targets, unwell, spared, load, serving, now)
+            if next_one is None:
                 continue
-            made.append(order)
-            free_targets.discard(order.target.node_id)
-            serving[order.sources[0].node_id] += 1
-            load[order.target.node_id] = load.get(order.target.node_id, 0) + shortage.bytes
+            made.append(next_one)
+            free_targets.discard(next_one.target.node_id)
+            serving[next_one.sources[0].node_id] += 1
+            load[next_one.target.node_id] = load.get(next_one.target.node_id, 0) + shortage.bytes
         return made
 
     def _order(
@@ -223,7 +227,7 @@ class Planner:
         full = {n for n in members if load.get(n, 0) + shortage.bytes > nodes[n]["ram_budget_bytes"]}
         holders = {ref.node_id for ref in (*shortage.live, *shortage.draining, *shortage.lost)}
         may_not = (set(members) - free_targets) | refused | full
-        chosen = self._choose(nodes, shortage, holders, members, may_not, load)
+        chosen = self._choose(state, shortage, holders, members, may_not, load)
         refill = False
         if chosen is None or chosen in may_not:
             # Nobody else: then the holder that lost it, if it still is one.
@@ -234,7 +238,8 @@ class Planner:
                     self.attempts.nobody(shortage.id, now)
                 return None  # or the one to be had is busy, and worth waiting for
             chosen, refill = again[0], True
-        replaces = None if refill else _replaced(shortage, spared, chosen, members)
+        domains = {n: domain_of(n, label) for n, label in members.items()} if self.domain_key else {}
+        replaces = None if refill else _replaced(shortage, spared, chosen, domains)
         if not shortage.missing and replaces is None:
             self.attempts.nobody(shortage.id, now)
             return None  # another copy would not bring the domains apart
@@ -249,7 +254,7 @@ class Planner:
 
     def _choose(
         self,
-        nodes: Mapping[str, Json],
+        state: Json,
         shortage: Shortage,
         holders: Set[str],
         members: Mapping[str, str],
@@ -257,22 +262,31 @@ class Planner:
         load: Mapping[str, int],
     ) -> str | None:
         """The node that placement would take next."""
-        domains = {n: domain_of(n, nodes[n], self.domain_key) for n in holders if n in nodes}
+        nodes = state["nodes"]
         owner = shortage.owner
-        owner_domain = domain_of(owner, nodes[owner], self.domain_key) if owner in nodes else owner
+        owner_domain = domain_label(nodes[owner], self.domain_key) if owner in nodes else ""
+        if owner not in self._groups:
+            standing = {
+                n: domain_label(nodes[n], self.domain_key) for n in nodes if nodes[n]["state"] != "DOWN"
+            }
+            self._groups[owner] = Groups({owner: owner_domain, **standing}, self.spread)
+        recorded = find_shard(state, shortage.id)
+        shards = [] if recorded is None else recorded[0]["shards"]
         found = substitute(
             members=members,
             owner=owner,
             owner_domain=owner_domain,
             holders=holders - {owner},
-            domains_of=domains,
+            domains_of={n: domain_label(nodes[n], self.domain_key) for n in holders if n in nodes},
             job=shortage.id.job,
             rank=shortage.id.rank,
             shard=shortage.id.shard,
             tolerate=self.tolerate,
             spread=self.spread,
             avoid=avoid,
+            previous=[[holder[0] for holder in shard["holders"]] for shard in shards],
             load=load,
+            groups=self._groups[owner],
         )
         return None if found is None else found.node_id
 
@@ -292,7 +306,9 @@ def _sources(shortage: Shortage, unwell: Set[str], serving: Mapping[str, int]) -
     return tuple(sorted((*shortage.live, *shortage.draining), key=rank)[:SOURCES_MAX])
 
 
-def _replaced(shortage: Shortage, spared: Set[Ref], target: str, domains: Mapping[str, str]) -> Ref | None:
+def _replaced(
+    shortage: Shortage, spared: Set[Ref], target: str, domains: Mapping[str, tuple[str, str]]
+) -> Ref | None:
     """The holder that goes from the record when `target` comes in. Its own older life goes by itself."""
     if any(ref.node_id == target for ref in shortage.dead):
         return None

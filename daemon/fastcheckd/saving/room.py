@@ -87,10 +87,13 @@ class SavingRoom:
 
     @property
     def replicating(self) -> bool:
-        """Whether a save is under way whose copies are not all there. May be asked from any thread."""
+        """Whether the copies of a save are being made. May be asked from any thread.
+
+        One that cannot go on for want of a registry or of holders moves no bytes.
+        """
         # Copies of lists: the event loop changes them meanwhile.
         return any(
-            save.state < tpb.SAVE_STATE_REPLICATED
+            save.state < tpb.SAVE_STATE_REPLICATED and save.stalled_because is None
             for saves in list(self._saves.values())
             for save in list(saves)
         )

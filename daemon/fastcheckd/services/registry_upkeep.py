@@ -154,5 +154,6 @@ class RegistryUpkeep(Deciding):
         for first in range(0, len(found.changes), CHANGES_MAX):
             result = await self._propose(rehold(found.changes[first : first + CHANGES_MAX]))
             adopted += sum(result["done"])
+            self._foreman.changed()
         self._foreman.returned(node, finished=not request.entries)
         return rpb.ReportInventoryResponse(adopted=adopted)

@@ -152,8 +152,8 @@ class PutDesk:
             )
         incoming = transfer.incoming
         try:
-            self._check_lease(incoming.manifest)
             check_life(transfer.incarnation, self._incarnation())
+            self._check_lease(incoming.manifest)
             chunk_digests = incoming.seal()
             digest = shard_digest(chunk_digests)
             if chunk_digests != request.chunk_digests or digest != request.digest:
@@ -205,7 +205,6 @@ class PutDesk:
             )
 
     def _begin(self, request: peer_pb2.BeginPutRequest) -> peer_pb2.BeginPutResponse:
-        self._check_lease(request.manifest)
         incarnation = self._incarnation()
         table = check_put(
             request,
@@ -215,6 +214,7 @@ class PutDesk:
             epoch=self._epoch(),
             budget_bytes=self._budget_bytes,
         )
+        self._check_lease(request.manifest)
         self._check_session(request.manifest)
         with self._lock:
             if self._closed.is_set():

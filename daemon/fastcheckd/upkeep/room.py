@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
+from typing import Any
 
 from fastcheck_proto.v1 import peer_pb2
 
@@ -13,7 +14,7 @@ from ..config import Config
 from ..counters import Counters
 from ..identity import Identity
 from ..registry.client import RegistryClient
-from ..store.ram_store import RamStore
+from ..store.ram_store import HeldShard, RamStore
 from ..transfer.peer_client import PeerClient
 from ..view import ViewFollower
 from .checking import Checker
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 #: A repair that has to wait moves a chunk this often, and more often than a transfer is believed dead.
 TRICKLE_S = 1.0
 BURST_S = 0.1
+RESTART_S = 1.0
 
 
 class UpkeepRoom:
@@ -81,11 +83,13 @@ class UpkeepRoom:
     def start(self) -> None:
         """Begin to scrub and to report."""
         loop = asyncio.get_running_loop()
-        self._store.on_condemned = lambda held: loop.call_soon_threadsafe(self._inventory.lost, held)
+
+        def condemned(held: HeldShard) -> None:
+            loop.call_soon_threadsafe(self._inventory.lost, held)
+
+        self._store.on_condemned = condemned
         for name, work in (("scrub", self._scrubber.run), ("inventory", self._inventory.run)):
-            task = asyncio.create_task(work(), name=name)
-            task.add_done_callback(_tell_end)
-            self._tasks.append(task)
+            self._tasks.append(asyncio.create_task(_kept_going(name, work), name=name))
 
     async def stop(self) -> None:
         """End everything; nobody touches the store for it afterwards."""
@@ -125,6 +129,11 @@ class UpkeepRoom:
         return self._view.kept_steps() if self._view.view.version else None
 
 
-def _tell_end(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("the data process' %s ended", task.get_name(), exc_info=error)
+async def _kept_going(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run something that never ends; after an error, which is a defect, begin again."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            logger.exception("the %s begins anew after an error", name)
+        await asyncio.sleep(RESTART_S)

@@ -983,6 +983,7 @@ class InventoryEntry(google.protobuf.message.Message):
     KIND_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     kind: fastcheck_proto.v1.common_pb2.ReplicaKind.ValueType
+    """Unspecified: the node holds this one no more; it was found bad, and was dropped."""
     digest: builtins.bytes
     @property
     def key(self) -> fastcheck_proto.v1.common_pb2.ShardKey: ...
@@ -1008,7 +1009,7 @@ class ReportInventoryRequest(google.protobuf.message.Message):
     def node(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
     @property
     def entries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___InventoryEntry]:
-        """At most 1,000."""
+        """At most 1,000; all that is held of one rank's step is in one report. None: the node has told all that it holds."""
 
     def __init__(
         self,

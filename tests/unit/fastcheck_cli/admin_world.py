@@ -15,7 +15,7 @@ from fastcheck_proto.v1 import (
     registry_pb2,
 )
 from fastcheckd.config import Config
-from fastcheckd.errors import NoQuorumError, PeerError, StepGoneError
+from fastcheckd.errors import InvalidRequestError, NoQuorumError, PeerError, StepGoneError, UnsafeError
 from fastcheckd.services.admin import AdminService
 
 VERIFIED_AT_MS = 1_750_000_000_123
@@ -40,6 +40,16 @@ class World:
         #: Steps that are lossy.
         self.lossy = set()
         self.lookups = 0
+        #: Nodes being drained, and how often the registry is still asked until such a node may be stopped.
+        self.draining = set()
+        self.polls_until_safe = 1
+        self.survivable = True
+        self.voters = ["node-0", "node-1"]
+        self.redundancy = registry_pb2.GetRedundancyResponse(wanted_copies=2)
+        #: node id → shards that it finds bad.
+        self.bad = {}
+        #: What a verification was asked for.
+        self.verified = []
 
     # -- registry
 
@@ -54,6 +64,11 @@ class World:
                 data_address=name,
                 voter=name != "node-2",
                 ram_budget_bytes=1 << 30,
+                reason="registered",
+                since_ms=VERIFIED_AT_MS,
+                heard_ms_ago=70 if name != "node-2" else None,
+                data=registry_pb2.DATA_HEALTH_OK,
+                labels={"zone": "z", "rack": f"r{i}"},
             )
             for i, (name, state) in enumerate(self.states.items())
         ]
@@ -63,7 +78,7 @@ class World:
             leader="node-0",
             nodes=nodes,
             jobs=[self._job()],
-            voters=["node-0", "node-1"],
+            voters=self.voters,
             has_leader=self.has_leader,
         )
 
@@ -98,6 +113,75 @@ class World:
     async def list_jobs(self, request, timeout_s):
         self._maybe_fail()
         return registry_pb2.ListJobsResponse(jobs=[self._job()])
+
+    async def get_redundancy(self, request, timeout_s):
+        self._maybe_fail()
+        return self.redundancy
+
+    async def set_draining(self, request, timeout_s):
+        self._known(request.node_id)
+        (self.draining.add if request.draining else self.draining.discard)(request.node_id)
+        return registry_pb2.SetDrainingResponse()
+
+    async def safe_to_stop(self, request, timeout_s):
+        self._known(request.node_id)
+        if request.node_id in self.draining:
+            self.polls_until_safe -= 1
+            if self.polls_until_safe < 0:
+                return registry_pb2.SafeToStopResponse(safe=True, survivable=True)
+        return registry_pb2.SafeToStopResponse(
+            survivable=self.survivable,
+            reasons=["2 shards of job gpt would have 1 copy, 2 are wanted"],
+            short_shards=2,
+            lost_shards=0 if self.survivable else 1,
+            jobs=["gpt"],
+        )
+
+    async def forget(self, request, timeout_s):
+        self._known(request.node_id)
+        if self.states[request.node_id] != registry_pb2.NODE_STATE_DOWN:
+            raise UnsafeError(f"{request.node_id} is not DOWN: stop it first")
+        del self.states[request.node_id]
+        return registry_pb2.ForgetResponse()
+
+    async def history(self, request, timeout_s):
+        self._maybe_fail()
+        changes = [
+            registry_pb2.Transition(
+                epoch=epoch,
+                node=common_pb2.NodeRef(node_id=name, incarnation=3),
+                to=to,
+                reason=why,
+                at_ms=at_ms,
+            )
+            for epoch, name, to, why, at_ms in (
+                (5, "node-0", registry_pb2.NODE_STATE_UP, "registered", VERIFIED_AT_MS),
+                (6, "node-9", registry_pb2.NODE_STATE_DOWN, "refused by all who asked", VERIFIED_AT_MS + 1),
+                (7, "node-9", registry_pb2.NODE_STATE_UNSPECIFIED, "forgotten", VERIFIED_AT_MS + 2),
+            )
+            if request.node_id in ("", name)
+        ]
+        return registry_pb2.HistoryResponse(transitions=changes[-request.limit :])
+
+    async def replace_voter(self, request, timeout_s):
+        if request.old_node_id not in self.voters:
+            raise InvalidRequestError(f"{request.old_node_id} is no voter")
+        self.voters[self.voters.index(request.old_node_id)] = request.new_node_id
+        return registry_pb2.ReplaceVoterResponse(
+            voters=[
+                node_pb2.VoterRecord(
+                    node_id=name,
+                    registry_address=request.registry_address or f"{name}:1",
+                    raft_address=request.raft_address or f"{name}:2",
+                )
+                for name in self.voters
+            ]
+        )
+
+    def _known(self, name):
+        self._maybe_fail()
+        if name not in self.states:
+            raise InvalidRequestError(f"there is no node {name}")
 
     def _job(self):
         return registry_pb2.JobView(job="gpt", kept_steps=self.kept_steps, world_size=1)
@@ -144,6 +228,13 @@ class World:
             for s in (4, 5)
             if step in (None, s)
         ]
+
+    async def verify_replicas(self, data_address, job, step, timeout_s):
+        await self._peer(data_address)
+        self.verified.append((data_address, job, step, timeout_s))
+        return peer_pb2.VerifyReplicasResponse(
+            checked=2, checked_bytes=1000, bad=self.bad.get(data_address, [])
+        )
 
     async def get_stats(self, data_address, timeout_s):
         await self._peer(data_address)

@@ -8,11 +8,12 @@ from fastcheck.errors import (
     InvalidArgumentError,
     RegistryUnavailableError,
     StepNotFoundError,
+    UnsafeError,
 )
-from fastcheck_proto.v1 import registry_pb2
+from fastcheck_proto.v1 import common_pb2, registry_pb2
 from fastcheckd.errors import PeerError
 
-from .admin_world import digest, seconds
+from .admin_world import VERIFIED_AT_MS, digest, seconds
 
 
 @pytest.fixture
@@ -31,6 +32,17 @@ def test_status_of_a_whole_cluster(client):
         "nodes_total": 3,
         "cluster_id": "lab",
         "voters": ["node-0", "node-1"],
+        "redundancy": {
+            "wanted_copies": 2,
+            "short_shards": 0,
+            "short_bytes": 0,
+            "lost_shards": 0,
+            "domains_short_shards": 0,
+            "repairing": 0,
+            "repaired": 0,
+            "repair_failures": 0,
+            "last_failure": None,
+        },
     }
 
 
@@ -44,6 +56,10 @@ def test_nodes_have_the_promised_keys(client):
         "voter": False,
     }
     assert (node["ram_used_bytes"], node["ram_budget_bytes"], node["reachable"]) == (1 << 20, 1 << 30, True)
+    assert (node["reason"], node["since_ms"]) == ("registered", VERIFIED_AT_MS)
+    assert (node["heard_ms_ago"], node["data"]) == (None, "OK")
+    assert node["labels"] == {"rack": "r2", "zone": "z"}
+    assert client.nodes()["nodes"][0]["heard_ms_ago"] == 70
 
 
 def test_jobs_and_checkpoints(client):
@@ -204,6 +220,106 @@ def test_a_job_without_committed_steps_has_no_replicas(client, world):
     world.kept_steps = []
     assert client.replicas("gpt") == {"replicas": [], "unreachable": []}
     assert client.status()["health"] == "OK"
+
+
+def test_history_says_who_became_what_and_why(client):
+    found = client.history()["transitions"]
+    assert [(t["node_id"], t["from"], t["to"]) for t in found] == [
+        ("node-0", None, "UP"),
+        ("node-9", None, "DOWN"),
+        ("node-9", None, None),
+    ]
+    assert found[1] == {
+        "at": "2025-06-15T15:06:40.124Z",
+        "epoch": 6,
+        "node_id": "node-9",
+        "incarnation": 3,
+        "from": None,
+        "to": "DOWN",
+        "reason": "refused by all who asked",
+    }
+    assert [t["epoch"] for t in client.history("node-9")["transitions"]] == [6, 7]
+    assert [t["epoch"] for t in client.history(limit=1)["transitions"]] == [7]
+
+
+def test_a_drain_begins_and_ends(client, world):
+    assert client.drain("node-2") == {"node_id": "node-2", "draining": True}
+    assert world.draining == {"node-2"}
+    assert client.drain("node-2", undo=True)["draining"] is False
+    assert world.draining == set()
+    with pytest.raises(InvalidArgumentError, match="no node node-7"):
+        client.drain("node-7")
+    with pytest.raises(InvalidArgumentError, match="not a valid name"):
+        client.drain("../x")
+
+
+def test_a_verdict_has_its_reasons(client):
+    assert client.safe_to_stop("node-1") == {
+        "node_id": "node-1",
+        "safe": False,
+        "survivable": True,
+        "reasons": ["2 shards of job gpt would have 1 copy, 2 are wanted"],
+        "short_shards": 2,
+        "lost_shards": 0,
+        "jobs": ["gpt"],
+    }
+
+
+def test_a_node_that_is_not_down_is_not_forgotten(client, world):
+    with pytest.raises(UnsafeError, match="not DOWN"):
+        client.forget("node-2")
+    world.states["node-2"] = registry_pb2.NODE_STATE_DOWN
+    assert client.forget("node-2") == {"node_id": "node-2", "forgotten": True}
+    assert len(client.nodes()["nodes"]) == 2
+
+
+def test_verify_adds_up_what_the_nodes_found_and_names_the_silent_ones(world, address):
+    world.bad = {"node-1": [common_pb2.ShardKey(job="gpt", step=5, rank=0, shard=2)]}
+    world.refusing.add("node-2")
+    with AdminClient(address, timeout_s=30) as client:
+        assert client.verify("gpt", 5) == {
+            "checked": 4,
+            "checked_bytes": 2000,
+            "bad": [{"node_id": "node-1", "job": "gpt", "step": 5, "rank": 0, "shard": 2}],
+            "unreachable": ["node-2"],
+        }
+        client.verify("gpt")
+    assert {(job, step) for _, job, step, _ in world.verified} == {("gpt", 5), ("gpt", None)}
+    assert all(20 < timeout_s < 30 for *_, timeout_s in world.verified), (
+        "as long as the caller waits, no longer"
+    )
+
+
+def test_a_node_that_hangs_does_not_cost_the_answer_of_a_verification(world, address):
+    world.hanging.add("node-1")
+    with AdminClient(address, timeout_s=2) as client:
+        assert client.verify("gpt")["unreachable"] == ["node-1"]
+
+
+def test_voters_and_another_one(client, world):
+    assert client.voters()["voters"][1] == {
+        "node_id": "node-1",
+        "state": "UP",
+        "leader": False,
+        "address": "127.0.0.1:101",
+    }
+    assert client.replace_voter("node-1", "node-2", raft_address="h:9")["voters"][1] == {
+        "node_id": "node-2",
+        "registry_address": "node-2:1",
+        "raft_address": "h:9",
+    }
+    assert [v["node_id"] for v in client.voters()["voters"]] == ["node-0", "node-2"]
+    with pytest.raises(InvalidArgumentError, match="is no voter"):
+        client.replace_voter("node-1", "node-2")
+
+
+def test_without_what_the_leader_counts_status_still_answers(client, world):
+    async def fails(request, timeout_s):
+        raise PeerError("the leader is busy")
+
+    world.get_redundancy = fails
+    status = client.status()
+    assert (status["health"], status["redundancy"]) == ("OK", None)
 
 
 def test_nobody_at_the_address(tmp_path):

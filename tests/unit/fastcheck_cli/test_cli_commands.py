@@ -28,7 +28,19 @@ def test_json_stands_alone_on_stdout_with_its_schema(address):
 
 @pytest.mark.parametrize(
     "command",
-    [["status"], ["nodes"], ["jobs"], ["checkpoints", "gpt"], ["replicas", "gpt"], ["inspect", "gpt", "5"]],
+    [
+        ["status"],
+        ["nodes"],
+        ["jobs"],
+        ["checkpoints", "gpt"],
+        ["replicas", "gpt"],
+        ["inspect", "gpt", "5"],
+        ["history"],
+        ["history", "node-9", "--limit", "1"],
+        ["voters"],
+        ["verify", "gpt"],
+        ["drain", "node-1", "--undo"],
+    ],
 )
 def test_every_command_prints_table_json_and_yaml_of_the_same_thing(address, command):
     table = run(*command, "--address", address)
@@ -96,6 +108,16 @@ def test_the_address_may_come_from_the_environment(address):
         ["replicas", "gpt", "--step", "-1"],
         ["status", "-o", "xml"],
         ["status", "--timeout", "0"],
+        ["history", "--limit", "0"],
+        ["drain", "../x"],
+        ["drain", "node-1", "--undo", "--wait", "3"],
+        ["drain", "node-1"],
+        ["forget", "node-1"],
+        ["voters", "replace", "node-0"],
+        ["voters", "replace", "node-0", "node-2"],
+        ["verify"],
+        ["plan"],
+        ["plan", "--nodes", "1"],
         ["local", "up", "--nodes", "0"],
         ["local", "up", "--set", "novalue"],
         ["local", "up", "--codec", "sometimes"],

@@ -1,0 +1,164 @@
+"""The commands about single nodes: what happened to them, and taking them out of a cluster in good order."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+from ..admin import AdminClient
+from . import upkeep_tables as tables
+from .options import (
+    Name,
+    admin_options,
+    go_ahead,
+    node_argument,
+    patient_admin_options,
+    yes_option,
+)
+from .output import Exit, emit, say
+
+Json = dict[str, Any]
+
+#: How often `drain --wait` asks again.
+POLL_S = 1.0
+
+
+@click.command()
+@click.argument("node", type=Name("node"), required=False)
+@click.option("--limit", type=click.IntRange(min=1, max=512), help="Only so many, the newest. Default: all.")
+@admin_options
+def history(node: str | None, limit: int | None, address: str, timeout_s: float, output: str) -> None:
+    """List what became of the nodes, or of one: states, when and why; the newest last."""
+    with AdminClient(address, timeout_s=timeout_s) as client:
+        emit(client.history(node or "", limit or 0), output, tables.history)
+
+
+@click.command("safe-to-stop")
+@node_argument
+@admin_options
+@click.pass_context
+def safe_to_stop(ctx: click.Context, node: str, address: str, timeout_s: float, output: str) -> None:
+    """Say whether a node may be stopped for good. Exits 0: safe, 5: survivable, 4: neither."""
+    with AdminClient(address, timeout_s=timeout_s) as client:
+        result = client.safe_to_stop(node)
+    emit(result, output, tables.safe_to_stop)
+    ctx.exit(_exit_for(result))
+
+
+@click.command()
+@node_argument
+@click.option("--undo", is_flag=True, help="End the draining.")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Follow until the node may be stopped; exits as safe-to-stop does.",
+)
+@yes_option
+@admin_options
+@click.pass_context
+def drain(
+    ctx: click.Context,
+    node: str,
+    undo: bool,
+    wait_s: float | None,
+    yes: bool,
+    address: str,
+    timeout_s: float,
+    output: str,
+) -> None:
+    """Give a node nothing new and make its copies elsewhere, so that it may be stopped."""
+    if undo and wait_s is not None:
+        raise click.UsageError("--undo and --wait exclude each other")
+    if not undo:
+        what = (
+            f"{node} will get nothing new, and the copies it has are made on other nodes; it goes on running."
+        )
+        go_ahead(ctx, what, yes=yes)
+    with AdminClient(address, timeout_s=timeout_s) as client:
+        result = client.drain(node, undo=undo)
+        if wait_s is not None:
+            result["verdict"] = _follow(client, node, wait_s)
+    emit(result, output, tables.drain)
+    if wait_s is not None:
+        ctx.exit(_exit_for(result["verdict"]))
+
+
+def _follow(client: AdminClient, node: str, wait_s: float) -> Json:
+    """The last verdict: safe, or what it was when time was up."""
+    deadline = time.monotonic() + wait_s
+    told = ""
+    while True:
+        verdict = client.safe_to_stop(node)
+        left = f"{verdict['short_shards']} shards short without {node}, {verdict['lost_shards']} lost"
+        if verdict["safe"]:
+            say(f"{node} may be stopped")
+            return verdict
+        if left != told:
+            say(left)
+            told = left
+        if time.monotonic() + POLL_S > deadline:
+            say(f"not safe within {wait_s:g} s; {node} is still being drained")
+            return verdict
+        time.sleep(POLL_S)
+
+
+def _exit_for(verdict: Json) -> Exit:
+    if verdict["safe"]:
+        return Exit.OK
+    return Exit.DEGRADED if verdict["survivable"] else Exit.CRITICAL
+
+
+@click.command()
+@node_argument
+@yes_option
+@admin_options
+@click.pass_context
+def forget(ctx: click.Context, node: str, yes: bool, address: str, timeout_s: float, output: str) -> None:
+    """Take a DOWN node off the list."""
+    what = f"{node} is taken off the list of nodes; started again, it is a new one."
+    go_ahead(ctx, what, yes=yes)
+    with AdminClient(address, timeout_s=timeout_s) as client:
+        emit(client.forget(node), output, tables.forget)
+
+
+@click.group(invoke_without_command=True)
+@admin_options
+@click.pass_context
+def voters(ctx: click.Context, address: str, timeout_s: float, output: str) -> None:
+    """List the registry's voters, or replace one."""
+    if ctx.invoked_subcommand is not None:
+        return
+    with AdminClient(address, timeout_s=timeout_s) as client:
+        emit(client.voters(), output, tables.voters)
+
+
+@voters.command()
+@click.argument("old", type=Name("node"))
+@click.argument("new", type=Name("node"))
+@click.option("--registry-address", default="", metavar="HOST:PORT", help="Default: NEW's host, OLD's port.")
+@click.option("--raft-address", default="", metavar="HOST:PORT", help="Default: NEW's host, OLD's port.")
+@yes_option
+@patient_admin_options(120.0)
+@click.pass_context
+def replace(
+    ctx: click.Context,
+    old: str,
+    new: str,
+    registry_address: str,
+    raft_address: str,
+    yes: bool,
+    address: str,
+    timeout_s: float,
+    output: str,
+) -> None:
+    """Put the node NEW in the place of the voter OLD, which is DOWN and gone for good."""
+    what = f"{old} is no voter any more, whatever it still knows; {new} becomes one and copies the registry."
+    go_ahead(ctx, what, yes=yes)
+    with AdminClient(address, timeout_s=timeout_s) as client:
+        result = client.replace_voter(old, new, registry_address=registry_address, raft_address=raft_address)
+    emit(result, output, tables.replaced_voters)
+    say("write these voters into the config key 'voters' of every node")
