@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.simulation.network import Network, Servant
 from tests.simulation.outward import NetworkOutward
+from tests.simulation.stubs import Stub
 from tests.simulation.truth import Ram, Truth
 from tests.simulation.virtual_time import Clock, Process, VirtualLoop
 
@@ -96,7 +97,9 @@ class Machine:
 
     def client(self) -> RegistryClient:
         network = self.world.network
-        return RegistryClient(self.config, Counters(), stubs=lambda address: network.stub(self.name, address))
+        return RegistryClient(
+            self.config, Counters(), stubs=lambda address: Stub(network, self.name, address)
+        )
 
     def process(self, part: str) -> Process | None:
         """The living process of that kind."""
@@ -162,7 +165,7 @@ class Machine:
                 Surroundings(
                     engine=engine,
                     outward=NetworkOutward(world.network, self.name),
-                    stubs=lambda address: world.network.stub(self.name, address),
+                    stubs=lambda address: Stub(world.network, self.name, address),
                     draw=world.rng(f"askers/{self.name}"),
                     wall_ms=lambda: int(world.loop.now * 1000),
                 ),

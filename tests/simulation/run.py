@@ -174,6 +174,6 @@ class _Story:
         for name, step, rank, shard, wanted, live in self.world.truth.claims():
             digest = self.world.truth.committed[(name, step)][rank][1][shard]
             held = self.world.truth.holders(name, step, rank, shard, digest)
-            if len(live) < wanted or not {node for node, _ in live} <= set(held):
+            if len({node for node, _ in live} & set(held)) < wanted:
                 return f"{name}/{step} rank {rank} shard {shard} is recorded at {live} and held at {held}"
         return None
