@@ -14,15 +14,16 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeVar
 
 from ..config import Config, Voter
 from ..errors import InvalidRequestError, NoQuorumError
+from .inprocess_wire import Append, Appended, Ask, Disk, Message, Vote, Wire
 from .records import Json
 from .state import apply, new_state, restore, snapshot
 
 T = TypeVar("T")
+__all__ = ["Disk", "InProcessRaft", "Message", "Wire"]
 
 #: As `raft.Raft` sets pysyncobj.
 APPEND_S = 0.1
@@ -31,66 +32,6 @@ LEADER_FALLBACK_S = 1.0
 ATTEMPT_S = 1.5
 COMMAND_BYTES_MAX = 8 << 20
 SNAPSHOT_ODDS = 0.01
-
-#: Term and command; None is the entry by which a leader begins.
-Entry: TypeAlias = tuple[int, bytes | None]
-
-
-@dataclass
-class Disk:
-    """What survives a voter's process. The owner keeps it and gives it to the next `InProcessRaft`."""
-
-    term: int = 0
-    voted_for: str | None = None
-    log: list[Entry] = field(default_factory=list)
-    #: Entries in `snapshot`, and the state after them.
-    snapshot_index: int = 0
-    snapshot: bytes = b""
-    starts: int = 0
-
-
-@dataclass(frozen=True)
-class _Ask:
-    term: int
-    sender: str
-    last_term: int
-    last_index: int
-
-
-@dataclass(frozen=True)
-class _Vote:
-    term: int
-    sender: str
-    granted: bool
-
-
-@dataclass(frozen=True)
-class _Append:
-    term: int
-    sender: str
-    before_index: int
-    before_term: int
-    entries: tuple[Entry, ...]
-    committed: int
-
-
-@dataclass(frozen=True)
-class _Appended:
-    term: int
-    sender: str
-    #: Entries that match the leader's log; without `ok` as many as may be worth a try.
-    index: int
-    ok: bool
-
-
-Message: TypeAlias = _Ask | _Vote | _Append | _Appended
-
-
-class Wire(Protocol):
-    """Carries messages between voters; may lose, delay, repeat and reorder them."""
-
-    def send(self, sender: str, receiver: str, message: Message) -> None:
-        """Bring a message to `receiver`'s `InProcessRaft.receive`, or not."""
 
 
 class InProcessRaft:
@@ -245,7 +186,7 @@ class InProcessRaft:
         self._leader_id = None
         self._votes = {self._voter.node_id}
         log = self._disk.log
-        ask = _Ask(self._disk.term, self._voter.node_id, log[-1][0] if log else 0, len(log))
+        ask = Ask(self._disk.term, self._voter.node_id, log[-1][0] if log else 0, len(log))
         for other in self._others:
             self._wire.send(self._voter.node_id, other, ask)
         self._count()
@@ -284,7 +225,7 @@ class InProcessRaft:
         log = self._disk.log
         for other in self._others:
             at = self._next[other]
-            message = _Append(
+            message = Append(
                 self._disk.term,
                 self._voter.node_id,
                 at,
@@ -305,18 +246,18 @@ class InProcessRaft:
         if message.term > self._disk.term:
             self._follow(message.term, None)
         match message:
-            case _Ask():
+            case Ask():
                 self._asked(message)
-            case _Vote():
+            case Vote():
                 if message.granted and message.term == self._disk.term and not self._leads and self._votes:
                     self._votes.add(message.sender)
                     self._count()
-            case _Append():
+            case Append():
                 self._append(message)
-            case _Appended():
+            case Appended():
                 self._appended(message)
 
-    def _asked(self, ask: _Ask) -> None:
+    def _asked(self, ask: Ask) -> None:
         log = self._disk.log
         mine = (log[-1][0] if log else 0, len(log))
         granted = (
@@ -327,12 +268,12 @@ class InProcessRaft:
         if granted:
             self._disk.voted_for = ask.sender
             self._listen()
-        self._wire.send(self._voter.node_id, ask.sender, _Vote(self._disk.term, self._voter.node_id, granted))
+        self._wire.send(self._voter.node_id, ask.sender, Vote(self._disk.term, self._voter.node_id, granted))
 
-    def _append(self, message: _Append) -> None:
+    def _append(self, message: Append) -> None:
         me, term, log = self._voter.node_id, self._disk.term, self._disk.log
         if message.term < term:
-            self._wire.send(me, message.sender, _Appended(term, me, 0, False))
+            self._wire.send(me, message.sender, Appended(term, me, 0, False))
             return
         if self._leader_id != message.sender:
             self._follow(term, message.sender)
@@ -341,7 +282,7 @@ class InProcessRaft:
         if at > len(log) or (at and log[at - 1][0] != message.before_term):
             # Never below what is committed here: those entries the leader has too.
             self._wire.send(
-                me, message.sender, _Appended(term, me, max(min(at - 1, len(log)), self._applied), False)
+                me, message.sender, Appended(term, me, max(min(at - 1, len(log)), self._applied), False)
             )
             return
         for number, entry in enumerate(message.entries, at):
@@ -353,9 +294,9 @@ class InProcessRaft:
         matched = at + len(message.entries)
         self._committed = max(self._committed, min(message.committed, matched))
         self._apply()
-        self._wire.send(me, message.sender, _Appended(term, me, matched, True))
+        self._wire.send(me, message.sender, Appended(term, me, matched, True))
 
-    def _appended(self, message: _Appended) -> None:
+    def _appended(self, message: Appended) -> None:
         if not self._leads or message.term < self._disk.term:
             return
         other = message.sender
