@@ -59,7 +59,7 @@ class Faults:
         }
         self._kinds, self._weights = list(kinds), list(kinds.values())
         #: Some seeds are quiet, some are not.
-        self._pause_s = self.rng.choice((0.4, 0.8, 1.5))
+        self._pause_s = self.rng.choice((0.5, 1.0, 2.0))
 
     async def run(self) -> None:
         while True:

@@ -11,6 +11,9 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from tests.simulation.outward import NetworkOutward
+
+from fastcheck_proto.v1 import peer_pb2
 from fastcheckd.registry import collector, commits, leading, reporting, state
 from fastcheckd.registry.records import Json
 from fastcheckd.transfer import put_checks
@@ -108,8 +111,20 @@ def owner_as_holder() -> Any:
     )
 
 
+def repair_in_words_only() -> Any:
+    """A copy counts as made though nobody made it: the record says more than there is."""
+
+    async def fetch_replica(
+        self: NetworkOutward, address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
+    ) -> peer_pb2.FetchReplicaResponse:
+        return peer_pb2.FetchReplicaResponse(digest=request.digest)
+
+    return _with([(NetworkOutward, "fetch_replica", fetch_replica)])
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "no_fence": no_fence,
     "commit_without_a_rank": commit_without_a_rank,
     "owner_as_holder": owner_as_holder,
+    "repair_in_words_only": repair_in_words_only,
 }

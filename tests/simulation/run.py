@@ -16,12 +16,16 @@ from tests.simulation import agent, data
 from tests.simulation.faults import Faults
 from tests.simulation.machine import World
 from tests.simulation.training import Job
+from tests.simulation.truth import QUEUE_MAX
 from tests.simulation.virtual_time import StuckError
 
 TROUBLE_S = (8.0, 16.0)
+QUIET_S_MAX = 8.0
 #: A cluster that nothing is wrong with any more is well again by then: the leader asks every node what it holds each
 #: 30 s, and makes what is not there anew.
 RECOVERY_S = 75.0
+#: Reports of one rank that may wait at a voter at once: of what it has under way, and of what it gave up just now.
+WAITING_MAX = 8
 
 
 @dataclass(frozen=True)
@@ -127,8 +131,11 @@ class _Story:
         for machine in world.machines.values():
             machine.start()
         working = [asyncio.ensure_future(job.run()) for job in self.jobs]
-        await asyncio.sleep(2.0)
+        # Before anything is committed there is little to lose.
+        while len(world.truth.newest) < len(self.jobs) and world.loop.now < QUIET_S_MAX:
+            await asyncio.sleep(0.25)
         breaking = asyncio.ensure_future(self.faults.run())
+        watching = asyncio.ensure_future(self._watch_bounds())
         await asyncio.sleep(self.trouble_s)
         breaking.cancel()
         self.faults.heal()
@@ -148,9 +155,26 @@ class _Story:
                 )
                 return
             await asyncio.sleep(0.25)
-        for task in (breaking, ending, *working):
+        for task in (breaking, ending, watching, *working):
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error
+
+    async def _watch_bounds(self) -> None:
+        """G6: nothing that waits or is under way piles up."""
+        world, check = self.world, self.world.truth.check
+        ranks = sum(len(job.seats) for job in self.jobs)
+        while True:
+            check(world.network.in_flight < QUEUE_MAX, "G6", f"{world.network.in_flight} calls are under way")
+            for name, machine in world.machines.items():
+                if machine.registry is not None and machine.process("registry") is not None:
+                    reports = machine.registry._reports
+                    waiting = sum(map(len, reports._waiters.values()))
+                    # A rank's steps under way, each with one report that waits.
+                    check(waiting <= ranks * WAITING_MAX, "G6", f"{waiting} reports wait at {name}")
+                    check(
+                        len(reports.collector.jobs()) <= len(self.jobs), "G6", f"{name} collects for no job"
+                    )
+            await asyncio.sleep(1.0)
 
     def _opinion(self) -> str:
         """What the leader thinks of it all, for people."""

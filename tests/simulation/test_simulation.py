@@ -27,9 +27,8 @@ def test_a_thousand_seeds_keep_every_promise():
         outcomes.append(outcome)
     assert len(outcomes) == SEEDS
     # A simulation in which nothing happens keeps every promise, too.
-    assert sum(o.commits for o in outcomes) > 3 * SEEDS
-    assert sum(o.loads for o in outcomes) > 3 * SEEDS
-    assert sum(bool(o.commits) for o in outcomes) == SEEDS
+    for what in ("commits", "loads", "lookups", "repairs"):
+        assert sum(getattr(o, what) for o in outcomes) > SEEDS, what
 
 
 @pytest.mark.timeout(900)
