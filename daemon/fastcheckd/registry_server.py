@@ -19,6 +19,7 @@ from .errors import ConfigError
 from .health.detector import FailureDetector
 from .registry.engine import Engine
 from .registry.leading import Leader
+from .registry.members import LEFT
 from .registry.outward import GrpcOutward, Outward
 from .registry.raft import Raft, check_port_is_free
 from .registry.reporting import Reports
@@ -81,9 +82,9 @@ class RegistryServer:
             self._reports,
             self._detector,
             self._suspects_changed,
-            around.outward or GrpcOutward(),
             draw=around.draw,
             wall_ms=around.wall_ms,
+            outward=around.outward or GrpcOutward(),
         )
         self._stubs = GrpcStubs()
         #: The gRPC face.
@@ -143,7 +144,7 @@ class RegistryServer:
             lambda state: (
                 state["epoch"],
                 [(node_id, node["incarnation"]) for node_id, node in state["nodes"].items()],
-                [node_id for node_id, node in state["nodes"].items() if node.get("reason") == "left"],
+                [node_id for node_id, node in state["nodes"].items() if node["reason"] == LEFT],
             )
         )
         if epoch != self._epoch:

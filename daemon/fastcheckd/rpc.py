@@ -36,6 +36,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     # Every channel its own connections: a broken one is not shared with a fresh start.
     ("grpc.use_local_subchannel_pool", 1),
 ]
+#: For a channel that lives for one question, whose own deadline ends it: above all no 100 ms for a connection, which
+#: is what the reconnect settings allow. A node that is merely busy would look dead.
+ONE_CALL_OPTIONS: list[tuple[str, int]] = [o for o in CHANNEL_OPTIONS if "reconnect" not in o[0]]
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *_LIMITS,
     # Two daemons on one port must be an error, not a load balancer.

@@ -46,7 +46,8 @@ class Returns:
         while now - at[0] > WINDOW_S:
             at.popleft()
         if (beyond := len(at) - FREE_RETURNS) > 0:
-            self._until[node_id] = now + min(DAMPED_S_MIN * 2 ** (beyond - 1), DAMPED_S_MAX)
+            until = now + min(DAMPED_S_MIN * 2 ** (beyond - 1), DAMPED_S_MAX)
+            self._until[node_id] = max(until, self._until.get(node_id, until))
 
     def damped_s(self, node_id: str, now: float) -> float:
         """How much longer the node gets nothing new; 0: it is not damped."""

@@ -9,7 +9,7 @@ import grpc.aio
 from fastcheck_proto.v1 import node_pb2, node_pb2_grpc
 
 from ..config import split_address
-from ..rpc import CHANNEL_OPTIONS
+from ..rpc import ONE_CALL_OPTIONS
 from .detector import Finding, Life
 
 #: What a probe found at a node's address.
@@ -34,7 +34,7 @@ async def probe(agent_address: str, life: Life, timeout_s: float) -> ProbeResult
             # A bare connection first: gRPC does not say whether a connection was refused or lost.
             _, writer = await asyncio.open_connection(host, port)
             writer.close()
-            async with grpc.aio.insecure_channel(agent_address, options=CHANNEL_OPTIONS) as channel:
+            async with grpc.aio.insecure_channel(agent_address, options=ONE_CALL_OPTIONS) as channel:
                 answer = await node_pb2_grpc.NodeServiceStub(channel).Probe(node_pb2.ProbeRequest())
     except ConnectionRefusedError:
         return ProbeResult.REFUSED

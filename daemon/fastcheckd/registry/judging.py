@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from ..config import Config, Voter
 from ..errors import FastCheckdError
 from ..health.detector import FailureDetector, Life, Verdict
 from ..health.probing import from_wire
+from . import commands
 from .engine import Engine
 from .outward import Outward
 from .records import Json
@@ -53,8 +53,8 @@ class Judge:
 
     Args:
         on_change: called when what is thought of some node has changed.
-        draw: random choice of the nodes that are asked to ask.
         wall_ms: the wall clock, for people to read in the history.
+        draw: random choice of the nodes that are asked to ask.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Judge:
         outward: Outward,
         on_change: Callable[[], None],
         *,
+        wall_ms: Callable[[], int],
         draw: random.Random | None = None,
-        wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
         self._config = config
         self._raft = raft
@@ -90,6 +90,10 @@ class Judge:
     def tick_s(self) -> float:
         """Time between two judgements when nothing happens."""
         return self._config.suspect_after_s / 4
+
+    def why(self, life: Life) -> str:
+        """What this voter, while it leads, has against a node, or why it is damped; empty: nothing."""
+        return self._shown.get(life, (Verdict.UP, ""))[1]
 
     def wake(self) -> None:
         """Something happened that may change a verdict: judge soon."""
@@ -245,13 +249,7 @@ class Judge:
         self.wake()
 
     async def _propose_down(self, life: Life, reason: str) -> None:
-        command = {
-            "type": "set_state",
-            "node": list(life),
-            "state": "DOWN",
-            "reason": reason,
-            "at_ms": self._wall_ms(),
-        }
+        command = commands.set_state(life, "DOWN", reason, at_ms=self._wall_ms())
         try:
             result = await self._raft.propose(command, timeout_s=PROPOSE_S)
             logger.warning(

@@ -45,8 +45,8 @@ class Leader:
 
     Args:
         on_suspects: called when what is thought of some node, or whether this voter leads, has changed.
-        outward: how it asks nodes and voters; by default over the network.
         wall_ms: the wall clock, for what people are shown; nothing is decided by it.
+        outward: how it asks nodes and voters; by default over the network.
         draw: chooses whom the judge asks to ask others.
     """
 
@@ -57,9 +57,9 @@ class Leader:
         reports: Reports,
         detector: FailureDetector,
         on_suspects: Callable[[], None],
-        outward: Outward | None = None,
         *,
         wall_ms: Callable[[], int],
+        outward: Outward | None = None,
         draw: random.Random | None = None,
     ) -> None:
         self.wall_ms = wall_ms

@@ -13,7 +13,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from ..config import Voter
 from ..health.detector import Life
 from ..health.probing import ProbeResult, from_wire, probe
-from ..rpc import CHANNEL_OPTIONS, from_rpc_error
+from ..rpc import ONE_CALL_OPTIONS, from_rpc_error
 
 #: What a call takes beside the probe that it asks for.
 CALL_SLACK_S = 0.15
@@ -122,4 +122,4 @@ class GrpcOutward:
 
 
 def _channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.insecure_channel(address, options=ONE_CALL_OPTIONS)

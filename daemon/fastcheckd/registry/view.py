@@ -26,7 +26,7 @@ class Signs:
     #: Since it was heard last; None: never.
     heard_ms_ago: int | None = None
     data: registry_pb2.DataHealth.ValueType = registry_pb2.DATA_HEALTH_UNSPECIFIED
-    #: Why it is suspected; empty: it is not, or this voter does not lead.
+    #: Why it is suspected or damped; empty: it is neither, or this voter does not lead.
     reason: str = ""
 
 
@@ -92,8 +92,10 @@ def cluster_view(
         life = (node_id, node["incarnation"])
         heard = signs.get(life, NO_SIGNS)
         shown, reason = node["state"], node["reason"]
-        if shown == "UP" and life in suspects:
-            shown, reason = "SUSPECT", heard.reason or reason
+        if shown == "UP":
+            reason = heard.reason or reason
+            if life in suspects:
+                shown = "SUSPECT"
         view.nodes.add(
             node_id=node_id,
             incarnation=node["incarnation"],

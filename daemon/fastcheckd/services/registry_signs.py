@@ -21,7 +21,7 @@ from ..registry.engine import Engine
 from ..registry.judging import WITHHOLD_S
 from ..registry.leading import Leader
 from ..registry.records import ADDRESS_BYTES_MAX, Json
-from ..registry.view import cluster_view
+from ..registry.view import Signs, cluster_view
 from ..rpc import abort, answers
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -70,18 +70,28 @@ class RegistrySigns:
         return registry_pb2.GetViewResponse(view=self._view())
 
     def _view(self) -> registry_pb2.ClusterView:
-        leader = self._raft.leader
-        return self._raft.read(
-            lambda state: cluster_view(
+        leader, now = self._raft.leader, self._now()
+
+        def signs(life: Life) -> Signs:
+            heard = self._detector
+            return Signs(heard.heard_ms_ago(life, now), heard.data(life), self._leader.judge.why(life))
+
+        def build(state: Json) -> registry_pb2.ClusterView:
+            return cluster_view(
                 state,
                 cluster_id=self._config.cluster_id,
                 leader="" if leader is None else leader.node_id,
                 voters=self._raft.voters,
                 suspects=self._leader.judge.suspects,
                 ram_used_bytes=self._ram_used_bytes,
-                signs={},
+                signs={
+                    life: signs(life)
+                    for node_id, node in state["nodes"].items()
+                    for life in [(node_id, node["incarnation"])]
+                },
             )
-        )
+
+        return self._raft.read(build)
 
     async def WatchView(
         self, request: registry_pb2.WatchViewRequest, context: Context

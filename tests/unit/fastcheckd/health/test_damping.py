@@ -78,4 +78,5 @@ def test_damping_is_bounded_and_never_hits_before_the_third_return(gaps):
         at.append(node.now)
         recent = sum(node.now - t <= 600 for t in at)
         assert damped_s <= DAMPED_S_MAX
-        assert (damped_s > 0) == (recent >= 3)
+        assert len(at) >= 3 or damped_s == 0
+        assert recent < 3 or damped_s > 9.99, "an earlier sentence may still run when less would be due"
