@@ -119,9 +119,15 @@ class Inventory:
         wanted = self._to_tell(kept)
         sent_at = loop.time()
         batch: list[rpb.InventoryEntry] = []
+        told: set[tuple[object, ...]] = set()
         adopted = total = 0
         for group in _by_rank(wanted):
-            checked = [held for held in group if held.verified_at_ms or await self._checker.check(held)]
+            verdicts = [True if held.verified_at_ms else await self._checker.check(held) for held in group]
+            checked = [held for held, good in zip(group, verdicts, strict=True) if good]
+            if (
+                None not in verdicts
+            ):  # otherwise another replica took its place meanwhile: all of them once more
+                told |= {tuple(held.id) for held in group}
             entries = [
                 rpb.InventoryEntry(key=held.key, kind=held.kind, digest=held.manifest.digest)
                 for held in checked
@@ -139,7 +145,7 @@ class Inventory:
             if (count := await self._send(life, last)) is None:
                 return False
             adopted += count
-        self._untold -= {tuple(held.id) for held in wanted}
+        self._untold -= told
         if total:
             logger.info("of %d replicas here the registry counts %d again in this life", total, adopted)
         return True
