@@ -11,11 +11,12 @@ PROTO_READY := $(PROTO_VENV)/.ready
 PROTOS := $(wildcard proto/fastcheck_proto/v1/*.proto)
 BUF := @bufbuild/buf@1.75.0
 
-.PHONY: demo test lint format bench proto clean help
+.PHONY: demo test simulate lint format bench proto clean help
 
 help:
 	@echo "make demo   train on 4 nodes, lose one, resume bit for bit from the others' RAM (about 3 minutes)"
 	@echo "make test   all tests        make lint   all checks        make format  let ruff format"
+	@echo "make simulate SEEDS=1-1000   whole clusters in virtual time, with faults, each from its seed"
 	@echo "make bench  the figures      make proto  regenerate stubs  make clean   remove what these made"
 
 $(READY): pyproject.toml constraints.txt
@@ -35,6 +36,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+SEEDS ?= 1-1000
+simulate: $(READY)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
 lint: $(READY) $(PROTO_READY)
 	$(BIN)/ruff check

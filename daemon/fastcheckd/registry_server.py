@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import grpc.aio
 
@@ -13,16 +17,43 @@ from fastcheck_proto.v1 import registry_pb2_grpc
 from .config import Config
 from .errors import ConfigError
 from .health.detector import FailureDetector
+from .registry.engine import Engine
 from .registry.leading import Leader
 from .registry.members import LEFT
-from .registry.outward import GrpcOutward
+from .registry.outward import GrpcOutward, Outward
 from .registry.raft import Raft, check_port_is_free
 from .registry.reporting import Reports
-from .registry.stubs import GrpcStubs
+from .registry.stubs import GrpcStubs, Stubs
 from .rpc import SERVER_OPTIONS
 from .services.registry import RegistryService
 
 logger = logging.getLogger(__name__)
+
+
+class StartedEngine(Engine, Protocol):
+    """An engine with a beginning and an end."""
+
+    def start(self) -> None:
+        """Join the other voters."""
+
+    def close(self) -> None:
+        """Leave them; returns when the log is closed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a voter stands on; the simulation brings its own of each."""
+
+    #: Makes the engine from the config and what it has to call after each change.
+    engine: Callable[[Config, Callable[[], None]], StartedEngine] = Raft
+    #: The way to nodes, holders and other voters; by default over the network.
+    outward: Outward | None = None
+    #: The way to the leader for relayed calls; by default over the network. Whoever gives one closes it.
+    stubs: Stubs | None = None
+    #: Whom the judge asks to ask others.
+    draw: random.Random | None = None
+    #: The wall clock, for what people are shown.
+    wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
 
 
 class RegistryServer:
@@ -35,9 +66,10 @@ class RegistryServer:
         ConfigError: the node is no voter.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, surroundings: Surroundings | None = None) -> None:
+        around = surroundings or Surroundings()
         self._config = config
-        self._raft = Raft(config, self._changed)
+        self._raft = around.engine(config, self._changed)
         self._detector = FailureDetector(
             suspect_after_s=config.suspect_after_s,
             down_after_s=config.down_after_s,
@@ -50,12 +82,14 @@ class RegistryServer:
             self._reports,
             self._detector,
             self._suspects_changed,
-            wall_ms=lambda: time.time_ns() // 1_000_000,
-            outward=GrpcOutward(),
+            draw=around.draw,
+            wall_ms=around.wall_ms,
+            outward=around.outward or GrpcOutward(),
         )
         self._stubs = GrpcStubs()
-        self._service = RegistryService(
-            config, self._raft, self._leader, self._reports, self._detector, self._stubs
+        #: The gRPC face.
+        self.service = RegistryService(
+            config, self._raft, self._leader, self._reports, self._detector, around.stubs or self._stubs
         )
         self._epoch = -1
         self._failed = asyncio.Event()
@@ -72,7 +106,7 @@ class RegistryServer:
         try:
             check_port_is_free(voter.registry_address, "registry_address")
             self._server = grpc.aio.server(options=SERVER_OPTIONS)
-            registry_pb2_grpc.add_RegistryServiceServicer_to_server(self._service, self._server)
+            registry_pb2_grpc.add_RegistryServiceServicer_to_server(self.service, self._server)
             try:
                 self._server.add_insecure_port(voter.registry_address)
             except RuntimeError as error:
@@ -83,7 +117,11 @@ class RegistryServer:
         except BaseException:
             self._raft.close()
             raise
-        self._leading = asyncio.create_task(self._leader.run())
+        self._leading = asyncio.create_task(self.lead())
+
+    async def lead(self) -> None:
+        """Lead whenever this voter is elected, for ever; a part of `start`."""
+        await self._leader.run()
 
     async def stop(self) -> None:
         """Stop serving and leave the voters; the log is closed when this returns."""
@@ -112,13 +150,13 @@ class RegistryServer:
         if epoch != self._epoch:
             self._epoch = epoch
             self._detector.members(lives, asyncio.get_running_loop().time(), left)
-            self._service.forget_except({node_id for node_id, _ in lives})
+            self.service.forget_except({node_id for node_id, _ in lives})
             self._reports.membership_changed()
         self._leader.changed()
-        self._service.changed()
+        self.service.changed()
         if self._raft.failure is not None and not self._failed.is_set():
             logger.critical("registry: this voter stops: %s", self._raft.failure)
             self._failed.set()
 
     def _suspects_changed(self) -> None:
-        self._service.changed()
+        self.service.changed()

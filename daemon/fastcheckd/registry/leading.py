@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -49,6 +50,7 @@ class Leader:
         on_suspects: called when what is thought of some node, or whether this voter leads, has changed.
         wall_ms: the wall clock, for what people are shown; nothing is decided by it.
         outward: how it asks nodes and voters; by default over the network.
+        draw: chooses whom the judge asks to ask others.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Leader:
         *,
         wall_ms: Callable[[], int],
         outward: Outward | None = None,
+        draw: random.Random | None = None,
     ) -> None:
         self.wall_ms = wall_ms
         self._config = config
@@ -68,7 +71,7 @@ class Leader:
         self._reports = reports
         self._on_suspects = on_suspects
         self.outward: Outward = outward or GrpcOutward()
-        self.judge = Judge(config, raft, detector, self.outward, on_suspects, wall_ms=wall_ms)
+        self.judge = Judge(config, raft, detector, self.outward, on_suspects, draw=draw, wall_ms=wall_ms)
         self._wake = asyncio.Event()
         self._loads = Loads()
         self._barrier_running: asyncio.Task[None] | None = None

@@ -57,7 +57,11 @@ class Inventory:
         self._counters = counters
         self._kept_steps = kept_steps
         self._wake = asyncio.Event()
+        self._life = 0
         self._reported_life = 0
+        #: Held when this life began and not told yet. A first view may come from a voter that lags behind, and lack
+        #: the steps that these are of: they are told when a later one names them.
+        self._untold: set[tuple[object, ...]] = set()
         self._lost: dict[tuple[object, ...], rpb.InventoryEntry] = {}
 
     def changed(self) -> None:
@@ -83,8 +87,10 @@ class Inventory:
         while True:
             self._wake.clear()
             life = self._identity.incarnation
+            if life != self._life:
+                self._life, self._untold = life, {tuple(held.id) for held in self._store.held()}
             kept = self._kept_steps()
-            if life and life != self._reported_life and kept is not None:
+            if life and kept is not None and (life != self._reported_life or self._to_tell(kept)):
                 if await self._report_all(life, kept):
                     self._reported_life = life
             elif life and self._lost:
@@ -95,15 +101,33 @@ class Inventory:
             else:
                 await self._wake.wait()
 
+    def _to_tell(self, kept: dict[str, list[int]]) -> list[HeldShard]:
+        """What is held of kept steps and was not told in this life."""
+        if not self._untold:
+            return []
+        held = self._store.held()
+        self._untold &= {tuple(each.id) for each in held}
+        return [
+            each
+            for each in held
+            if tuple(each.id) in self._untold and each.key.step in kept.get(each.key.job, ())
+        ]
+
     async def _report_all(self, life: int, kept: dict[str, list[int]]) -> bool:
         """Check and report what is held of kept steps; whether the registry knows it all now."""
         loop = asyncio.get_running_loop()
-        wanted = [held for held in self._store.held() if held.key.step in kept.get(held.key.job, ())]
+        wanted = self._to_tell(kept)
         sent_at = loop.time()
         batch: list[rpb.InventoryEntry] = []
+        told: set[tuple[object, ...]] = set()
         adopted = total = 0
         for group in _by_rank(wanted):
-            checked = [held for held in group if held.verified_at_ms or await self._checker.check(held)]
+            verdicts = [True if held.verified_at_ms else await self._checker.check(held) for held in group]
+            checked = [held for held, good in zip(group, verdicts, strict=True) if good]
+            if (
+                None not in verdicts
+            ):  # otherwise another replica took its place meanwhile: all of them once more
+                told |= {tuple(held.id) for held in group}
             entries = [
                 rpb.InventoryEntry(key=held.key, kind=held.kind, digest=held.manifest.digest)
                 for held in checked
@@ -121,6 +145,7 @@ class Inventory:
             if (count := await self._send(life, last)) is None:
                 return False
             adopted += count
+        self._untold -= told
         if total:
             logger.info("of %d replicas here the registry counts %d again in this life", total, adopted)
         return True

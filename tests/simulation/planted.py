@@ -1,0 +1,130 @@
+"""Defects, one at a time, put into the daemon's own code: a simulation that does not find them proves nothing.
+
+Each takes a promise out of every layer that keeps it, since one layer alone is made good by the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from tests.simulation.outward import NetworkOutward
+
+from fastcheck_proto.v1 import peer_pb2
+from fastcheckd.registry import collector, commits, leading, reporting, state
+from fastcheckd.registry.records import Json
+from fastcheckd.transfer import put_checks
+
+Patches = list[tuple[Any, str, Any]]
+
+
+@contextmanager
+def _with(patches: Patches) -> Iterator[None]:
+    with ExitStack() as stack:
+        for where, name, instead in patches:
+            if isinstance(where, dict):
+                stack.enter_context(mock.patch.dict(where, {name: instead}))
+            else:
+                stack.enter_context(mock.patch.object(where, name, instead))
+        yield
+
+
+def no_fence() -> Any:
+    """Nobody asks whether a session or a life is over: not the leader, not the state machine, not a holder."""
+
+    def anything_goes(*_: object) -> None:
+        return None
+
+    return _with(
+        [
+            (commits, "check_session", anything_goes),
+            (reporting, "check_session", anything_goes),
+            (leading, "check_session", anything_goes),
+            (commits, "lost_holders", lambda *_: []),
+            (put_checks, "check_life", anything_goes),
+        ]
+    )
+
+
+def commit_without_a_rank() -> Any:
+    """A step is committed when all ranks but one are in; the last one's older state has to do."""
+    real: Callable[[Json, Json], Json] = commits.commit
+
+    def complete(self: collector.Collection) -> bool:
+        return len(self.reports) >= max(1, self.world_size - 1)
+
+    def commit(states: Json, command: Json) -> Json:
+        job = states["jobs"].get(command["job"])
+        if job is not None and job["steps"]:
+            there = {record["rank"] for record in command["ranks"]}
+            command["ranks"] += [
+                {**record, "session": job["ranks"][str(record["rank"])]["session"]}
+                for record in job["steps"][-1]["ranks"]
+                if record["rank"] not in there
+            ]
+        return real(states, command)
+
+    return _with(
+        [
+            (collector.Collection, "complete", property(complete)),
+            (state._HANDLERS, "commit", commit),
+        ]
+    )
+
+
+def owner_as_holder() -> Any:
+    """An owner is among the holders of its own shards: two copies in one memory."""
+    place, check_put = leading.place, put_checks.check_put
+
+    def bad_place(**given: Any) -> Any:
+        plan = place(**given)
+
+        def on_owner(shard: Any) -> Any:
+            return replace(shard, holders=(given["owner"], *shard.holders[1:]))
+
+        if given["owner"] not in given["members"]:
+            return plan
+        if hasattr(plan, "shards"):
+            return replace(plan, shards=tuple(map(on_owner, plan.shards)))
+        return tuple(map(on_owner, plan))
+
+    def check_rank(states: Json, job: str, world_size: int, tolerate: int, record: Json) -> Json | None:
+        if fenced := commits.check_session(states, job, record["rank"], record["session"], record["owner"]):
+            return fenced
+        if lost := commits.lost_holders(states, record):
+            return commits.refusal("HOLDER_LOST", "lost", lost=lost, ranks=[record["rank"]])
+        return None
+
+    def check(request: Any, **given: Any) -> Any:
+        return check_put(request, **{**given, "node_id": ""})
+
+    return _with(
+        [
+            (leading, "place", bad_place),
+            (commits, "check_rank", check_rank),
+            (reporting, "check_rank", check_rank),
+            (put_checks, "check_put", check),
+        ]
+    )
+
+
+def repair_in_words_only() -> Any:
+    """A copy counts as made though nobody made it: the record says more than there is."""
+
+    async def fetch_replica(
+        self: NetworkOutward, address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
+    ) -> peer_pb2.FetchReplicaResponse:
+        return peer_pb2.FetchReplicaResponse(digest=request.digest)
+
+    return _with([(NetworkOutward, "fetch_replica", fetch_replica)])
+
+
+PLANTS: dict[str, Callable[[], Any]] = {
+    "no_fence": no_fence,
+    "commit_without_a_rank": commit_without_a_rank,
+    "owner_as_holder": owner_as_holder,
+    "repair_in_words_only": repair_in_words_only,
+}

@@ -1,0 +1,289 @@
+"""A save and a load as a data process does them, around the real client, choice of holders and restore plan.
+
+The order is that of `saving.replicate` and `restore.room`: place, put to every holder, place again what failed,
+publish the own copy at the first acknowledgement, report until the registry has decided.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+import grpc.aio
+from tests.simulation.data import PEER_TIMEOUT_S, Data, FetchRequest, transfer_time
+from tests.simulation.truth import OWNER
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import peer_pb2
+from fastcheck_proto.v1 import registry_pb2 as rpb
+from fastcheckd.errors import (
+    FastCheckdError,
+    FencedError,
+    NoQuorumError,
+    PeerError,
+    PlacementError,
+    SupersededError,
+    from_code,
+)
+from fastcheckd.restore.plan import other_sources, plan_fetch
+from fastcheckd.rpc import from_rpc_error
+from fastcheckd.saving.holders import pick_holders
+
+CHUNKS = 6
+REGISTRY_TIMEOUT_S = 3.0
+REPORT_WAIT_S = 1.0
+RETRY_PAUSE_S = 0.3
+QUARANTINE_S = 3.0
+ATTEMPTS_MAX = 30
+#: A save that has not moved for so long is over.
+PATIENCE_S = 20.0
+
+
+def digest_of(job: str, step: int, rank: int, session: int, shard: int) -> bytes:
+    """What a shard of this save hashes to: another process would have saved other bytes."""
+    return hashlib.blake2b(f"{job}/{step}/{rank}/{session}/{shard}".encode(), digest_size=16).digest()
+
+
+class Save:
+    """One rank's step on its way."""
+
+    def __init__(self, data: Data, job: str, step: int, rank: int, session: int, world_size: int) -> None:
+        self.data = data
+        self.job, self.step, self.rank = job, step, rank
+        self.session, self.world_size = session, world_size
+        self.outcome = "under way"
+        self._state_bytes = CHUNKS * data.machine.config.chunk_bytes
+        self._shards: list[rpb.ShardPlacement] = []
+        self._digests: list[bytes] = []
+        self._acknowledged: list[dict[str, pb.NodeRef]] = []
+        self._resting: dict[str, float] = {}
+        self._moved_at = data.process.now
+
+    def __str__(self) -> str:
+        return f"{self.job}/{self.step} rank {self.rank} session {self.session} at {self.data.machine.name}"
+
+    async def run(self) -> None:
+        """To its end; `outcome` says which."""
+        try:
+            placement = await self._place()
+            self._shards = list(placement.shards)
+            numbers = range(len(self._shards))
+            self._digests = [digest_of(self.job, self.step, self.rank, self.session, n) for n in numbers]
+            self._acknowledged = [{} for _ in numbers]
+            self.data.truth.made[(self.job, self.step, self.rank, self.session)] = self._digests
+            copies = min(len(shard.holders) for shard in self._shards)
+            while True:
+                epoch = await self._replicate(placement, copies)
+                lost = await self._report(epoch)
+                if not lost:
+                    break
+                for acknowledged in self._acknowledged:
+                    for node_id in lost:
+                        acknowledged.pop(node_id, None)
+                placement = await self._place()
+        except FastCheckdError as error:
+            self.outcome = type(error).__name__
+        else:
+            self.outcome = "committed"
+            self.data.truth.told_committed(self.job, self.step, self.rank, self.session)
+        self.data.truth.note(f"save {self}: {self.outcome}")
+
+    async def _wait_out(self, error: FastCheckdError) -> None:
+        if self.data.process.now - self._moved_at > PATIENCE_S:
+            raise error
+        await asyncio.sleep(RETRY_PAUSE_S)
+
+    def _reborn(self, owner: pb.NodeRef) -> bool:
+        return self.data.identity.incarnation > owner.incarnation
+
+    async def _place(self) -> rpb.PlaceResponse:
+        data = self.data
+        while True:
+            now = data.process.now
+            self._resting = {n: until for n, until in self._resting.items() if until > now}
+            try:
+                await data.identity.until_known(REGISTRY_TIMEOUT_S)
+                owner = data.identity.ref()
+                return await data.client.place(
+                    rpb.PlaceRequest(
+                        job=self.job,
+                        step=self.step,
+                        rank=self.rank,
+                        world_size=self.world_size,
+                        session=self.session,
+                        owner=owner,
+                        state_bytes=self._state_bytes,
+                        chunk_bytes=data.machine.config.chunk_bytes,
+                        avoid=sorted(self._resting),
+                        oldest_step=self.step,
+                    ),
+                    timeout_s=REGISTRY_TIMEOUT_S,
+                )
+            except (NoQuorumError, PlacementError, PeerError) as error:
+                await self._wait_out(error)
+            except FencedError:
+                if not self._reborn(owner):
+                    raise
+
+    async def _replicate(self, placement: rpb.PlaceResponse, copies: int) -> int:
+        for attempt in range(ATTEMPTS_MAX):
+            puts = [
+                self._put(number, holder, placement.epoch)
+                for number, got in enumerate(self._acknowledged)
+                for holder in pick_holders(number, copies - len(got), got, placement)
+            ]
+            await asyncio.gather(*puts)
+            if all(len(got) >= copies for got in self._acknowledged):
+                return placement.epoch
+            if self.data.process.now - self._moved_at > PATIENCE_S:
+                break
+            await asyncio.sleep(min(RETRY_PAUSE_S * attempt, 2.0))
+            placement = await self._place()
+        raise PlacementError("no round of sending reached enough holders")
+
+    async def _put(self, number: int, holder: pb.Holder, epoch: int) -> None:
+        data, shard = self.data, self._shards[number]
+        request = peer_pb2.BeginPutRequest(
+            cluster_id=data.machine.config.cluster_id,
+            epoch=epoch,
+            holder_incarnation=holder.node.incarnation,
+            owner=data.identity.ref(),
+            streams=1,
+            manifest=pb.ShardManifest(
+                key=pb.ShardKey(job=self.job, step=self.step, rank=self.rank, shard=number),
+                shard_count=len(self._shards),
+                world_size=self.world_size,
+                owner=data.machine.name,
+                session=self.session,
+                state_bytes=self._state_bytes,
+                offset=shard.offset,
+                bytes=shard.bytes,
+                chunk_bytes=data.machine.config.chunk_bytes,
+            ),
+        )
+        network, here = data.machine.world.network, data.machine.name
+        digest = self._digests[number]
+        try:
+            began = await network.call(here, holder.data_address, "BeginPut", request, PEER_TIMEOUT_S)
+            await transfer_time(data)
+            finish = peer_pb2.FinishPutRequest(transfer_id=began.transfer_id, digest=digest)
+            await network.call(here, holder.data_address, "FinishPut", finish, PEER_TIMEOUT_S)
+        except grpc.aio.AioRpcError as rpc_error:
+            error = from_rpc_error(rpc_error, holder.node.node_id)
+            if not isinstance(error, FencedError):
+                self._resting[holder.node.node_id] = data.process.now + QUARANTINE_S
+            return
+        self._moved_at = data.process.now
+        data.keep((OWNER, self.job, self.step, self.rank, number), digest, self.session)
+        self._acknowledged[number][holder.node.node_id] = holder.node
+
+    async def _report(self, epoch: int) -> list[str]:
+        """Holders that were lost; none when it is committed."""
+        data = self.data
+        while True:
+            owner = data.identity.ref()
+            record = rpb.RankRecord(
+                rank=self.rank,
+                session=self.session,
+                owner=owner,
+                state_bytes=self._state_bytes,
+                shards=[
+                    rpb.ShardRecord(
+                        shard=number,
+                        offset=shard.offset,
+                        bytes=shard.bytes,
+                        digest=self._digests[number],
+                        holders=[
+                            self._acknowledged[number][name] for name in sorted(self._acknowledged[number])
+                        ],
+                    )
+                    for number, shard in enumerate(self._shards)
+                ],
+            )
+            request = rpb.ReportRequest(
+                job=self.job,
+                step=self.step,
+                world_size=self.world_size,
+                epoch=epoch,
+                record=record,
+                wait_s=REPORT_WAIT_S,
+            )
+            try:
+                response = await data.client.report(request, timeout_s=REPORT_WAIT_S + REGISTRY_TIMEOUT_S)
+            except (NoQuorumError, PeerError) as error:
+                await self._wait_out(error)
+                continue
+            if response.state == rpb.REPORT_STATE_COMMITTED:
+                return []
+            if response.state == rpb.REPORT_STATE_WAITING:
+                if data.process.now - self._moved_at > PATIENCE_S:
+                    raise SupersededError("other ranks did not save this step")
+                continue
+            if response.error.code == pb.ERROR_CODE_HOLDER_LOST:
+                return [ref.node_id for ref in response.lost_holders]
+            if response.error.code == pb.ERROR_CODE_FENCED and self._reborn(owner):
+                continue
+            raise from_code(response.error.code, response.error.message)
+
+
+async def open_rank(data: Data, job: str, rank: int, world_size: int, client: str) -> int:
+    """A session for a new trainer process."""
+    while True:
+        try:
+            await data.identity.until_known(REGISTRY_TIMEOUT_S)
+            request = rpb.OpenRankRequest(
+                job=job, rank=rank, world_size=world_size, client_id=client, node=data.identity.ref()
+            )
+            return (await data.client.open_rank(request, timeout_s=REGISTRY_TIMEOUT_S)).session
+        except (NoQuorumError, PeerError, FencedError):
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+
+async def load(data: Data, job: str, rank: int, world_size: int) -> int:
+    """Bring a rank's newest committed step here; returns its number, -1 when there is none."""
+    while True:
+        floor = data.truth.told.get(job, -1)
+        try:
+            request = rpb.LookupRequest(job=job, rank=rank)
+            response = await data.client.lookup(request, timeout_s=REGISTRY_TIMEOUT_S)
+        except (NoQuorumError, PeerError):
+            await asyncio.sleep(RETRY_PAUSE_S)
+            continue
+        data.truth.answered(job, floor, response)
+        if not response.HasField("record"):
+            return -1
+        step = response.record.step
+        if await _bring(data, job, step, response.record.ranks[0]):
+            data.truth.loads += 1
+            data.truth.note(f"load {job}/{step} rank {rank} at {data.machine.name}")
+            return step
+        data.truth.note(f"load {job}/{step} rank {rank} at {data.machine.name}: not now")
+        await asyncio.sleep(RETRY_PAUSE_S)
+
+
+async def _bring(data: Data, job: str, step: int, record: rpb.RankRecord) -> bool:
+    try:
+        view = await data.client.view(REGISTRY_TIMEOUT_S)
+    except FastCheckdError:
+        view = data.view.view
+    nodes = {node.node_id: node for node in view.nodes}
+    name = data.machine.name
+    found: list[tuple[int, bytes]] = []
+    for plan in plan_fetch(record, nodes, name):
+        key = (job, step, record.rank, plan.record.shard)
+        digest = plan.record.digest
+        local = data.find(key, digest)
+        if local is not None and not local.intact:
+            data.condemn(key, digest)
+            local = None
+        if local is None:
+            sources = [*plan.sources, *other_sources(plan, nodes, name)]
+            for source in sources:
+                if await data.pull(source.data_address, FetchRequest(key, digest)):
+                    break
+            else:
+                return False
+        found.append((plan.record.shard, digest))
+    for number, digest in found:
+        data.keep((OWNER, job, step, record.rank, number), digest, record.session)
+    return True

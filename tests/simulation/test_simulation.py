@@ -1,0 +1,59 @@
+"""A thousand clusters, each from its seed, keep every promise; and with a defect planted, one does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from tests.simulation.many import run_seeds
+from tests.simulation.planted import PLANTS
+from tests.simulation.run import run_seed
+
+SEEDS = 1000
+JOBS = 2
+
+
+def story(outcome):
+    return "\n".join([*outcome.trace, f"replay: python -m tests.simulation --seeds {outcome.seed}"])
+
+
+@pytest.mark.timeout(900)  # two minutes on two cores of its own
+def test_a_thousand_seeds_keep_every_promise():
+    outcomes = []
+    for outcome in run_seeds(range(1, SEEDS + 1), JOBS):
+        assert outcome.violation is None, story(outcome)
+        outcomes.append(outcome)
+    assert len(outcomes) == SEEDS
+    # A simulation in which nothing happens keeps every promise, too.
+    for what in ("commits", "loads", "lookups", "repairs"):
+        assert sum(getattr(o, what) for o in outcomes) > SEEDS, what
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_defect_is_found(name):
+    for outcome in run_seeds(range(1, SEEDS + 1), JOBS, PLANTS[name]):
+        if outcome.violation is not None:
+            print(f"{name}: seed {outcome.seed}: {outcome.violation}")
+            return
+    pytest.fail(f"{SEEDS} seeds did not find {name}")
+
+
+def test_a_seed_replays_identically_whatever_strings_hash_to():
+    script = (
+        "from tests.simulation.run import run_seed\n"
+        "for seed in (3, 4): print(run_seed(seed).digest, run_seed(seed).callbacks)"
+    )
+    here = [f"{(o := run_seed(seed)).digest} {o.callbacks}" for seed in (3, 4)]
+    for hash_seed in ("0", "1"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        ran = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        assert ran.stdout.split("\n")[:-1] == here
+
+
+def test_different_seeds_differ():
+    assert run_seed(3).digest != run_seed(4).digest

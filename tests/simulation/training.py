@@ -1,0 +1,135 @@
+"""A training job: ranks on machines that save in step and load when they are started anew.
+
+The launcher lives outside of the cluster, as a scheduler does, and nothing of ours can harm it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tests.simulation.data import Data
+from tests.simulation.machine import Machine, World
+from tests.simulation.saving import Save, load, open_rank
+
+IN_FLIGHT_MAX = 2
+#: A dead machine's rank is started elsewhere after so long a time.
+REPLACED_AFTER_S = 2.0
+
+
+def ask(machine: Machine, work: Callable[[Data], Coroutine[Any, Any, Any]]) -> asyncio.Future[Any]:
+    """Have a machine's data process do something; None when it dies before it has."""
+    loop = machine.world.loop
+    answer: asyncio.Future[Any] = loop.create_future()
+    process = machine.process("data")
+
+    def settle(result: Any) -> None:
+        if process is not None:
+            process.mourners.pop(answer, None)
+        if not answer.done():
+            answer.set_result(result)
+
+    async def run() -> None:
+        settle(await work(machine.data))
+
+    if process is None:
+        answer.set_result(None)
+    else:
+        process.mourners[answer] = lambda: settle(None)
+        process.start(run())
+    return answer
+
+
+class Job:
+    """One job's trainers."""
+
+    def __init__(self, world: World, name: str, seats: list[Machine]) -> None:
+        self.world = world
+        self.name = name
+        self.seats = seats
+        self.rng = world.rng(f"job/{name}")
+        self.step = -1
+        #: All trainers are started anew; one rank's alone.
+        self.restart = False
+        self.takeover: int | None = None
+        self._generation = 0
+        self._sessions: list[int] = []
+        self._saves: list[list[tuple[Save, asyncio.Task[Any]]]] = [[] for _ in seats]
+
+    async def run(self) -> None:
+        while True:
+            await self._train()
+
+    async def _train(self) -> None:
+        """One generation of trainers, from their start to whatever ends them."""
+        self.restart, self.takeover = False, None
+        self._generation += 1
+        await self._find_seats()
+        ranks = range(len(self.seats))
+        sessions = await asyncio.gather(*(self._open(rank) for rank in ranks))
+        if None in sessions:
+            await asyncio.sleep(0.2)
+            return
+        self._sessions = list(sessions)
+        loaded = await asyncio.gather(*(self._load(rank) for rank in ranks))
+        if None in loaded:
+            await asyncio.sleep(0.2)
+            return
+        self.world.truth.check(
+            len(set(loaded)) == 1, "G2", f"the ranks of {self.name} loaded different steps: {loaded}"
+        )
+        self.step = loaded[0]
+        while not self.restart and all(seat.alive for seat in self.seats):
+            await asyncio.sleep(self.rng.uniform(0.3, 1.5))
+            if self.takeover is not None:
+                rank, self.takeover = self.takeover, None
+                if not await self._take_over(rank):
+                    return
+            self.step += self.rng.choice((1, 1, 1, 2))
+            for rank in ranks:
+                if self.rng.random() > 0.03:
+                    self.world.loop.call_later(
+                        self.rng.uniform(0, 0.2), self._save, rank, self.step, self._sessions[rank]
+                    )
+
+    async def _find_seats(self) -> None:
+        give_up_at = self.world.loop.now + REPLACED_AFTER_S
+        while not all(seat.alive and seat.process("data") for seat in self.seats):
+            await asyncio.sleep(0.2)
+            if self.world.loop.now > give_up_at:
+                for rank, seat in enumerate(self.seats):
+                    others = [m for m in self.world.machines.values() if m.alive and m not in self.seats]
+                    if not seat.alive and others:
+                        self.seats[rank] = self.rng.choice(others)
+
+    def _open(self, rank: int) -> asyncio.Future[Any]:
+        client = f"{self.name}-{rank}-{self._generation}-{self.rng.random():.6f}"
+        world_size = len(self.seats)
+        return ask(self.seats[rank], lambda data: open_rank(data, self.name, rank, world_size, client))
+
+    def _load(self, rank: int) -> asyncio.Future[Any]:
+        world_size = len(self.seats)
+        return ask(self.seats[rank], lambda data: load(data, self.name, rank, world_size))
+
+    async def _take_over(self, rank: int) -> bool:
+        """A new process for one rank."""
+        session = await self._open(rank)
+        if session is None or await self._load(rank) is None:
+            return False
+        self._sessions[rank] = session
+        return True
+
+    def _save(self, rank: int, step: int, session: int) -> None:
+        if session != self._sessions[rank]:
+            return  # that trainer is gone
+        seat = self.seats[rank]
+        process = seat.process("data")
+        saves = self._saves[rank] = [(s, t) for s, t in self._saves[rank] if not t.done()]
+        if process is None:
+            return
+        if len(saves) >= IN_FLIGHT_MAX:
+            save, task = saves.pop(0)
+            save.data.process.call(task.cancel)
+        save = Save(seat.data, self.name, step, rank, session, len(self.seats))
+        saves.append((save, process.start(save.run())))

@@ -1,0 +1,250 @@
+"""What must hold, whoever is asked: the simulation's own books, and the checks against them.
+
+Written from the promises in docs/registry.md, not from the code that keeps them. The first thing that does not
+hold ends the run. Everything that happens goes through `note` into a bounded trace, and all of it into a hash
+by which two runs of a seed are compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import registry_pb2 as rpb
+
+Json = dict[str, Any]
+#: Kind, job, step, rank, shard.
+Key = tuple[int, str, int, int, int]
+
+OWNER = int(pb.REPLICA_KIND_OWNER)
+COPY = int(pb.REPLICA_KIND_COPY)
+TRACE_MAX = 400
+#: Queues that are larger than this are not bounded.
+QUEUE_MAX = 2000
+
+
+@dataclass
+class Replica:
+    """Bytes in a node's RAM."""
+
+    digest: bytes
+    session: int
+    intact: bool = True
+    #: Read since this data process is here: it is believed without another look.
+    checked: bool = True
+
+
+@dataclass
+class Ram:
+    """A node's memory; its machine's losses are the fault injector's doing alone."""
+
+    replicas: dict[Key, Replica] = field(default_factory=dict)
+
+
+class Truth:
+    """All that is known of one run."""
+
+    def __init__(self, clock: Callable[[], float], stop: Callable[[], None], tolerate: int) -> None:
+        self._clock = clock
+        self._stop = stop
+        self._tolerate = tolerate
+        self.violation: str | None = None
+        self.trace: deque[str] = deque(maxlen=TRACE_MAX)
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.rams: dict[str, Ram] = {}
+        #: The state after the newest entry that any voter has applied, and each entry's identity.
+        self.state: Json = {"nodes": {}, "jobs": {}, "next_incarnation": 1}
+        self._entries: list[tuple[object, ...]] = []
+        #: Digests of what each rank made: (job, step, rank, session) -> shards.
+        self.made: dict[tuple[str, int, int, int], list[bytes]] = {}
+        #: Committed steps: (job, step) -> rank -> (session, digests); and the newest of each job.
+        self.committed: dict[tuple[str, int], dict[int, tuple[int, list[bytes]]]] = {}
+        self.newest: dict[str, int] = {}
+        #: Newest step that somebody was told of.
+        self.told: dict[str, int] = {}
+        self._applied_newest: dict[tuple[str, str], int] = {}
+        #: Lives that are over, and why.
+        self.ended: dict[tuple[str, int], str] = {}
+        self.commits = self.loads = self.lookups = self.puts = self.repairs = 0
+
+    @property
+    def digest(self) -> str:
+        """A hash of everything noted so far."""
+        return self._hash.hexdigest()
+
+    def note(self, what: str) -> None:
+        line = f"{self._clock():9.4f} {what}"
+        self.trace.append(line)
+        self._hash.update(line.encode())
+
+    def check(self, ok: bool, guarantee: str, what: str) -> None:
+        if not ok and self.violation is None:
+            self.violation = f"{guarantee}: {what}"
+            self.note(f"VIOLATION {self.violation}")
+            self._stop()
+
+    # The registry
+
+    def applied(self, voter: str, index: int, command: Json, result: Json, state: Json) -> None:
+        """A voter, in one of its lives, has applied an entry."""
+        identity = (command["type"], command.get("client_id"), command.get("seq"))
+        if index <= len(self._entries):
+            self.check(self._entries[index - 1] == identity, "raft", f"{voter} applied another entry {index}")
+        else:
+            while len(self._entries) < index - 1:
+                self._entries.append(())  # the engine's own
+            self._entries.append(identity)
+            self.state = state
+            self._decided(command, result, state)
+        if command["type"] in ("commit", "open_rank"):
+            job = command["job"]
+            newest = state["jobs"].get(job, {}).get("newest", -1)
+            before = self._applied_newest.get((voter, job), -1)
+            self.check(newest >= before, "G3", f"{voter}: job {job} went back from {before} to {newest}")
+            self._applied_newest[(voter, job)] = newest
+
+    def _decided(self, command: Json, result: Json, state: Json) -> None:
+        kind = command["type"]
+        if kind == "commit":
+            if result["ok"] and (command["job"], command["step"]) not in self.committed:
+                self._commit(command, state)
+            elif not result["ok"]:
+                self.note(f"commit {command['job']}/{command['step']} refused: {result['code']}")
+        elif kind == "set_state":
+            node, incarnation = command["node"]
+            reason = command.get("reason", "")
+            if command["state"] == "DOWN" and result["ok"]:
+                self.ended.setdefault((node, incarnation), reason)
+            self.note(f"{node}#{incarnation} {command['state']}: {result['ok']}, {reason}")
+        elif kind == "register":
+            self.note(f"{command['node']['node_id']} registers: #{result.get('incarnation')}")
+        elif kind == "rehold":
+            self.note(f"rehold {sum(map(bool, result.get('done', [])))} of {len(command['changes'])}")
+            self.check_survival("a change of holders")
+        elif kind != "noop":
+            self.note(f"{kind} {command.get('job', command.get('node_id', ''))}: {result.get('ok')}")
+
+    def _commit(self, command: Json, state: Json) -> None:
+        job, step = command["job"], command["step"]
+        newest = self.newest.get(job, -1)
+        self.check(step > newest, "G3", f"step {step} of {job} committed after {newest}")
+        seats, nodes = state["jobs"][job]["ranks"], state["nodes"]
+        ranks = command["ranks"]
+        world = command["world_size"]
+        self.check(
+            sorted(r["rank"] for r in ranks) == list(range(world)), "G2", f"{job}/{step} without all ranks"
+        )
+        for record in ranks:
+            rank, session = record["rank"], record["session"]
+            who = f"{job}/{step} rank {rank}"
+            self.check(
+                seats[str(rank)]["session"] == session, "G7", f"{who} committed for dead session {session}"
+            )
+            self.check(seats[str(rank)]["world_size"] == world, "G2", f"{who} committed for another world")
+            made = self.made.get((job, step, rank, session))
+            digests = [bytes.fromhex(shard["digest"]) for shard in record["shards"]]
+            self.check(
+                made == digests, "G2", f"{who} committed with other bytes than were saved for this step"
+            )
+            owner, incarnation = record["owner"]
+            self.check(_lives(nodes, owner, incarnation), "G7", f"{who} of dead owner {owner}#{incarnation}")
+            for shard in record["shards"]:
+                names = [holder[0] for holder in shard["holders"]]
+                self.check(
+                    len({*names, owner}) > max(len(names), self._tolerate),
+                    "G1",
+                    f"{who}: {names} and its owner {owner} are too few nodes",
+                )
+                for name, life in shard["holders"]:
+                    self.check(_lives(nodes, name, life), "G7", f"{who} names dead holder {name}#{life}")
+        self.commits += 1
+        self.newest[job] = step
+        self.committed[(job, step)] = {
+            r["rank"]: (r["session"], [bytes.fromhex(s["digest"]) for s in r["shards"]]) for r in ranks
+        }
+        self.note(f"commit {job}/{step}")
+        self.check_survival(f"commit of {job}/{step}")
+
+    def claims(self) -> Iterator[tuple[str, int, int, int, int, list[tuple[str, int]]]]:
+        """What the registry says of each shard of each job's newest step: job, step, rank, shard, wanted copies, and
+        the lives that it holds to have one.
+        """
+        nodes = self.state["nodes"]
+        for job_name, job in self.state["jobs"].items():
+            if job["steps"]:
+                kept = job["steps"][-1]
+                for record in kept["ranks"]:
+                    for number, shard in enumerate(record["shards"]):
+                        refs = [*shard["holders"], record["owner"]]
+                        live = [(n, i) for n, i in refs if _lives(nodes, n, i)]
+                        yield job_name, kept["step"], record["rank"], number, self._tolerate + 1, live
+
+    # Memory
+
+    def took(self, node: str, incarnation: int, addressed: int) -> None:
+        """A node has become a holder of a shard that was meant for one of its lives."""
+        self.check(addressed == incarnation, "G7", f"{node}#{incarnation} took a copy for #{addressed}")
+        reason = self.ended.get((node, incarnation))
+        self.check(
+            reason in (None, "left"), "G7", f"{node}#{incarnation} took a copy though it is DOWN: {reason}"
+        )
+
+    def check_survival(self, after: str) -> None:
+        """G1: every shard of every job's newest committed step is intact somewhere."""
+        for job, step in self.newest.items():
+            for rank, (_, digests) in self.committed[(job, step)].items():
+                for shard, digest in enumerate(digests):
+                    if not self.holders(job, step, rank, shard, digest):
+                        self.check(
+                            False, "G1", f"{job}/{step} rank {rank} shard {shard} is lost after {after}"
+                        )
+                        return
+
+    def holders(self, job: str, step: int, rank: int, shard: int, digest: bytes) -> list[str]:
+        """Nodes with an intact copy."""
+        keys = ((OWNER, job, step, rank, shard), (COPY, job, step, rank, shard))
+        return [
+            name
+            for name, ram in self.rams.items()
+            if any((r := ram.replicas.get(k)) is not None and r.intact and r.digest == digest for k in keys)
+        ]
+
+    # Clients
+
+    def answered(self, job: str, floor: int, response: rpb.LookupResponse) -> None:
+        """A lookup that began when `floor` was the newest step that anybody had been told of."""
+        self.lookups += 1
+        if not response.HasField("record"):
+            self.check(floor < 0, "G3", f"lookup of {job} found nothing after {floor}")
+            return
+        step = response.record.step
+        self.check(step >= floor, "G3", f"lookup of {job} said {step} after {floor}")
+        committed = self.committed.get((job, step))
+        self.check(committed is not None, "G3", f"lookup of {job} said {step}, which is not committed")
+        for record in response.record.ranks if committed else ():
+            assert committed is not None
+            self.check(
+                committed[record.rank][1] == [s.digest for s in record.shards],
+                "G2",
+                f"lookup of {job}/{step} rank {record.rank}: other digests than were committed",
+            )
+        self.told[job] = max(self.told.get(job, -1), step)
+
+    def told_committed(self, job: str, step: int, rank: int, session: int) -> None:
+        """A rank's save was answered with COMMITTED."""
+        mine = self.committed.get((job, step), {}).get(rank)
+        self.check(
+            mine is not None and mine[0] == session,
+            "G2",
+            f"rank {rank} was told that {job}/{step} of session {session} is committed; it is not",
+        )
+        self.told[job] = max(self.told.get(job, -1), step)
+
+
+def _lives(nodes: Json, name: str, incarnation: int) -> bool:
+    node = nodes.get(name)
+    return node is not None and node["incarnation"] == incarnation and node["state"] != "DOWN"
