@@ -9,7 +9,7 @@ import os
 import signal
 import stat
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ from .services.node import DataControlService, NodeService
 from .services.peer import PeerService
 from .services.trainer import TrainerService
 from .store.manifests import replica_id
-from .store.ram_store import RamStore
+from .store.ram_store import HeldShard, RamStore
 from .store.retention import what_to_drop
 from .transfer.codec_pool import CodecPool
 from .transfer.lane_server import LaneServer
@@ -142,7 +142,7 @@ class _DataRooms:
         )  # fmt: skip
         restore = RestoreRoom(
             config=config, store=store, registry=registry, peers=peers, view=view,
-            counters=counters, executor=self.hashing,
+            counters=counters, executor=self.hashing, on_brought=self._brought,
         )  # fmt: skip
         self.upkeep = UpkeepRoom(
             config=config, identity=identity, store=store, registry=registry, peers=peers, view=view,
@@ -164,6 +164,9 @@ class _DataRooms:
         self.registry.use_voters(seen.voter_records)
         await asyncio.to_thread(self._remember_voters, seen)
         await asyncio.to_thread(_prune, self.store, self.view.kept_steps())
+
+    def _brought(self, shards: Sequence[HeldShard]) -> None:
+        self.upkeep.brought(shards)
 
     def assumed(self) -> None:
         """There is a new life of this node, or a new view."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -78,7 +78,11 @@ class Loaded:
 
 
 class RestoreRoom:
-    """All loads of one data process. Owned by the event loop's thread."""
+    """All loads of one data process. Owned by the event loop's thread.
+
+    Args:
+        on_brought: told what a load has brought here and keeps.
+    """
 
     def __init__(
         self,
@@ -90,6 +94,7 @@ class RestoreRoom:
         view: ViewFollower,
         counters: Counters,
         executor: Executor,
+        on_brought: Callable[[Sequence[HeldShard]], None],
     ) -> None:
         self._config = config
         self._store = store
@@ -98,6 +103,7 @@ class RestoreRoom:
         self._view = view
         self._counters = counters
         self._executor = executor
+        self._on_brought = on_brought
         self.survey = Survey(peers, view)
         self._locks: dict[tuple[str, int], asyncio.Lock] = {}
         #: Loads whose bytes are being brought here.
@@ -231,9 +237,11 @@ class RestoreRoom:
             plans = plan_fetch(record, nodes, self._config.node_id)
             fetches = [self._fetch(job, step.step, record, plan, segment, nodes, tally) for plan in plans]
             manifests = await asyncio.gather(*fetches)
-            return await asyncio.to_thread(self._publish, manifests, segment)
+            shards = await asyncio.to_thread(self._publish, manifests, segment)
         finally:
             self._store.release(segment)
+        self._on_brought(shards)
+        return shards
 
     async def _nodes(self) -> rpb.ClusterView:
         """The membership: the leader's if it answers, else the newest seen."""

@@ -68,6 +68,11 @@ class Inventory:
         """There is a new life, or a new view."""
         self._wake.set()
 
+    def brought(self, shards: Iterable[HeldShard]) -> None:
+        """A restore has brought these here: an owner whose memory was lost has its bytes again."""
+        self._untold.update(tuple(held.id) for held in shards)
+        self._wake.set()
+
     def lost(self, held: HeldShard) -> None:
         """A replica was found bad and dropped."""
         if len(self._lost) < LOSSES_MAX and not self._has(held):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -102,6 +102,10 @@ class UpkeepRoom:
     def changed(self) -> None:
         """There is a new life of this node, or a new view."""
         self._inventory.changed()
+
+    def brought(self, shards: Sequence[HeldShard]) -> None:
+        """A restore has brought these here."""
+        self._inventory.brought(shards)
 
     async def fetch(self, request: peer_pb2.FetchReplicaRequest) -> peer_pb2.FetchReplicaResponse:
         """Make a copy; errors as in `FetchRoom.fetch`."""

@@ -69,3 +69,17 @@ def test_steps_that_only_a_later_view_names_are_told_then_and_each_once():
         working.cancel()
 
     asyncio.run(story())
+
+
+def test_what_a_restore_brought_here_is_told_in_the_same_life():
+    async def story():
+        node = Node([4])
+        working = asyncio.create_task(node.inventory.run())
+        node.identity.assume(7)
+        await node.sees([4, 5], [[4], []])
+        node.replicas.append(held(5))
+        node.inventory.brought([node.replicas[-1]])
+        await node.sees([4, 5], [[4], [], [5], []])
+        working.cancel()
+
+    asyncio.run(story())
