@@ -186,7 +186,7 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
     if "detection" in parts:
         figures += detection(arguments.trials, say)
     if "soak" in parts:
-        figures += soak(arguments.minutes, say)
+        figures += soak(arguments.minutes, say, arguments.burners)
     if "transfer" in parts:
         figures += transfers(arguments.rounds)
     if "links" in parts:
@@ -224,6 +224,9 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=100, help="simulated ones, of the scale part")
     parser.add_argument("--trials", type=int, default=50, help="detection: kills of each kind")
     parser.add_argument("--minutes", type=float, default=30.0, help="of the soak")
+    parser.add_argument(
+        "--burners", type=int, help="of the soak: busy processes beside it; 0 if something else keeps all cores busy"
+    )
     parser.add_argument("--seeds", type=int, default=8, help="of the lossy experiment")
     parser.add_argument(
         "--quick",
