@@ -44,6 +44,7 @@ class Holder:
             owner=pb.NodeRef(node_id="node-0", incarnation=1),
             manifest=manifest,
             streams=1,
+            provisional=provisional,
         )
         with grpc.insecure_channel(self.address) as channel:
             try:
