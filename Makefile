@@ -35,7 +35,7 @@ demo: $(READY)
 	$(BIN)/fastcheck demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25
 
 SEEDS ?= 1-1000
 simulate: $(READY)

@@ -225,7 +225,9 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=50, help="detection: kills of each kind")
     parser.add_argument("--minutes", type=float, default=30.0, help="of the soak")
     parser.add_argument(
-        "--burners", type=int, help="of the soak: busy processes beside it; 0 if something else keeps all cores busy"
+        "--burners",
+        type=int,
+        help="of the soak: busy processes beside it; 0 if something else keeps all cores busy",
     )
     parser.add_argument("--seeds", type=int, default=8, help="of the lossy experiment")
     parser.add_argument(

@@ -1,7 +1,6 @@
 """Eight nodes on a machine whose cores are all taken: nobody who lives is called DOWN."""
 
 import pytest
-
 from tests.benchmarks.detection import soak
 
 MINUTES = 2.0

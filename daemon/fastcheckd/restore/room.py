@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 LOOKUP_TIMEOUT_S = 20.0
 LIST_TIMEOUT_S = 2.0
+#: A node that is just starting refuses connections for a moment, and a channel that saw it does not try again for a
+#: second. Before a shard is called lost, those that were not reached are asked once more after this pause.
+ASK_AGAIN_AFTER_S = 1.5
 
 
 @dataclass
@@ -67,6 +70,15 @@ class _Candidate:
     def provisional(self) -> bool:
         """Found without the registry."""
         return self.nodes is not None
+
+
+@dataclass
+class _Hunt:
+    """Who was asked for a shard in vain."""
+
+    #: What each of them said.
+    told: list[str] = field(default_factory=list)
+    unreached: list[pb.Holder] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -295,18 +307,23 @@ class RestoreRoom:
         if manifest is not None:
             tally.local_bytes += shard.bytes
             return manifest
-        tried: list[str] = []
+        hunt = _Hunt()
         for source in plan.sources:
-            if (manifest := await self._pull(source, key, shard, into, tally, tried)) is not None:
+            if (manifest := await self._pull(source, key, shard, into, tally, hunt)) is not None:
                 return manifest
         for source in await self._who_else_has(
             key, shard.digest, other_sources(plan, nodes, self._config.node_id)
         ):
-            if (manifest := await self._pull(source, key, shard, into, tally, tried)) is not None:
+            if (manifest := await self._pull(source, key, shard, into, tally, hunt)) is not None:
+                return manifest
+        if once_more := list(hunt.unreached):
+            await asyncio.sleep(ASK_AGAIN_AFTER_S)
+        for source in once_more:
+            if (manifest := await self._pull(source, key, shard, into, tally, hunt)) is not None:
                 return manifest
         raise LostError(
             f"shard {shard.shard} of rank {record.rank}, step {step} of job {job!r}: no good copy left "
-            f"({'; '.join(tried) or 'none of its holders is known'})"
+            f"({'; '.join(dict.fromkeys(hunt.told)) or 'none of its holders is known'})"
         )
 
     async def _copy_local(
@@ -331,25 +348,27 @@ class RestoreRoom:
         shard: rpb.ShardRecord,
         into: memoryview,
         tally: _Tally,
-        tried: list[str],
+        hunt: _Hunt,
     ) -> pb.ShardManifest | None:
-        """Pull a shard from one peer; None, counted and noted in `tried`, when its copy is bad or gone."""
+        """Pull a shard from one peer; None, counted and noted in `hunt`, when its copy is bad or gone."""
         try:
             manifest = await self._peers.get_shard(source, key, shard.digest, into, _unwatched)
         except CorruptError as error:
             tally.bad_copies += 1
-            tried.append(str(error))
+            hunt.told.append(str(error))
         except (NotHeldError, PeerError) as error:
             tally.bad_copies += 1
             self._counters.add("copies_missing")
-            tried.append(str(error))
+            hunt.told.append(str(error))
+            if isinstance(error, PeerError):
+                hunt.unreached.append(source)
         else:
             self._counters.add("shards_fetched")
             tally.fetched_bytes += shard.bytes
             tally.holders.add(source.node.node_id)
             return manifest
         logger.warning(
-            "%s/%d/%d/%d: %s; trying the next copy", key.job, key.step, key.rank, key.shard, tried[-1]
+            "%s/%d/%d/%d: %s; trying the next copy", key.job, key.step, key.rank, key.shard, hunt.told[-1]
         )
         return None
 
