@@ -13,6 +13,7 @@ from fastcheck_proto.v1 import common_pb2, node_pb2, node_pb2_grpc, registry_pb2
 from fastcheckd.config import Config
 from fastcheckd.counters import Counters
 from fastcheckd.health.heartbeats import HeartbeatSender
+from fastcheckd.health.probing import probe, to_wire
 from fastcheckd.registry.client import RegistryClient
 
 CHUNK_BYTES = 4096
@@ -54,6 +55,11 @@ class Node(node_pb2_grpc.NodeServiceServicer):
 
     async def Probe(self, request, context):
         return node_pb2.ProbeResponse(node_id=self.node_id, incarnation=self.incarnation)
+
+    async def ProbeFor(self, request, context):
+        life = (request.node.node_id, request.node.incarnation)
+        finding = await probe(request.agent_address, life, request.timeout_s)
+        return node_pb2.ProbeForResponse(finding=to_wire(finding))
 
     async def start(self, client: RegistryClient) -> Node:
         self._server = grpc.aio.server()

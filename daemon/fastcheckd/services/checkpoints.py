@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fastcheck_proto.v1 import admin_pb2, peer_pb2
+from fastcheck_proto.v1 import peer_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..restore.survey import complete_steps
@@ -40,25 +40,3 @@ def with_provisional(
         if step.provisional and number > newest:
             steps[number] = step.summary(rpb.STEP_STATE_PROVISIONAL)
     return [steps[number] for number in sorted(steps)]
-
-
-def provisional_codes(
-    view: rpb.ClusterView, held: Mapping[str, Sequence[peer_pb2.Replica]]
-) -> list[admin_pb2.HealthCode]:
-    """For `Status`: one code per job with provisional steps newer than its newest committed one."""
-    newest = {known.job: max(known.kept_steps, default=-1) for known in view.jobs}
-    codes = []
-    for job in sorted({replica.key.job for replicas in held.values() for replica in replicas}):
-        found = [s for s in complete_steps(job, held) if s.provisional and s.step > newest.get(job, -1)]
-        if not found:
-            continue
-        numbers = ", ".join(str(step.step) for step in reversed(found))
-        codes.append(
-            admin_pb2.HealthCode(
-                code="PROVISIONAL",
-                severity=admin_pb2.HEALTH_DEGRADED,
-                detail=f"steps of job {job} are replicated and nobody has committed them: {numbers}",
-                remedy="bring back a majority of the voters; the nodes that saved them then commit the newest",
-            )
-        )
-    return codes

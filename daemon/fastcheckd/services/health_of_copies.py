@@ -6,12 +6,12 @@ counted over all steps. Only the first proves that bytes are gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from fastcheck_proto.v1 import admin_pb2, registry_pb2
+from fastcheck_proto.v1 import admin_pb2, peer_pb2, registry_pb2
 
+from ..restore.survey import complete_steps
 from .admin_reports import Answers, replica_reports, short_shards, unanswered
-from .checkpoints import provisional_codes
 
 #: Shards and jobs named in one detail; the rest is a number.
 NAMED_MAX = 3
@@ -95,6 +95,28 @@ def _repairs(redundancy: registry_pb2.GetRedundancyResponse | None) -> str:
     if redundancy.repairing:
         return f"{redundancy.repairing} copies are being made"
     return "no copy is being made now"
+
+
+def provisional_codes(
+    view: registry_pb2.ClusterView, held: Mapping[str, Sequence[peer_pb2.Replica]]
+) -> list[admin_pb2.HealthCode]:
+    """For `Status`: one code per job with provisional steps newer than its newest committed one."""
+    newest = {known.job: max(known.kept_steps, default=-1) for known in view.jobs}
+    codes = []
+    for job in sorted({replica.key.job for replicas in held.values() for replica in replicas}):
+        found = [s for s in complete_steps(job, held) if s.provisional and s.step > newest.get(job, -1)]
+        if not found:
+            continue
+        numbers = ", ".join(str(step.step) for step in reversed(found))
+        codes.append(
+            admin_pb2.HealthCode(
+                code="PROVISIONAL",
+                severity=DEGRADED,
+                detail=f"steps of job {job} are replicated and nobody has committed them: {numbers}",
+                remedy="bring back a majority of the voters; the nodes that saved them then commit the newest",
+            )
+        )
+    return codes
 
 
 def _some(names: Sequence[str]) -> str:

@@ -270,7 +270,7 @@ def test_a_provisional_put_needs_no_lease(bench: Bench) -> None:
     bench.lease.renew(INCARNATION, 0, has_quorum=False)
     data = some_bytes(3 * CHUNK + 5)
     asked = request()
-    asked.manifest.provisional = True
+    asked.manifest.provisional = asked.provisional = True
     begun = bench.desk.begin(asked)
     assert not bench.desk.needs_lease(begun.transfer_id)
     digests = fill(bench.incoming(begun), data)
