@@ -29,6 +29,7 @@ def status(reply: admin_pb2.StatusResponse) -> Json:
         "cluster_id": reply.cluster_id,
         "voters": list(reply.voters),
         "redundancy": _redundancy(reply.redundancy) if reply.HasField("redundancy") else None,
+        "survival": [{"losses": s.losses, "probability": s.probability} for s in reply.survival],
     }
 
 

@@ -74,6 +74,11 @@ def status(result: Json) -> RenderableType:
     head.add_row("voters", ", ".join(result["voters"]))
     if redundancy := result["redundancy"]:
         head.add_row("copies", _copies(redundancy))
+    for odds in result["survival"]:
+        head.add_row(
+            "odds",
+            f"{100 * odds['probability']:.4g} % that losing {odds['losses']} nodes at once costs nothing",
+        )
     if not result["codes"]:
         return head
     codes = columns("CODE", "WHAT", "DO")

@@ -22,6 +22,7 @@ from . import checkpoints
 from . import health_codes as health
 from .admin_needs import Peers, Registry
 from .admin_upkeep import CALL_TIMEOUT_S, AdminUpkeep, Context, checked_job
+from .survival import survival
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class AdminService(AdminUpkeep):
             cluster_id=view.cluster_id,
             voters=view.voters,
             redundancy=answered.redundancy if has_quorum else None,
+            survival=survival(view, answered.newest_steps),
         )
 
     async def _redundancy(self) -> registry_pb2.GetRedundancyResponse | None:

@@ -92,6 +92,7 @@ class StatusResponse(google.protobuf.message.Message):
     CLUSTER_ID_FIELD_NUMBER: builtins.int
     VOTERS_FIELD_NUMBER: builtins.int
     REDUNDANCY_FIELD_NUMBER: builtins.int
+    SURVIVAL_FIELD_NUMBER: builtins.int
     health: Global___Health.ValueType
     epoch: builtins.int
     leader: builtins.str
@@ -106,6 +107,12 @@ class StatusResponse(google.protobuf.message.Message):
     def redundancy(self) -> fastcheck_proto.v1.registry_pb2.GetRedundancyResponse:
         """Unset: no leader answered."""
 
+    @property
+    def survival(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Survival]:
+        """For as many nodes lost at once as are not tolerated any more, and one more: what then happens to the newest
+        committed steps, by where their copies are now. Empty: there are none, or it cannot be counted.
+        """
+
     def __init__(
         self,
         *,
@@ -118,11 +125,31 @@ class StatusResponse(google.protobuf.message.Message):
         cluster_id: builtins.str = ...,
         voters: collections.abc.Iterable[builtins.str] | None = ...,
         redundancy: fastcheck_proto.v1.registry_pb2.GetRedundancyResponse | None = ...,
+        survival: collections.abc.Iterable[Global___Survival] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["redundancy", b"redundancy"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "codes", b"codes", "epoch", b"epoch", "health", b"health", "leader", b"leader", "nodes_total", b"nodes_total", "nodes_up", b"nodes_up", "redundancy", b"redundancy", "voters", b"voters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "codes", b"codes", "epoch", b"epoch", "health", b"health", "leader", b"leader", "nodes_total", b"nodes_total", "nodes_up", b"nodes_up", "redundancy", b"redundancy", "survival", b"survival", "voters", b"voters"]) -> None: ...
 
 Global___StatusResponse: typing_extensions.TypeAlias = StatusResponse
+
+@typing.final
+class Survival(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOSSES_FIELD_NUMBER: builtins.int
+    PROBABILITY_FIELD_NUMBER: builtins.int
+    losses: builtins.int
+    probability: builtins.float
+    """That nothing is lost, every choice of nodes being as likely."""
+    def __init__(
+        self,
+        *,
+        losses: builtins.int = ...,
+        probability: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["losses", b"losses", "probability", b"probability"]) -> None: ...
+
+Global___Survival: typing_extensions.TypeAlias = Survival
 
 @typing.final
 class NodesRequest(google.protobuf.message.Message):

@@ -43,6 +43,10 @@ def test_status_of_a_whole_cluster(client):
             "repair_failures": 0,
             "last_failure": None,
         },
+        "survival": [
+            {"losses": 2, "probability": pytest.approx(2 / 3)},
+            {"losses": 3, "probability": 0.0},
+        ],
     }
 
 
