@@ -188,7 +188,7 @@ class FailureDetector:
     # The leader
 
     def became_leader(self, now: float) -> None:
-        """Start judging, after one window: heartbeats may have been lost on the way here."""
+        """Start judging. Silence counts after one window: heartbeats may have been lost on the way here."""
         self.awake(now)
         self._judging_since = self._listened_s
         self._judged = {}
@@ -260,8 +260,9 @@ class FailureDetector:
 
     def _judgement(self, life: Life, signs: _Signs, voters: int, now: float) -> Judgement:
         waited = self._listened_s - self._judging_since >= self._suspect_after_s
-        if waited and self._doubtful(signs):
-            if reason := self._why_down(signs, voters, now):
+        # A broken stream is no silence: whoever led before, it broke here.
+        if self._doubtful(signs) and (waited or signs.broken):
+            if reason := self._why_down(signs, voters, now, waited=waited):
                 return Judgement(Verdict.DOWN, reason)
             what = "its stream of heartbeats broke" if signs.broken else "no heartbeat"
             return Judgement(Verdict.SUSPECT, f"SILENT: {what}")
@@ -272,8 +273,8 @@ class FailureDetector:
             return Judgement(Verdict.UP, f"DAMPED: it came back {count} times within ten minutes")
         return Judgement(Verdict.UP)
 
-    def _why_down(self, signs: _Signs, voters: int, now: float) -> str:
-        """Why the node is DOWN; empty: it is not proved."""
+    def _why_down(self, signs: _Signs, voters: int, now: float, *, waited: bool) -> str:
+        """Why the node is DOWN; empty: it is not proved. Without `waited`, silence alone proves nothing."""
         found = signs.round
         if found is None or now - found.opened_at > self._evidence_s or not found.findings:
             return ""
@@ -291,7 +292,7 @@ class FailureDetector:
             )
         unanswered = found.count(Finding.REFUSED, Finding.SILENT)
         enough = unanswered == asked if asked < 3 else unanswered * 3 >= asked * 2
-        if silent(self._down_after_s) >= majority and enough:
+        if waited and silent(self._down_after_s) >= majority and enough:
             return (
                 f"unreachable: {unanswered} of {asked} got no answer, and {silent(self._down_after_s)} of "
                 f"{voters} voters have heard nothing for {self._down_after_s:g} s"

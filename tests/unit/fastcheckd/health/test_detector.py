@@ -188,10 +188,19 @@ def test_a_new_leader_waits_one_window_and_then_uses_what_it_heard_itself():
     incident = Incident(lead=False).beats(1.0, A, B)
     incident.beats(0.7, B)
     incident.detector.became_leader(incident.now)
-    incident.detector.broke(A, incident.now)
-    incident.beats(0.3, B).round(silences=[1, 1], findings=[REFUSED] * 3)
+    incident.beats(0.3, B).round(silences=[1, 1], findings=[SILENT] * 3)
     assert incident.says() is Verdict.UP and incident.detector.in_question() == [A], "it may ask meanwhile"
     assert incident.beats(0.2, B).says() is Verdict.DOWN
+
+
+def test_a_new_leader_needs_no_window_where_connections_are_refused():
+    incident = Incident(lead=False).beats(1.0, A, B)
+    incident.detector.broke(A, incident.now)  # the leader before was there
+    incident.beats(0.7, B)
+    incident.detector.became_leader(incident.now)
+    assert incident.says() is Verdict.SUSPECT and incident.says(B) is Verdict.UP
+    incident.round(silences=[0.7], findings=[REFUSED] * 2)
+    assert incident.says() is Verdict.DOWN and incident.why().startswith("ended")
 
 
 def test_a_judge_that_slept_holds_its_own_silence_against_nobody():
