@@ -11,7 +11,7 @@ PROTO_READY := $(PROTO_VENV)/.ready
 PROTOS := $(wildcard proto/fastcheck_proto/v1/*.proto)
 BUF := @bufbuild/buf@1.75.0
 
-.PHONY: demo test simulate lint format bench proto clean help
+.PHONY: demo test test-clusters test-rest simulate lint format bench proto clean help
 
 help:
 	@echo "make demo   train on 4 nodes, lose one, resume bit for bit from the others' RAM (about 3 minutes)"
@@ -34,8 +34,15 @@ $(PROTO_READY):
 demo: $(READY)
 	$(BIN)/fastcheck demo
 
+# Real clusters mostly wait, one after the other; all other tests run beside them.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25
+	$(MAKE) --no-print-directory --keep-going --jobs=2 test-clusters test-rest
+
+test-clusters: $(READY)
+	$(BIN)/python -m pytest -p no:cacheprovider --durations=15 tests/cluster tests/netlab
+
+test-rest: $(READY)
+	$(BIN)/python -m pytest --durations=5 --ignore=tests/cluster --ignore=tests/netlab
 
 SEEDS ?= 1-1000
 simulate: $(READY)
