@@ -60,11 +60,11 @@ def test_sigterm_leaves_the_cluster_at_once_and_exits_with_zero(make_cluster):
 def test_a_port_in_use_is_named(make_cluster, tmp_path):
     cluster = make_cluster(1)
     config = yaml.safe_load(config_of(cluster, "node-0").read_text())
+    config |= {k: str(tmp_path / k) for k in ("runtime_dir", "ram_dir")} | {"voters": []}
     second = tmp_path / "second.yaml"
     for key in ("agent_port", "data_port", "lane_port"):
-        # Folders of its own each time: a voter's state_dir remembers its address.
-        config |= {k: str(tmp_path / key / k) for k in ("runtime_dir", "state_dir", "ram_dir")}
-        config |= {"voters": []}
+        # A folder of its own each time: a voter's state_dir remembers its address.
+        config |= {"state_dir": str(tmp_path / key)}
         with socket.socket() as a, socket.socket() as b:
             a.bind(("127.0.0.1", 0))
             b.bind(("127.0.0.1", 0))
