@@ -38,6 +38,8 @@ class Inventory:
     changes: list[Json] = field(default_factory=list)
     confirmed: list[Claim] = field(default_factory=list)
     denied: list[Claim] = field(default_factory=list)
+    #: Claims that come with the changes and are not true.
+    absent: list[Claim] = field(default_factory=list)
 
 
 def sort_inventory(
@@ -45,11 +47,13 @@ def sort_inventory(
 ) -> Inventory:
     """Compare what a node says with what is recorded. Pure.
 
-    An owner counts again when all shards of the rank are here: its life is recorded once for all of them. Copies
-    count again where the record names the node, and where the shard is `short` of copies.
+    An owner's life is recorded once for all shards of the rank. So it counts again when all of them are here, and
+    also when only some are and one of those is `short`: it may be the last copy. What is missing is then `absent`:
+    claimed with the rest, and taken back. Copies count again where the record names the node, and where the shard
+    is short of copies.
     """
     found = Inventory()
-    own: dict[tuple[str, int, int], set[int]] = {}
+    own: dict[tuple[str, int, int], tuple[int, dict[int, Json]]] = {}
     for entry in entries:
         shard_id = ShardId(entry.key.job, entry.key.step, entry.key.rank, entry.key.shard)
         recorded = find_shard(state, shard_id)
@@ -69,12 +73,16 @@ def sort_inventory(
             found.confirmed.append(claim)
         elif record["owner"][0] == node.node_id:
             if entry.kind == pb.REPLICA_KIND_OWNER:
-                here = own.setdefault(shard_id[:3], set())
-                here.add(shard_id.shard)
-                if len(here) == len(record["shards"]):
-                    found.changes.append(_change(shard_id, shard, "owner", node))
+                _, here = own.setdefault(shard_id[:3], (len(record["shards"]), {}))
+                here[shard_id.shard] = shard
         elif shard_id in short or any(holder[0] == node.node_id for holder in shard["holders"]):
             found.changes.append(_change(shard_id, shard, "copy", node))
+    for rank, (count, here) in own.items():
+        ids = [ShardId(*rank, shard) for shard in range(count)]
+        if len(here) == count or any(ids[shard] in short for shard in here):
+            first = min(here)
+            found.changes.append(_change(ids[first], here[first], "owner", node))
+            found.absent += [Claim(shard_id, node) for shard_id in ids if shard_id.shard not in here]
     return found
 
 
@@ -156,5 +164,6 @@ class RegistryUpkeep(Deciding):
             result = await self._propose(rehold(found.changes[first : first + CHANGES_MAX]))
             adopted += sum(result["done"])
             self._foreman.changed()
+        self._foreman.deny(found.absent)  # only now does the record claim them
         self._foreman.returned(node, finished=not request.entries)
         return rpb.ReportInventoryResponse(adopted=adopted)

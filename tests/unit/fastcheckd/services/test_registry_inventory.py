@@ -70,6 +70,15 @@ def test_an_owner_counts_again_when_all_its_shards_are_here_and_not_before() -> 
     assert (change["kind"], change["add"]) == ("owner", ["b", 2])
 
 
+def test_an_owner_that_has_a_part_counts_where_that_is_short_and_takes_the_rest_back() -> None:
+    known = state(("b", 1), [("c", 1)], [("d", 1)], [("d", 1)])
+    found = sort(known, entry(1, OWNER), short=(1,))
+    (change,) = found.changes
+    assert (change["kind"], change["shard"], change["add"]) == ("owner", 1, ["b", 2])
+    assert found.absent == [Claim(ShardId("gpt", 5, 0, shard), NEW) for shard in (0, 2)]
+    assert sort(known, entry(1, OWNER), short=(0,)).changes == [], "what is short is not what it has"
+
+
 def test_bytes_that_a_node_restored_for_itself_serve_as_a_copy() -> None:
     (change,) = sort(state(("a", 1), [("c", 1)]), entry(0, OWNER), short=(0,)).changes
     assert change["kind"] == "copy"
