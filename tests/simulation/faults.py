@@ -101,10 +101,20 @@ class Faults:
     # Memory
 
     def _budget(self) -> bool:
-        """Whether memory may be taken away once more."""
-        if self.damages and self._all_live():
+        """Whether memory may be taken away once more.
+
+        Not before the registry knows of the last time: until then it may commit a step that was replicated before,
+        and nodes that are lost within that time are lost at once.
+        """
+        if self.damages and all(map(self._noticed, self.damages)) and self._all_live():
             self.damages.clear()
         return len(self.damages) < self.world.config.tolerate
+
+    def _noticed(self, damage: Damage) -> bool:
+        node = self.world.truth.state["nodes"].get(damage.node)
+        if damage.shard is not None or node is None or node["state"] == "DOWN":
+            return True
+        return int(node["life_id"].split("-")[0]) > damage.boot
 
     def _all_live(self) -> bool:
         return all(
