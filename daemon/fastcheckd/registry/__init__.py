@@ -5,13 +5,22 @@
     commits, holding           which steps are committed; who holds them, and how that may change
     records, migrating         forms, checked field by field; snapshots of earlier versions
     commands                   every command, made in one place; pure
-    collector                  which step of a job may be committed next; pure
+    collector, loads           which step of a job may be committed next; who held what before; pure
+    redundancy, repair_orders, what is short of copies, what to make next, who is waited for, whether
+    repair_waits, safe_stop     a node may be stopped; pure
     engine                     what the rest needs of a consensus engine
-    journal, sealing,          pysyncobj made safe: a log that survives crashes, authenticated
-    unpickling, raft_transport  connections, no code in messages
-    raft                       the engine behind `propose` and `read`
+    inprocess, inprocess_wire  one without a network, for the simulation
+    journal, voter_folder,     pysyncobj made safe: files that survive crashes, authenticated
+    sealing, tls, unpickling,   connections, no code in messages
+    raft_transport
+    raft, raft_engine,         the engine behind `propose` and `read`, with a membership that goes by
+    membership                  the log
+    replacing, remembered      another voter for one that is gone; what nodes remember of the voters
     wire, view                 between JSON and messages
-    reporting, leading         what a leader does: collect reports, judge nodes
+    leading, judging,          what a leader does: place, judge nodes, collect reports and commit,
+    reporting, foreman,         have lost copies made anew, ask whether nodes hold what they should
+    auditing
+    outward                    what a voter asks of nodes, other voters and holders
     stubs, client              everyone else's way to it
 
 Only a committed command is authority. Whatever a leader believes beyond that is advice that the

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pysyncobj.pickle
 from pysyncobj import SyncObj
 from pysyncobj.monotonic import monotonic
 from pysyncobj.syncobj import _COMMAND_TYPE
 
 from ..config import Voter
+from . import unpickling
 from .journal import Journal
 from .membership import Change
 from .raft_transport import GuardedTransport, VoterNode
@@ -32,7 +32,7 @@ def change_in(command: bytes) -> Change | None:
     """The change of the membership that an entry of the log is, if it is one."""
     if command[:1] != bytes([_COMMAND_TYPE.MEMBERSHIP]):
         return None
-    return Change.from_request(pysyncobj.pickle.loads(command[1:]))
+    return Change.from_request(unpickling.loads(command[1:]))
 
 
 class Engine(SyncObj):  # type: ignore[misc]  # pysyncobj has no types
@@ -100,7 +100,7 @@ class Engine(SyncObj):  # type: ignore[misc]  # pysyncobj has no types
 
     def change(self, change: Change, callback: Callable[[Any, int], None]) -> None:
         """Append a change to the log, if this voter leads and no other change is under way."""
-        command = pysyncobj.pickle.dumps(change.to_request())
+        command = unpickling.dumps(change.to_request())
         self._applyCommand(command, callback, _COMMAND_TYPE.MEMBERSHIP)
 
     def healthy(self, within_s: float) -> list[str]:

@@ -4,7 +4,8 @@ pysyncobj speaks pickle between voters. A pickle can name any callable and run i
 authenticated before they are read, but a voter's key must not be worth code on the other voters. So
 pysyncobj's `dumps` writes a protocol that holds bytes natively, and its `loads` knows no names at all:
 None, bool, int, float, str, bytes, list, tuple, dict and set pass, everything else is refused.
-Nothing on disk is pickled: see `journal` and `raft`.
+On disk nothing of ours is pickled. The one exception is pysyncobj's own: the log's entries that change the
+membership, which are read by these functions too (`raft_engine`).
 """
 
 from __future__ import annotations
