@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import logging
 import os
 import resource
@@ -61,12 +62,13 @@ def _raise_file_limit() -> None:
 
 
 def _run(process: str, config: Config) -> int:
-    from .node import PROCESSES  # noqa: PLC0415  late: `validate` needs none of it
+    # Late: `validate` needs none of them, and each process only its own.
+    run = importlib.import_module(f".node.{process}", __package__).run
 
     _raise_file_limit()
     configure(config.log_format, f"{config.node_id}/{process}")
     try:
-        asyncio.run(PROCESSES[process](config))
+        asyncio.run(run(config))
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_CONFIG

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 BACKOFF_S_MIN = 0.05
-BACKOFF_S_MAX = 0.5
+BACKOFF_S_MAX = 0.25
 #: A voter that takes a call and says nothing is given up for the next one.
 ATTEMPT_S = 2.0
 #: A voter that has no leader is watched no longer than this: it may be cut off.

@@ -73,6 +73,7 @@ class Leader:
         self.outward: Outward = outward or GrpcOutward()
         self.judge = Judge(config, raft, detector, self.outward, on_suspects, draw=draw, wall_ms=wall_ms)
         self._wake = asyncio.Event()
+        self._news = asyncio.Event()
         self._loads = Loads()
         self._barrier_running: asyncio.Task[None] | None = None
         self._barrier_next: asyncio.Task[None] | None = None
@@ -95,7 +96,16 @@ class Leader:
     def changed(self) -> None:
         """State, role or leader have changed."""
         self._wake.set()
+        self._tell()
         self.foreman.changed()
+
+    async def news(self) -> None:
+        """Return when state, role or leader have changed again, or when this voter has become `ready`."""
+        await self._news.wait()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def run(self) -> None:
         """Lead whenever this voter is elected, listen always. Ends by being cancelled."""
@@ -119,6 +129,7 @@ class Leader:
             await asyncio.sleep(0.1)
             return
         self._ready_term = term
+        self._tell()
         self.judge.take_office()
         logger.info("registry: leading in term %d", term)
         self._on_suspects()

@@ -60,7 +60,7 @@ class Registry(Protocol):
 
 
 class Peers(Protocol):
-    """What is needed of `transfer.peer_client.PeerClient`."""
+    """What is needed of `transfer.peer_calls.PeerCalls`."""
 
     async def list_replicas(
         self, data_address: str, job: str, step: int | None, timeout_s: float

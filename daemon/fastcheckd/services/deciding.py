@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -37,6 +37,10 @@ R = TypeVar("R")
 RELAYS_MAX = 256
 #: Longest that one relayed call may take: a report may wait for 10 s.
 RELAY_S_MAX = 15.0
+#: How long a call waits here for a leader to be found: longer than an election takes when a leader has ended.
+LEADERLESS_S_MAX = 1.0
+#: Calls that wait for a leader at one voter; others are refused, and try again after a pause.
+WAITING_MAX = 2048
 #: Of the caller's time this much is left for the answer to come back.
 RELAY_MARGIN_S = 0.1
 
@@ -63,9 +67,14 @@ class Deciding:
         self._leader = leader
         self._stubs = stubs
         self._relays = 0
+        self._waiting = 0
 
     async def _need_leader(self, context: Context) -> None:
-        """End the call unless this voter leads; says who does."""
+        """End the call unless this voter leads; says who does. While nobody does, wait for a leader.
+
+        Without the wait, callers would find a new leader only at their next attempt, after a growing pause.
+        """
+        await self._until_led(context)
         if self._leader.ready:
             return
         leader = self._other_leader()
@@ -75,6 +84,20 @@ class Deciding:
             trailing.append((LEADER_METADATA_KEY, leader.registry_address))
             message = f"voter {self._config.node_id} is not the leader; ask {leader.registry_address}"
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message, tuple(trailing))
+
+    async def _until_led(self, context: Context) -> None:
+        if self._leader.ready or self._other_leader() is not None or self._waiting >= WAITING_MAX:
+            return
+        left_s = context.time_remaining()
+        wait_s = LEADERLESS_S_MAX if left_s is None else min(LEADERLESS_S_MAX, left_s - RELAY_MARGIN_S)
+        self._waiting += 1
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    while not self._leader.ready and self._other_leader() is None:
+                        await self._leader.news()
+        finally:
+            self._waiting -= 1
 
     async def _propose(self, command: Json) -> Json:
         """Commit a command; a refusal becomes the error it stands for."""

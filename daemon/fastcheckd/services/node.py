@@ -1,8 +1,8 @@
-"""NodeService, the agent's front door, and DataControlService, the agent's line to its data process."""
+"""NodeService, the agent's front door."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc.aio
@@ -13,11 +13,8 @@ from fastcheck_proto.v1 import node_pb2_grpc as npb_grpc
 from .. import __version__
 from ..config import Config, Voter
 from ..errors import InvalidRequestError
-from ..health.lease import LeaseHolder
 from ..health.probing import bounded_timeout_s, probe, to_wire
-from ..identity import Identity
 from ..rpc import answers
-from ..store.ram_store import RamStore
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -82,40 +79,3 @@ class NodeService(npb_grpc.NodeServiceServicer):
         ]
         await self._become_voter(request.cluster_id, voters)
         return npb.BecomeVoterResponse()
-
-
-class DataControlService(npb_grpc.DataControlServiceServicer):
-    """Takes the node's incarnation and its lease from the agent; answers with signs of progress."""
-
-    def __init__(
-        self, identity: Identity, lease: LeaseHolder, store: RamStore, on_assume: Callable[[], None]
-    ) -> None:
-        self._identity = identity
-        self._lease = lease
-        self._store = store
-        self._on_assume = on_assume
-        self._answers = 0
-
-    @answers
-    async def Assume(self, request: npb.AssumeRequest, context: Context) -> npb.AssumeResponse:
-        """Be this incarnation from now on."""
-        if self._identity.assume(request.incarnation):
-            self._on_assume()
-        self._answers += 1
-        usage = self._store.usage()
-        return npb.AssumeResponse(
-            progress=self._answers,
-            ram_used_bytes=usage.used_bytes - usage.free_bytes,  # free ones go when needed
-            ram_budget_bytes=usage.budget_bytes,
-        )
-
-    @answers
-    async def Hold(
-        self, request_iterator: AsyncIterator[npb.HoldRequest], context: Context
-    ) -> npb.HoldResponse:
-        """The node's lease, as often as it is renewed."""
-        async for request in request_iterator:
-            self._lease.renew(
-                request.incarnation, request.deadline_monotonic_ns, has_quorum=request.has_quorum
-            )
-        return npb.HoldResponse()

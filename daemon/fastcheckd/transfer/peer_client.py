@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, Protocol, TypeVar
-
-import grpc
-import grpc.aio
+from typing import Any
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
@@ -25,9 +21,9 @@ from ..config import Config
 from ..counters import Counters
 from ..digests import DIGEST_BYTES, shard_digest
 from ..errors import CorruptError, FastCheckdError, InvalidRequestError, PeerError
-from ..rpc import CHANNEL_OPTIONS, from_rpc_error
 from .frames import TICKET_BYTES, Hello
 from .lane_client import ChunkGate, get_stream, put_stream
+from .peer_calls import PeerCalls
 from .put_checks import chunk_table
 from .put_tally import PutOutcome, PutTally
 from .shard_source import ShardSource
@@ -39,20 +35,9 @@ logger = logging.getLogger(__name__)
 _FRESH_MEMORY_BYTES_PER_S = 200_000_000
 _ABORT_TIMEOUT_S = 2.0
 _REPORT_TIMEOUT_S = 5.0
-_CHANNELS_MAX = 256
-_CLOSE_GRACE_S = 1.0
-
-Q = TypeVar("Q")
-R = TypeVar("R")
-Q_contra = TypeVar("Q_contra", contravariant=True)
-R_co = TypeVar("R_co", covariant=True)
 
 
-class _Method(Protocol[Q_contra, R_co]):
-    def __call__(self, request: Q_contra, /, *, timeout: float) -> Awaitable[R_co]: ...
-
-
-class PeerClient:
+class PeerClient(PeerCalls):
     """Speaks to the data processes of other nodes. Used on one event loop.
 
     `executor` lends the threads that hash and move the bytes: `config.lane_streams` for each
@@ -60,11 +45,10 @@ class PeerClient:
     """
 
     def __init__(self, config: Config, counters: Counters, executor: Executor) -> None:
+        super().__init__(config.transfer_timeout_s)
         self._config = config
         self._counters = counters
         self._executor = executor
-        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
-        self._background: set[asyncio.Task[None]] = set()
 
     async def put_shard(
         self,
@@ -197,50 +181,6 @@ class PeerClient:
             raise CorruptError(f"{whom} has a bad copy of shard {_shown(key)}: {error}") from None
         return manifest
 
-    async def list_replicas(
-        self, data_address: str, job: str, step: int | None, timeout_s: float
-    ) -> list[peer_pb2.Replica]:
-        """What a node holds of a job (empty: of all), of one step or of all.
-
-        Raises:
-            PeerError: it does not answer in time.
-        """
-        request = peer_pb2.ListReplicasRequest(job=job, step=step)
-        stub = self._stub(data_address)
-        answer = await self._ask(stub.ListReplicas, request, f"the node at {data_address}", timeout_s)
-        return list(answer.replicas)
-
-    async def verify_replicas(
-        self, data_address: str, job: str, step: int | None, timeout_s: float
-    ) -> peer_pb2.VerifyReplicasResponse:
-        """Have a node check all that it holds of a job, or of one step, now.
-
-        Raises:
-            PeerError: it does not answer in time.
-        """
-        request = peer_pb2.VerifyReplicasRequest(job=job, step=step)
-        stub = self._stub(data_address)
-        return await self._ask(stub.VerifyReplicas, request, f"the node at {data_address}", timeout_s)
-
-    async def get_stats(self, data_address: str, timeout_s: float) -> peer_pb2.GetStatsResponse:
-        """Counters and memory of a node's data process; PeerError when it does not answer in time."""
-        stub = self._stub(data_address)
-        request = peer_pb2.GetStatsRequest()
-        return await self._ask(stub.GetStats, request, f"the node at {data_address}", timeout_s)
-
-    async def close(self) -> None:
-        """Let last aborts go out, then close all channels."""
-        if self._background:
-            await asyncio.wait(self._background, timeout=_ABORT_TIMEOUT_S)
-        for task in self._background:
-            task.cancel()
-        channels, self._channels = list(self._channels.values()), OrderedDict()
-        await asyncio.gather(*(channel.close(_CLOSE_GRACE_S) for channel in channels))
-
-    @property
-    def _timeout_s(self) -> float:
-        return self._config.transfer_timeout_s
-
     async def _stream(
         self,
         crew: StreamCrew,
@@ -260,24 +200,6 @@ class PeerClient:
 
         await crew.run([partial(connection, first, ticket) for first, ticket in enumerate(tickets)])
 
-    async def _ask(self, method: _Method[Q, R], request: Q, whom: str, timeout_s: float) -> R:
-        try:
-            return await method(request, timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, whom) from None
-
-    def _stub(self, address: str) -> peer_pb2_grpc.PeerServiceAsyncStub:
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-            self._channels[address] = channel
-            if len(self._channels) > _CHANNELS_MAX:
-                _, oldest = self._channels.popitem(last=False)
-                self._later(oldest.close(self._timeout_s))
-        self._channels.move_to_end(address)
-        stub: peer_pb2_grpc.PeerServiceAsyncStub = peer_pb2_grpc.PeerServiceStub(channel)
-        return stub
-
     async def _abort(self, stub: peer_pb2_grpc.PeerServiceAsyncStub, transfer_id: str, whom: str) -> None:
         request = peer_pb2.AbortPutRequest(transfer_id=transfer_id)
         try:
@@ -294,11 +216,6 @@ class PeerClient:
             logger.info("%s checked its copy of shard %s: dropped=%s", whom, _shown(key), answer.dropped)
         except FastCheckdError as error:
             logger.warning("could not tell of a bad copy: %s", error)
-
-    def _later(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 def _check_manifest(

@@ -1,108 +1,61 @@
-"""Wires the rooms into the three processes of a node. The only place that knows all of them."""
+"""The data process: owner of the bytes. The only place that knows all rooms that move them."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import signal
-import stat
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
 
 from fastcheck_proto.v1 import (
-    admin_pb2_grpc,
     node_pb2_grpc,
     peer_pb2_grpc,
     registry_pb2,
     trainer_pb2_grpc,
 )
 
-from .agent import Agent
-from .codec.planner import Planner
-from .config import Config
-from .counters import Counters
-from .errors import (
+from ..codec.planner import Planner
+from ..config import Config
+from ..counters import Counters
+from ..errors import (
     ConfigError,
     NotHeldError,
     OverBudgetError,
-    RegistryError,
     StoreError,
     StoreFullError,
 )
-from .health.lease import LeaseHolder
-from .identity import Identity
-from .last_view import LastView
-from .registry import wire
-from .registry.client import RegistryClient
-from .registry.remembered import remember, with_remembered_voters
-from .registry_server import RegistryServer
-from .restore.room import RestoreRoom
-from .rpc import SERVER_OPTIONS
-from .saving.replicate import Replicator
-from .saving.room import SavingRoom
-from .services.admin import AdminService
-from .services.node import DataControlService, NodeService
-from .services.peer import PeerService
-from .services.trainer import TrainerService
-from .store.manifests import replica_id
-from .store.ram_store import HeldShard, RamStore
-from .store.retention import what_to_drop
-from .transfer.codec_pool import CodecPool
-from .transfer.lane_server import LaneServer
-from .transfer.peer_client import PeerClient
-from .transfer.put_desk import PutDesk
-from .transfer.tickets import TicketOffice
-from .upkeep.room import UpkeepRoom
-from .view import ViewFollower
+from ..health.lease import LeaseHolder
+from ..identity import Identity
+from ..last_view import LastView
+from ..registry import wire
+from ..registry.client import RegistryClient
+from ..registry.remembered import remember, with_remembered_voters
+from ..restore.room import RestoreRoom
+from ..rpc import SERVER_OPTIONS
+from ..saving.replicate import Replicator
+from ..saving.room import SavingRoom
+from ..services.data_control import DataControlService
+from ..services.peer import PeerService
+from ..services.trainer import TrainerService
+from ..store.manifests import replica_id
+from ..store.ram_store import HeldShard, RamStore
+from ..store.retention import what_to_drop
+from ..transfer.codec_pool import CodecPool
+from ..transfer.lane_server import LaneServer
+from ..transfer.peer_client import PeerClient
+from ..transfer.put_desk import PutDesk
+from ..transfer.tickets import TicketOffice
+from ..upkeep.room import UpkeepRoom
+from ..view import ViewFollower
+from .process import listen_tcp, listening, stop_signal
 
 logger = logging.getLogger(__name__)
 
 #: How long a data process that was just started tries to get its RAM directory.
 STORE_PATIENCE_S = 2.0
-
-
-# --- the three processes ----------------------------------------------------------------------------
-
-
-async def run_agent(config: Config) -> None:
-    """The `fastcheckd` process itself; returns after SIGTERM or SIGINT."""
-    stopping = _stop_signal()
-    _private_directory(config.runtime_dir)
-    registry = RegistryClient(with_remembered_voters(config), Counters())
-    peers_pool = ThreadPoolExecutor(1, thread_name_prefix="admin")
-    peers = PeerClient(config, Counters(), peers_pool)
-    agent = Agent(config, registry)
-    health = health_aio.HealthServicer()
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    node_pb2_grpc.add_NodeServiceServicer_to_server(
-        NodeService(config, lambda: agent.incarnation, agent.voting.become), server
-    )
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(config, registry, peers), server)
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    _listen_tcp(server, config.agent_address, "agent_port")
-    async with _listening(server, config.agent_socket):
-        await health.set("", health_pb2.HealthCheckResponse.SERVING)
-        agent.start()
-        try:
-            ends: set[asyncio.Future[Any]] = {stopping, agent.fatal}
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await health.enter_graceful_shutdown()
-            await agent.stop()
-            await peers.close()
-            await registry.close()
-            peers_pool.shutdown(wait=False)
-        if agent.fatal.done():
-            raise agent.fatal.result()
 
 
 class _DataRooms:
@@ -200,16 +153,16 @@ class _DataRooms:
         self.store.close()
 
 
-async def run_data(config: Config) -> None:
+async def run(config: Config) -> None:
     """The data process; returns after SIGTERM."""
-    stopping = _stop_signal()
+    stopping = stop_signal()
     counters = Counters()
     store = await _open_store(config, counters)
     rooms = _DataRooms(config, store, counters)
     far = grpc.aio.server(options=SERVER_OPTIONS)
     peer_pb2_grpc.add_PeerServiceServicer_to_server(rooms.peer_service, far)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, far)
-    _listen_tcp(far, config.data_address, "data_port")
+    listen_tcp(far, config.data_address, "data_port")
     near = grpc.aio.server(options=SERVER_OPTIONS)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, near)
     control = DataControlService(rooms.identity, rooms.lease, store, on_assume=rooms.assumed)
@@ -217,7 +170,7 @@ async def run_data(config: Config) -> None:
     rooms.lane.start()
     rooms.desk.start()
     try:
-        async with _listening(far), _listening(near, config.data_socket):
+        async with listening(far), listening(near, config.data_socket):
             following = asyncio.create_task(rooms.view.run(), name="view")
             rooms.upkeep.start()
             logger.info("%d shards adopted from %s", len(store.held()), config.ram_dir)
@@ -244,32 +197,6 @@ async def _open_store(config: Config, counters: Counters) -> RamStore:
         await asyncio.sleep(STORE_PATIENCE_S / 10)
 
 
-async def run_registry(config: Config) -> None:
-    """The registry process of a voter; returns after SIGTERM, raises when this voter can go on no more."""
-    stopping = _stop_signal()
-    server = RegistryServer(config)
-    await server.start()
-    failing = asyncio.create_task(server.wait_failed(), name="registry-failure")
-    try:
-        ends: set[asyncio.Future[Any]] = {stopping, failing}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if failing.done():
-            raise RegistryError(f"this voter stops, to be started anew: {failing.result()}")
-    finally:
-        failing.cancel()
-        await server.stop()
-
-
-PROCESSES: dict[str, Callable[[Config], Coroutine[None, None, None]]] = {
-    "agent": run_agent,
-    "data": run_data,
-    "registry": run_registry,
-}
-
-
-# --- what they share --------------------------------------------------------------------------------
-
-
 def _prune(store: RamStore, kept_steps: dict[str, list[int]]) -> None:
     """Drop replicas of steps that the registry no longer keeps, the oldest first: they need the newer ones."""
     held = {shard.id: shard for shard in store.held()}
@@ -280,57 +207,3 @@ def _prune(store: RamStore, kept_steps: dict[str, list[int]]) -> None:
         except (NotHeldError, OverBudgetError, StoreFullError) as error:
             # Older steps need its bytes, and they are being read: the next view brings it up again.
             logger.info("cannot drop step %d of job %r yet: %s", key.step, key.job, error)
-
-
-def _stop_signal() -> asyncio.Future[None]:
-    """A future that SIGTERM or SIGINT completes."""
-    loop = asyncio.get_running_loop()
-    stopping: asyncio.Future[None] = loop.create_future()
-
-    def stop() -> None:
-        if not stopping.done():
-            stopping.set_result(None)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-    return stopping
-
-
-def _private_directory(path: Path) -> None:
-    """Make a directory that only this user may enter, or refuse one that others can."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise ConfigError(
-            f"{path} must be a directory of this user that nobody else may write to; fix it or set runtime_dir"
-        )
-
-
-def _listen_tcp(server: grpc.aio.Server, address: str, key: str) -> None:
-    try:
-        bound = server.add_insecure_port(address)
-    except RuntimeError:
-        bound = 0
-    if not bound:
-        raise ConfigError(
-            f"cannot listen on {address}: the port is in use or the address is not of this machine; "
-            f"change {key} or host"
-        )
-
-
-@contextlib.asynccontextmanager
-async def _listening(server: grpc.aio.Server, socket: Path | None = None) -> AsyncIterator[None]:
-    """Serve while the context lasts, on a Unix socket too if one is given."""
-    if socket is not None:
-        if len(str(socket)) > 100:
-            raise ConfigError(
-                f"the socket path {socket} is too long for the kernel; set a shorter runtime_dir"
-            )
-        # Left by an earlier life; whether one still runs, the TCP port has told.
-        socket.unlink(missing_ok=True)  # noqa: ASYNC240  before serving, nobody waits
-        server.add_insecure_port(f"unix://{socket}")
-    await server.start()
-    try:
-        yield
-    finally:
-        await server.stop(grace=0.2)

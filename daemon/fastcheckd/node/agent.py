@@ -1,0 +1,53 @@
+"""The agent: the `fastcheckd` process itself, which keeps the other two running and answers operators."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from fastcheck_proto.v1 import admin_pb2_grpc, node_pb2_grpc
+
+from ..agent import Agent
+from ..config import Config
+from ..counters import Counters
+from ..registry.client import RegistryClient
+from ..registry.remembered import with_remembered_voters
+from ..rpc import SERVER_OPTIONS
+from ..services.admin import AdminService
+from ..services.node import NodeService
+from ..transfer.peer_calls import PeerCalls
+from .process import listen_tcp, listening, private_directory, stop_signal
+
+
+async def run(config: Config) -> None:
+    """The `fastcheckd` process itself; returns after SIGTERM or SIGINT."""
+    stopping = stop_signal()
+    private_directory(config.runtime_dir)
+    registry = RegistryClient(with_remembered_voters(config), Counters())
+    peers = PeerCalls(config.transfer_timeout_s)
+    agent = Agent(config, registry)
+    health = health_aio.HealthServicer()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    node_pb2_grpc.add_NodeServiceServicer_to_server(
+        NodeService(config, lambda: agent.incarnation, agent.voting.become), server
+    )
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(config, registry, peers), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    listen_tcp(server, config.agent_address, "agent_port")
+    async with listening(server, config.agent_socket):
+        await health.set("", health_pb2.HealthCheckResponse.SERVING)
+        agent.start()
+        try:
+            ends: set[asyncio.Future[Any]] = {stopping, agent.fatal}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await health.enter_graceful_shutdown()
+            await agent.stop()
+            await peers.close()
+            await registry.close()
+        if agent.fatal.done():
+            raise agent.fatal.result()
