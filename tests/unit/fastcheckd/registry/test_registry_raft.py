@@ -7,6 +7,7 @@ import json
 import pickle
 import pickletools
 import socket
+import time
 
 import pysyncobj.pickle
 import pysyncobj.tcp_connection
@@ -212,7 +213,9 @@ def test_a_log_that_cannot_be_written_stops_the_voter(config, monkeypatch):
     asyncio.run(scenario())
 
 
-def test_a_voter_that_was_away_gets_the_snapshot_and_large_commands(tmp_path):
+@pytest.fixture
+def voter(tmp_path):
+    """Makes the i-th of three voters."""
     voters = tuple(
         Voter(node_id=f"v{i}", registry_address=free_address(), raft_address=free_address()) for i in range(3)
     )
@@ -220,17 +223,50 @@ def test_a_voter_that_was_away_gets_the_snapshot_and_large_commands(tmp_path):
     key.write_bytes(b"k" * 32)
     key.chmod(0o600)
 
-    def voter(i):
-        return Raft(
-            Config(
-                cluster_id="test",
-                node_id=f"v{i}",
-                voters=voters,
-                raft_key_file=key,
-                state_dir=tmp_path / f"v{i}",
-            ),
-            lambda: None,
+    def make(i):
+        folder = tmp_path / f"v{i}"
+        config = Config(
+            cluster_id="test", node_id=f"v{i}", voters=voters, raft_key_file=key, state_dir=folder
         )
+        return Raft(config, lambda: None)
+
+    return make
+
+
+def test_a_leader_that_ends_is_followed_without_waiting_for_the_election_timeout(voter):
+    async def scenario():
+        rafts = [voter(i) for i in range(3)]
+        try:
+            for raft in rafts:
+                raft.start()
+            await eventually(
+                lambda: len({r.leader and r.leader.node_id for r in rafts}) == 1 and rafts[0].leader
+            )
+            for raft in rafts:
+                conf = raft._engine._SyncObj__conf
+                conf.raftMinTimeout, conf.raftMaxTimeout = 300.0, 600.0
+            first = next(r for r in rafts if r.is_leader)
+            await first.propose({"type": "noop"})
+            # Every voter has heard the leader since, and waits 300 s for it now.
+            far = time.monotonic() + 100
+            await eventually(
+                lambda: all(r._engine._SyncObj__raftElectionDeadline > far for r in rafts if r is not first)
+            )
+            rafts.remove(first)
+            term = first.term
+            first.close()
+            await eventually(lambda: any(r.is_leader for r in rafts))
+            leader = next(r for r in rafts if r.is_leader)
+            assert leader.term > term
+            assert (await leader.propose({"type": "noop"}))["ok"]
+        finally:
+            for raft in rafts:
+                raft.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_voter_that_was_away_gets_the_snapshot_and_large_commands(voter):
 
     async def scenario():
         rafts = [voter(0), voter(1)]

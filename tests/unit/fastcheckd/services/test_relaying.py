@@ -125,6 +125,48 @@ def test_a_call_is_not_relayed_unasked_nor_to_oneself_nor_to_nobody():
     asyncio.run(scenario())
 
 
+def test_a_call_waits_at_a_voter_without_a_leader_until_there_is_one(monkeypatch):
+    monkeypatch.setattr(deciding, "LEADERLESS_S_MAX", 60.0)
+
+    async def scenario():
+        async with started(2) as voters:
+            waiting = asyncio.ensure_future(failure(voters.lookup(0, timeout_s=30.0, metadata=())))
+            async with asyncio.timeout(5):
+                while not voters.services[0].lookups:
+                    await asyncio.sleep(0.01)
+            voters.services[0]._leader.changed()  # of something else
+            voters.believes(0, 1)
+            assert not waiting.done()
+            voters.services[0]._leader.changed()
+            _, trailing = await waiting
+            assert trailing[LEADER_METADATA_KEY] == voters.addresses[1]
+
+    asyncio.run(scenario())
+
+
+def test_waiting_for_a_leader_ends_in_time_and_is_bounded(monkeypatch):
+    monkeypatch.setattr(deciding, "LEADERLESS_S_MAX", 60.0)
+    monkeypatch.setattr(deciding, "WAITING_MAX", 2)
+
+    async def scenario():
+        async with started(1) as voters:
+            error, trailing = await failure(voters.lookup(0, timeout_s=0.5, metadata=()))
+            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION, "before the caller's time was up"
+            assert LEADER_METADATA_KEY not in trailing
+            waiting = [asyncio.ensure_future(voters.lookup(0, timeout_s=30.0, metadata=())) for _ in range(2)]
+            async with asyncio.timeout(5):
+                while voters.services[0]._waiting < 2:
+                    await asyncio.sleep(0.01)
+            await failure(voters.lookup(0, timeout_s=30.0, metadata=()))
+            for call in waiting:
+                call.cancel()
+            async with asyncio.timeout(5):
+                while voters.services[0]._waiting:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+
+
 def test_a_leader_that_does_not_answer_is_no_quorum_within_the_callers_time():
     async def scenario():
         async with started(2) as voters:
