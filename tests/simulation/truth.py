@@ -57,7 +57,7 @@ class Truth:
         self._hash = hashlib.blake2b(digest_size=16)
         self.rams: dict[str, Ram] = {}
         #: The state after the newest entry that any voter has applied, and each entry's identity.
-        self.state: Json = {"nodes": {}, "jobs": {}, "next_incarnation": 1}
+        self.state: Json = {"nodes": {}, "jobs": {}, "denied": [], "next_incarnation": 1}
         self._entries: list[tuple[object, ...]] = []
         #: Digests of what each rank made: (job, step, rank, session) -> shards.
         self.made: dict[tuple[str, int, int, int], list[bytes]] = {}
@@ -174,14 +174,18 @@ class Truth:
         the lives that it holds to have one.
         """
         nodes = self.state["nodes"]
+        denied = {tuple(claim) for claim in self.state["denied"]}
         for job_name, job in self.state["jobs"].items():
             if job["steps"]:
                 kept = job["steps"][-1]
                 for record in kept["ranks"]:
                     for number, shard in enumerate(record["shards"]):
                         refs = [*shard["holders"], record["owner"]]
-                        live = [(n, i) for n, i in refs if _lives(nodes, n, i)]
-                        yield job_name, kept["step"], record["rank"], number, self._tolerate + 1, live
+                        shard_id = (job_name, kept["step"], record["rank"], number)
+                        live = [
+                            (n, i) for n, i in refs if _lives(nodes, n, i) and (*shard_id, n, i) not in denied
+                        ]
+                        yield *shard_id, self._tolerate + 1, live
 
     # Memory
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from ..errors import FastCheckdError
 from .engine import Engine
@@ -51,8 +51,8 @@ class Auditor:
         self,
         engine: Engine,
         outward: Outward,
-        deny: Callable[[Iterable[Claim]], None],
-        confirm: Callable[[Iterable[Claim]], None],
+        deny: Callable[[Iterable[Claim]], Awaitable[None]],
+        confirm: Callable[[Iterable[Claim]], Awaitable[None]],
     ) -> None:
         self._engine = engine
         self._outward = outward
@@ -88,6 +88,9 @@ class Auditor:
                 return
         there = {(ShardId(r.key.job, r.key.step, r.key.rank, r.key.shard), r.digest.hex()) for r in replicas}
         held = {claim for claim, digest in claims.items() if (claim.shard, digest) in there}
-        self._confirm(held)
-        # Steps that went meanwhile are no loss: `denied_still` looks at the state as it is then.
-        self._deny(set(claims) - held)
+        try:
+            await self._confirm(held)
+            # Steps that went meanwhile are no loss: only what records claim then can be denied.
+            await self._deny(set(claims) - held)
+        except FastCheckdError as error:
+            logger.info("registry: cannot keep what the audit found until the next one: %s", error)

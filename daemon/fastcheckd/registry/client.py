@@ -20,7 +20,7 @@ from fastcheck_proto.v1 import common_pb2, node_pb2, registry_pb2
 
 from ..config import Config
 from ..counters import Counters
-from ..errors import FastCheckdError, NoQuorumError
+from ..errors import FastCheckdError, FencedError, NoQuorumError
 from ..rpc import from_rpc_error
 from .stubs import GrpcStubs, Stubs
 
@@ -32,6 +32,8 @@ BACKOFF_S_MIN = 0.05
 BACKOFF_S_MAX = 0.25
 #: A voter that takes a call and says nothing is given up for the next one.
 ATTEMPT_S = 2.0
+#: The first attempt to take a rank's place asks whose it is; another one may come between.
+OPEN_TRIES = 5
 #: A voter that has no leader is watched no longer than this: it may be cut off.
 LEADERLESS_S = 2.0
 #: A voter that could not be reached is not tried directly for this long while another one relays to it.
@@ -95,8 +97,22 @@ class RegistryClient:
     async def open_rank(
         self, request: registry_pb2.OpenRankRequest, timeout_s: float
     ) -> registry_pb2.OpenRankResponse:
-        """Take a rank's place."""
-        return await self._call("OpenRank", registry_pb2.OpenRankResponse, request, timeout_s)
+        """Take a rank's place; FencedError where others take it in turn with us."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        asked = registry_pb2.OpenRankRequest()
+        asked.CopyFrom(request)
+        for _ in range(OPEN_TRIES):
+            left_s = deadline - loop.time()
+            answer = await self._call("OpenRank", registry_pb2.OpenRankResponse, asked, left_s)
+            if answer.session:
+                return answer
+            # Whoever asks again lives: what it says to replace is what it was just told of.
+            asked.replaces = answer.current
+        raise FencedError(
+            f"other processes keep taking the place of rank {request.rank} of job {request.job}: "
+            "see that each rank is started once"
+        )
 
     async def place(self, request: registry_pb2.PlaceRequest, timeout_s: float) -> registry_pb2.PlaceResponse:
         """Ask for holders."""

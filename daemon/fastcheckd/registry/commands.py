@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..config import Voter
+from . import denials
 from .records import REASON_BYTES_MAX, Json
+from .redundancy import Claim
 
 #: A node in one of its lives: (node_id, incarnation), or the same as a list.
 Ref = Sequence[object]
@@ -56,8 +58,10 @@ def set_voters(voters: Iterable[Voter], *, at_ms: int) -> Json:
     }
 
 
-def open_rank(job: str, rank: int, world_size: int, *, client: str, node: Ref) -> Json:
-    """A process takes a rank's place."""
+def open_rank(
+    job: str, rank: int, world_size: int, *, client: str, node: Ref, replaces: int | None = None
+) -> Json:
+    """A process takes a rank's place; unless that is None, only from the session that it `replaces`."""
     return {
         "type": "open_rank",
         "job": job,
@@ -65,6 +69,7 @@ def open_rank(job: str, rank: int, world_size: int, *, client: str, node: Ref) -
         "world_size": world_size,
         "client": client,
         "node": list(node),
+        "replaces": replaces,
     }
 
 
@@ -101,8 +106,12 @@ def holder_change(
     kind: str = "copy",
     add: Ref | None = None,
     remove: Ref | None = None,
+    absent: Iterable[int] = (),
 ) -> Json:
-    """One change in a `rehold`: of a copy's holder or, with kind `owner`, of the owner's life."""
+    """One change in a `rehold`: of a copy's holder or, with kind `owner`, of the owner's life.
+
+    `absent` are shards of the rank that the owner does not have in this life.
+    """
     return {
         "job": job,
         "step": step,
@@ -112,9 +121,19 @@ def holder_change(
         "kind": kind,
         "add": None if add is None else list(add),
         "remove": None if remove is None else list(remove),
+        "absent": list(absent),
     }
 
 
 def rehold(changes: Iterable[Json]) -> Json:
     """Committed shards have other holders: at most `holding.CHANGES_MAX` changes."""
     return {"type": "rehold", "changes": list(changes)}
+
+
+def deny(gone: Iterable[Claim] = (), held: Iterable[Claim] = ()) -> Json:
+    """Nodes take claims back, or have the bytes after all: at most `denials.CLAIMS_MAX` of each."""
+    return {
+        "type": "deny",
+        "gone": [denials.to_json(claim) for claim in gone],
+        "held": [denials.to_json(claim) for claim in held],
+    }

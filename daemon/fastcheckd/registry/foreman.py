@@ -2,8 +2,8 @@
 
     survey (redundancy) → orders (repair_orders) → FetchReplica at the target → `rehold` commits the change
 
-The state alone is authority. What is kept here (orders under way, failures, claims that nodes took back) is computed
-or asked again by the next leader, who finds the same work, and what was fetched already lying there. A node that
+The state alone is authority. What is kept here (orders under way, failures) is computed again
+by the next leader, who finds the same work, and what was fetched already lying there. A node that
 says "I have it no more" is believed at once; that it may forget to say so is why each is asked once in a while (audit).
 """
 
@@ -21,13 +21,14 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from ..config import Config
 from ..errors import FastCheckdError
 from .auditing import Auditor
-from .commands import rehold
+from .commands import deny, rehold
+from .denials import CLAIMS_MAX, denied_in, is_claimed
 from .engine import Engine
 from .holding import CHANGES_MAX
 from .outward import Outward
 from .records import Json
 from .redundancy import Claim, Ref, ShardId, Survey, survey
-from .repair_orders import Order, Planner, denied_still
+from .repair_orders import Order, Planner
 from .repair_waits import Absences, Attempts
 
 logger = logging.getLogger(__name__)
@@ -74,14 +75,13 @@ class Foreman:
         self._auditor = Auditor(engine, outward, self.deny, self.confirm)
         self._wake = asyncio.Event()
         self._changes = 0
-        self._surveyed: tuple[object, Survey] = (None, Survey())
+        self._surveyed: tuple[int, object, Survey] = (-1, None, Survey())
         self._reset()
 
     def _reset(self) -> None:
         self._changes += 1
         self._planner.attempts = Attempts()
         self._absences = Absences()
-        self._denied: frozenset[Claim] = frozenset()
         self._under_way: dict[ShardId, Order] = {}
         self._tasks: dict[ShardId, asyncio.Task[None]] = {}
         #: Copies that are there and not committed yet.
@@ -106,25 +106,34 @@ class Foreman:
     @property
     def denied(self) -> frozenset[Claim]:
         """Claims of the state that their nodes have taken back."""
-        return self._denied
+        return self._engine.read(denied_in)
 
-    def deny(self, claims: Iterable[Claim]) -> None:
-        """Nodes say that they do not hold what the state says they do."""
-        taken_back = frozenset(claims) - self._denied
+    async def deny(self, claims: Iterable[Claim]) -> None:
+        """Nodes say that they do not hold what the state says they do.
+
+        Raises:
+            NoQuorumError: perhaps not noted; it may be repeated.
+        """
         # Of steps that went meanwhile nobody expects anything.
-        added = self._engine.read(lambda state: denied_still(taken_back, state)) if taken_back else taken_back
-        if added:
-            for claim in sorted(added)[:10]:
-                logger.warning(
-                    "registry: node %s has lost its copy of %s", claim.ref.node_id, tuple(claim.shard)
-                )
-            self._denied |= added
-            self._wake.set()
+        added = self._engine.read(
+            lambda state: sorted(c for c in set(claims) - denied_in(state) if is_claimed(state, c))
+        )
+        for claim in added[:10]:
+            logger.warning("registry: node %s has lost its copy of %s", claim.ref.node_id, tuple(claim.shard))
+        await self._note(added, lambda part: deny(gone=part))
 
-    def confirm(self, claims: Iterable[Claim]) -> None:
-        """Nodes do hold what they had taken back: it was made again."""
-        if self._denied:
-            self._denied -= frozenset(claims)
+    async def confirm(self, claims: Iterable[Claim]) -> None:
+        """Nodes do hold what they had taken back: it was made again.
+
+        Raises:
+            NoQuorumError: perhaps not noted; it may be repeated.
+        """
+        await self._note(sorted(self.denied.intersection(claims)), lambda part: deny(held=part))
+
+    async def _note(self, claims: list[Claim], command: Callable[[list[Claim]], Json]) -> None:
+        for first in range(0, len(claims), CLAIMS_MAX):
+            await self._engine.propose(command(claims[first : first + CLAIMS_MAX]))
+            self.changed()
 
     # --- what it tells ---------------------------------------------------------------------------
 
@@ -132,16 +141,16 @@ class Foreman:
         """How redundant the committed steps are; computed anew only when something has changed."""
 
         def look(state: Json) -> Survey:
-            known_for = (self._changes, self._denied)
-            if self._surveyed[0] != known_for:
+            changes, denied, found = self._surveyed
+            if changes != self._changes or denied is not state["denied"]:
                 found = survey(
                     state,
                     tolerate=self._config.tolerate,
                     domain_key=self._config.failure_domain,
-                    denied=self._denied,
+                    denied=denied_in(state),
                 )
-                self._surveyed = (known_for, found)
-            return self._surveyed[1]
+                self._surveyed = (self._changes, state["denied"], found)
+            return found
 
         return self._engine.read(look)
 
@@ -193,7 +202,6 @@ class Foreman:
         unwell = self._unwell()
 
         def plan(state: Json) -> list[Order]:
-            self._denied = denied_still(self._denied, state)
             if state["epoch"] != self._epoch:
                 self._epoch = state["epoch"]
                 self._planner.attempts.membership_changed()
@@ -290,13 +298,16 @@ class Foreman:
             orders = self._done[:CHANGES_MAX]
             changes = [change for order in orders for change in order.changes()]
             verdicts: dict[ShardId, tuple[bool, str]] = {}
-            if changes:
-                try:
+            result: Json = {}
+            try:
+                await self.confirm(Claim(order.shortage.id, order.target) for order in orders if order.refill)
+                if changes:
                     result = await self._engine.propose(rehold(changes))
-                except FastCheckdError as error:
-                    logger.warning("registry: cannot commit %d copies made: %s", len(changes), error)
-                    await asyncio.sleep(PROPOSE_RETRY_S)
-                    return
+            except FastCheckdError as error:
+                logger.warning("registry: cannot commit %d copies made: %s", len(orders), error)
+                await asyncio.sleep(PROPOSE_RETRY_S)
+                return
+            if changes:
                 proposed = [order.shortage.id for order in orders if not order.refill]
                 done = result.get("done", [False] * len(proposed))
                 why = result.get("why", [str(result.get("message", ""))] * len(proposed))
@@ -310,8 +321,6 @@ class Foreman:
                     self._failed(order, reason)
                     continue
                 self._repaired += 1
-                if order.refill:
-                    self.confirm([Claim(order.shortage.id, order.target)])
                 logger.info(
                     "registry: node %s has a copy of %s now", order.target.node_id, tuple(order.shortage.id)
                 )

@@ -12,7 +12,9 @@ from typing import Any
 from fastcheck_proto.conventions import RANK_MAX, STEP_MAX
 
 from .commits import copies_of, find_step
+from .denials import add_denials
 from .records import HOLDERS_MAX, SHARDS_MAX, Json, MalformedError, digest_hex, integer, live, name, node_ref
+from .redundancy import Claim, Ref, ShardId
 
 #: Changes in one command: some milliseconds of every voter's time.
 CHANGES_MAX = 256
@@ -52,14 +54,24 @@ def _change(value: Any) -> Json:
         "kind": value["kind"],
         "add": None if add is None else node_ref(add, "the node to add"),
         "remove": None if remove is None else node_ref(remove, "the node to remove"),
+        "absent": _absent(value),
     }
     if change["add"] is None and change["remove"] is None:
         raise MalformedError("a change of holders must add or remove one")
     if change["kind"] == "owner" and (change["add"] is None or change["remove"] is not None):
         raise MalformedError("an owner is replaced by its own node in a later life, nothing else")
+    if change["absent"] and change["kind"] != "owner":
+        raise MalformedError("only an owner may lack some of its shards")
     if add is not None and remove is not None and change["add"][0] == change["remove"][0]:
         raise MalformedError("a node that comes back is added; its earlier life goes by itself")
     return change
+
+
+def _absent(value: Json) -> list[int]:
+    absent = value.get("absent", [])
+    if not isinstance(absent, list) or len(absent) > SHARDS_MAX:
+        raise MalformedError("absent must be a list of shards")
+    return [integer({"absent": shard}, "absent", 0, SHARDS_MAX - 1) for shard in absent]
 
 
 def _apply(state: Json, change: Json) -> str:
@@ -75,16 +87,21 @@ def _apply(state: Json, change: Json) -> str:
     if shard["digest"] != change["digest"]:
         return f"what is committed has the digest {shard['digest']}, not {change['digest']}"
     if change["kind"] == "owner":
-        return _return_owner(state, record, change["add"])
+        return _return_owner(state, record, change)
     return _move_copy(state, record["owner"], shard, change["add"], change["remove"])
 
 
-def _return_owner(state: Json, record: Json, add: list[Any]) -> str:
+def _return_owner(state: Json, record: Json, change: Json) -> str:
+    add = change["add"]
     if add[0] != record["owner"][0]:
         return f"node {add[0]} does not own it, {record['owner'][0]} does"
     if not live(state, add):
         return _over(add)
     record["owner"] = add
+    # In the same command: at no time does the record claim what is not there.
+    shards = [ShardId(change["job"], change["step"], change["rank"], shard) for shard in change["absent"]]
+    if shards:
+        add_denials(state, [Claim(shard, Ref(*add)) for shard in shards])
     return ""
 
 

@@ -21,8 +21,14 @@ def migrate(state: Json) -> Json:
             | {"labels": {}, "draining": node["state"] == "DRAINING", "reason": "", "since_ms": 0}
             for node_id, node in state["nodes"].items()
         }
-        # `seen` last, as in a new state: order is part of it.
-        seen = state.pop("seen")
-        state |= {"schema": 2, "nodes": nodes, "history": [], "voters": None}
-        state["seen"] = seen
+        _add(state, {"schema": 2, "nodes": nodes, "history": [], "voters": None})
+    if state["schema"] == 2:
+        _add(state, {"schema": 3, "denied": []})
     return state
+
+
+def _add(state: Json, more: Json) -> None:
+    # `seen` last, as in a new state: order is part of it.
+    seen = state.pop("seen")
+    state |= more
+    state["seen"] = seen

@@ -16,7 +16,6 @@ from .commands import holder_change
 from .loads import domain_label
 from .records import Json
 from .redundancy import (
-    Claim,
     Ref,
     ShardId,
     Shortage,
@@ -241,21 +240,3 @@ def _replaced(
         if ref.node_id != shortage.owner and shared[domains.get(ref.node_id)] > 1:
             return ref
     return None
-
-
-def denied_still(denied: Set[Claim], state: Json) -> frozenset[Claim]:
-    """Those of the claims taken back that a record still makes, in a life that lasts."""
-    kept = set()
-    nodes = state["nodes"]
-    for claim in denied:
-        node = nodes.get(claim.ref.node_id)
-        if node is None or node["incarnation"] != claim.ref.incarnation:
-            continue
-        if (found := _refs_of(state, claim.shard)) is not None and list(claim.ref) in found:
-            kept.add(claim)
-    return frozenset(kept)
-
-
-def _refs_of(state: Json, shard: ShardId) -> list[list[object]] | None:
-    found = find_shard(state, shard)
-    return None if found is None else [found[0]["owner"], *found[1]["holders"]]

@@ -13,10 +13,14 @@ from .records import TOKEN_BYTES_MAX, Json, MalformedError, integer, live, name,
 JOBS_MAX = 4096
 #: Former processes of a rank that are recognised when they come back late.
 PAST_CLIENTS_MAX = 4
+SESSION_MAX = (1 << 63) - 1
 
 
 def open_rank(state: Json, command: Json) -> Json:
-    """A process takes a rank's place: a new session, and the end of the one before."""
+    """A process takes a rank's place: a new session, and the end of the one before.
+
+    Only of the session that it `replaces`, if it says so: a command that comes late ends no younger session.
+    """
     job_name = name(command, "job")
     world_size = integer(command, "world_size", 1, RANK_MAX)
     rank = integer(command, "rank", 0, world_size - 1)
@@ -28,11 +32,15 @@ def open_rank(state: Json, command: Json) -> Json:
         )
     job = state["jobs"].get(job_name)
     seat = None if job is None else job["ranks"].get(str(rank))
+    replaces = integer(command, "replaces", 0, SESSION_MAX) if command.get("replaces") is not None else None
     if seat is not None:
         if seat["client"] == client and seat["world_size"] == world_size:
-            return {"ok": True, "session": seat["session"]}
+            return {"ok": True, "session": seat["session"], "current": seat["session"]}
         if client in seat["past"]:
             return refusal("FENCED", f"another process took the place of rank {rank} of job {job_name}")
+    current = current_session(state, job_name, rank)
+    if replaces is not None and replaces != current:
+        return {"ok": True, "session": 0, "current": current}
     if job is None:
         job = _new_job(state, job_name)
     session = job["next_session"]
@@ -48,7 +56,14 @@ def open_rank(state: Json, command: Json) -> Json:
     if not job["steps"]:
         job["world_size"] = world_size
     state["version"] += 1
-    return {"ok": True, "session": session}
+    return {"ok": True, "session": session, "current": session}
+
+
+def current_session(state: Json, job_name: str, rank: int) -> int:
+    """The session that speaks for a rank; 0 if there is none."""
+    job = state["jobs"].get(job_name)
+    seat = None if job is None else job["ranks"].get(str(rank))
+    return 0 if seat is None else int(seat["session"])
 
 
 def _new_job(state: Json, job_name: str) -> Json:

@@ -9,6 +9,7 @@ the modules that it calls reads a clock, draws a random number, or raises. State
                          "voter", "ram_budget_bytes", "labels", "draining", "reason", "since_ms"}},
      "jobs":  {job: {"newest", "world_size", "next_session", "ranks": {rank: seat}, "steps", "recent"}},
      "history": [[at_ms, epoch, node_id, incarnation, from or "", to or "", reason], ...],
+     "denied": [[job, step, rank, shard, node_id, incarnation], ...],
      "voters": [[node_id, registry_address, raft_address], ...] or null,
      "seen":  {client_id: [[seq, result], ...]}}
 
@@ -26,13 +27,14 @@ from typing import Any
 from fastcheck_proto.conventions import STEP_MAX
 
 from .commits import commit, refusal
+from .denials import deny
 from .holding import rehold
 from .members import forget, register, set_draining, set_state, set_voters
 from .migrating import migrate
 from .records import TOKEN_BYTES_MAX, Json, MalformedError, integer, text
 from .sessions import open_rank
 
-SCHEMA = 2
+SCHEMA = 3
 
 #: Proposers whose results are remembered, and results of each: more than one has in flight at once.
 SEEN_CLIENTS_MAX = 64
@@ -51,6 +53,7 @@ def new_state() -> Json:
         "jobs": {},
         "history": [],
         "voters": None,
+        "denied": [],
         "seen": {},
     }
 
@@ -141,5 +144,6 @@ _HANDLERS: dict[str, Callable[[Json, Json], Json]] = {
     "open_rank": open_rank,
     "commit": commit,
     "rehold": rehold,
+    "deny": deny,
     "noop": _noop,
 }

@@ -19,6 +19,7 @@ from ..registry.leading import Leader
 from ..registry.members import LEFT
 from ..registry.records import Json, is_lossy
 from ..registry.reporting import Reports
+from ..registry.sessions import current_session
 from ..registry.stubs import Stubs
 from ..registry.view import job_view
 from ..rpc import answers
@@ -92,13 +93,22 @@ class RegistryService(RegistrySigns, RegistryUpkeep, registry_pb2_grpc.RegistryS
             records.text({"client_id": request.client_id}, "client_id", records.TOKEN_BYTES_MAX)
             node = records.node_ref(wire.node_ref(request.node), "the node")
         await self._need_leader(context)
+        if not request.HasField("replaces"):
+            current = self._raft.read(lambda state: current_session(state, request.job, request.rank))
+            return registry_pb2.OpenRankResponse(current=current)
         result = await self._propose(
             commands.open_rank(
-                request.job, request.rank, request.world_size, client=request.client_id, node=node
+                request.job,
+                request.rank,
+                request.world_size,
+                client=request.client_id,
+                node=node,
+                replaces=request.replaces,
             )
         )
-        self._reports.opened(request.job, request.rank, result["session"])
-        return registry_pb2.OpenRankResponse(session=result["session"])
+        if result["session"]:
+            self._reports.opened(request.job, request.rank, result["session"])
+        return registry_pb2.OpenRankResponse(session=result["session"], current=result["current"])
 
     @decides
     async def Place(self, request: registry_pb2.PlaceRequest, context: Context) -> registry_pb2.PlaceResponse:

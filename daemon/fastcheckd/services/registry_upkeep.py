@@ -38,8 +38,6 @@ class Inventory:
     changes: list[Json] = field(default_factory=list)
     confirmed: list[Claim] = field(default_factory=list)
     denied: list[Claim] = field(default_factory=list)
-    #: Claims that come with the changes and are not true.
-    absent: list[Claim] = field(default_factory=list)
 
 
 def sort_inventory(
@@ -48,8 +46,8 @@ def sort_inventory(
     """Compare what a node says with what is recorded. Pure.
 
     An owner's life is recorded once for all shards of the rank. So it counts again when all of them are here, and
-    also when only some are and one of those is `short`: it may be the last copy. What is missing is then `absent`:
-    claimed with the rest, and taken back. Copies count again where the record names the node, and where the shard
+    also when only some are and one of those is `short`: it may be the last copy. What is missing
+    is denied in the same change. Copies count again where the record names the node, and where the shard
     is short of copies.
     """
     found = Inventory()
@@ -81,13 +79,13 @@ def sort_inventory(
         ids = [ShardId(*rank, shard) for shard in range(count)]
         if len(here) == count or any(ids[shard] in short for shard in here):
             first = min(here)
-            found.changes.append(_change(ids[first], here[first], "owner", node))
-            found.absent += [Claim(shard_id, node) for shard_id in ids if shard_id.shard not in here]
+            absent = [shard for shard in range(count) if shard not in here]
+            found.changes.append(_change(ids[first], here[first], "owner", node, absent))
     return found
 
 
-def _change(shard_id: ShardId, shard: Json, kind: str, node: Ref) -> Json:
-    return holder_change(*shard_id, shard["digest"], kind=kind, add=node)
+def _change(shard_id: ShardId, shard: Json, kind: str, node: Ref, absent: Iterable[int] = ()) -> Json:
+    return holder_change(*shard_id, shard["digest"], kind=kind, add=node, absent=absent)
 
 
 class RegistryUpkeep(Deciding):
@@ -157,13 +155,12 @@ class RegistryUpkeep(Deciding):
             return sort_inventory(state, node, request.entries, short)
 
         found = self._raft.read(sort)
-        self._foreman.confirm(found.confirmed)
-        self._foreman.deny(found.denied)
+        await self._foreman.confirm(found.confirmed)
+        await self._foreman.deny(found.denied)
         adopted = found.known
         for first in range(0, len(found.changes), CHANGES_MAX):
             result = await self._propose(rehold(found.changes[first : first + CHANGES_MAX]))
             adopted += sum(result["done"])
             self._foreman.changed()
-        self._foreman.deny(found.absent)  # only now does the record claim them
         self._foreman.returned(node, finished=not request.entries)
         return rpb.ReportInventoryResponse(adopted=adopted)

@@ -484,10 +484,16 @@ class OpenRankRequest(google.protobuf.message.Message):
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     CLIENT_ID_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
+    REPLACES_FIELD_NUMBER: builtins.int
     job: builtins.str
     rank: builtins.int
     world_size: builtins.int
     client_id: builtins.str
+    replaces: builtins.int
+    """The session of the process whose place is taken, 0 if there is none, as an answer to this call said before. A
+    request that comes late, of a process that has ended since, then takes nobody's place. Without it nothing
+    is opened.
+    """
     @property
     def node(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
     def __init__(
@@ -498,9 +504,11 @@ class OpenRankRequest(google.protobuf.message.Message):
         world_size: builtins.int = ...,
         client_id: builtins.str = ...,
         node: fastcheck_proto.v1.common_pb2.NodeRef | None = ...,
+        replaces: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["client_id", b"client_id", "job", b"job", "node", b"node", "rank", b"rank", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_replaces", b"_replaces", "node", b"node", "replaces", b"replaces"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_replaces", b"_replaces", "client_id", b"client_id", "job", b"job", "node", b"node", "rank", b"rank", "replaces", b"replaces", "world_size", b"world_size"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_replaces", b"_replaces"]) -> typing.Literal["replaces"] | None: ...
 
 Global___OpenRankRequest: typing_extensions.TypeAlias = OpenRankRequest
 
@@ -509,13 +517,18 @@ class OpenRankResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
+    CURRENT_FIELD_NUMBER: builtins.int
     session: builtins.int
+    """0: not opened, as the place is held by another session than `replaces`."""
+    current: builtins.int
+    """The session that holds the place."""
     def __init__(
         self,
         *,
         session: builtins.int = ...,
+        current: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["current", b"current", "session", b"session"]) -> None: ...
 
 Global___OpenRankResponse: typing_extensions.TypeAlias = OpenRankResponse
 

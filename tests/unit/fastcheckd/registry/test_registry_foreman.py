@@ -199,7 +199,7 @@ def test_a_node_that_says_it_lost_a_shard_is_replaced_as_its_holder() -> None:
 
     async def story(foreman: Foreman, engine: OneVoter, nodes: Nodes) -> None:
         lost = ShardId("gpt", 5, 0, 1)
-        foreman.deny([Claim(lost, Ref("n2", 3)), Claim(lost, Ref("n2", 2)), Claim(lost, Ref("n4", 5))])
+        await foreman.deny([Claim(lost, Ref("n2", 3)), Claim(lost, Ref("n2", 2)), Claim(lost, Ref("n4", 5))])
         assert foreman.denied == {Claim(lost, Ref("n2", 3))}  # the others are no claims of the record
         assert foreman.redundancy().short_shards == 1
         await eventually(foreman, lambda: foreman.redundancy().short_shards == 0)

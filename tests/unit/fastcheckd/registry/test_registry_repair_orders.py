@@ -7,7 +7,7 @@ from typing import Any
 from test_registry_redundancy import make, node, rank, shard, step
 
 from fastcheckd.registry.redundancy import Claim, Ref, ShardId, survey
-from fastcheckd.registry.repair_orders import Order, Planner, denied_still
+from fastcheckd.registry.repair_orders import Order, Planner
 from fastcheckd.registry.repair_waits import GONE_GRACE_S, RETURN_GRACE_S, Absences
 from fastcheckd.registry.state import apply, new_state
 
@@ -184,15 +184,6 @@ def test_who_is_back_and_has_told_all_is_waited_for_no_more() -> None:
     assert absences.spared({B}, back, 0.2) == set()
     # In its next life it may have something again.
     assert absences.spared({B}, {"b": node(incarnation=3)}, 0.3) == {B}
-
-
-def test_a_claim_taken_back_is_remembered_only_as_long_as_it_is_made() -> None:
-    claims = {Claim(ShardId("gpt", 1, 0, 0), ref) for ref in (A, B, C, Ref("b", 9))}
-    claims.add(Claim(ShardId("gpt", 9, 0, 0), A))
-    state = one_shard(five(), A, B)
-    assert denied_still(claims, state) == {
-        claim for claim in claims if claim.ref in (A, B) and claim.shard.step == 1
-    }
 
 
 def test_the_state_machine_takes_what_an_order_proposes() -> None:

@@ -60,6 +60,7 @@ PURE = (
     "holding",
     "records",
     "migrating",
+    "denials",
     "commands",
     "view",
     "wire",
@@ -256,7 +257,7 @@ def test_restore_refuses_what_is_not_a_snapshot():
         b"7",
         b"[]",
         b"{}",
-        snapshot(new_state() | {"schema": 3}),
+        snapshot(new_state() | {"schema": 4}),
         snapshot(new_state() | {"schema": 1, "nodes": []}),
         snapshot(missing),
     ):
@@ -269,7 +270,7 @@ def schema_1(sequence):
     state = new_state()
     for command in sequence:
         assert apply(state, command)["ok"]
-    for key in ("history", "voters"):
+    for key in ("history", "voters", "denied"):
         del state[key]
     for node in state["nodes"].values():
         for key in ("labels", "draining", "reason", "since_ms"):
@@ -279,6 +280,36 @@ def schema_1(sequence):
 
 def without(command, *keys):
     return {key: value for key, value in command.items() if key not in keys}
+
+
+def test_a_snapshot_of_schema_2_lacks_only_denials():
+    state = cluster()
+    assert apply(state, commit(5, RANKS))["ok"]
+    older = {key: value for key, value in state.items() if key != "denied"} | {"schema": 2}
+    assert restore(snapshot(older)) == state
+    assert list(restore(snapshot(older))) == list(state), "in the same order"
+
+
+def test_a_place_is_taken_only_from_the_session_that_is_to_be_replaced():
+    state = cluster()
+    late = open_rank(client="late") | {"replaces": 1}
+    assert apply(state, open_rank(client="c0-new") | {"replaces": 1}) == {
+        "ok": True,
+        "session": 3,
+        "current": 3,
+    }
+    before = copy.deepcopy(state)
+    assert apply(state, late) == {"ok": True, "session": 0, "current": 3}, "it lived before the new one"
+    assert state == before
+    assert apply(state, open_rank(client="c0-new") | {"replaces": 1})["session"] == 3, (
+        "the same one, repeated"
+    )
+    assert apply(state, late | {"replaces": 3})["session"] == 4
+    assert apply(state, open_rank(job="other") | {"replaces": 7}) == {"ok": True, "session": 0, "current": 0}
+    assert "other" not in state["jobs"]
+    assert apply(state, open_rank(job="other") | {"replaces": 0})["session"] == 1
+    for bad in (-1, "1", 1 << 63):
+        assert refused(state, late | {"replaces": bad})["code"] == "INVALID"
 
 
 def test_snapshots_and_logs_of_the_version_before_come_to_the_same_state():
@@ -296,6 +327,6 @@ def test_snapshots_and_logs_of_the_version_before_come_to_the_same_state():
             assert apply(state, command)["ok"]
         states.append(state)
     assert states[0] == states[1] == states[2]
-    assert set(states[0]) == set(new_state()) and states[0]["schema"] == SCHEMA == 2
+    assert set(states[0]) == set(new_state()) and states[0]["schema"] == SCHEMA == 3
     assert states[0]["history"] == [] and states[0]["nodes"]["n2"]["state"] == "DOWN"
     assert apply(states[0], register("n2", "life-2"))["incarnation"] == 4
