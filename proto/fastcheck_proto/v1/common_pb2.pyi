@@ -60,6 +60,8 @@ class _ErrorCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """The holder's own lease has run out: it may have been declared DOWN. Ask another one, or again shortly."""
     ERROR_CODE_UNSAFE: _ErrorCode.ValueType  # 17
     """What was asked for would lose committed bytes or the registry's quorum."""
+    ERROR_CODE_REPLICAS_DISAGREE: _ErrorCode.ValueType  # 20
+    """Ranks that should hold the same state do not: the step is not committed."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """A stable reason that programs may branch on. It travels in the trailing
@@ -102,6 +104,8 @@ ERROR_CODE_NO_LEASE: ErrorCode.ValueType  # 16
 """The holder's own lease has run out: it may have been declared DOWN. Ask another one, or again shortly."""
 ERROR_CODE_UNSAFE: ErrorCode.ValueType  # 17
 """What was asked for would lose committed bytes or the registry's quorum."""
+ERROR_CODE_REPLICAS_DISAGREE: ErrorCode.ValueType  # 20
+"""Ranks that should hold the same state do not: the step is not committed."""
 Global___ErrorCode: typing_extensions.TypeAlias = ErrorCode
 
 class _ReplicaKind:
@@ -244,6 +248,8 @@ class ShardManifest(google.protobuf.message.Message):
     PROVISIONAL_FIELD_NUMBER: builtins.int
     SAVE_ID_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
+    SHARED_DIGESTS_FIELD_NUMBER: builtins.int
     shard_count: builtins.int
     world_size: builtins.int
     owner: builtins.str
@@ -286,6 +292,14 @@ class ShardManifest(google.protobuf.message.Message):
     def codecs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CodecUse]:
         """How the bytes came here."""
 
+    @property
+    def shared(self) -> Global___SharedPart:
+        """Unset: the rank's state is its own. Otherwise it is a part of one that all ranks hold alike."""
+
+    @property
+    def shared_digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PartDigests]:
+        """What the rank found of that state when it saved its part. In the owner's manifest of shard 0 only."""
+
     def __init__(
         self,
         *,
@@ -310,11 +324,98 @@ class ShardManifest(google.protobuf.message.Message):
         provisional: builtins.bool = ...,
         save_id: builtins.str = ...,
         generation: builtins.int = ...,
+        shared: Global___SharedPart | None = ...,
+        shared_digests: collections.abc.Iterable[Global___PartDigests] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "chunk_bytes", b"chunk_bytes", "chunk_digests", b"chunk_digests", "chunk_lengths", b"chunk_lengths", "codecs", b"codecs", "digest", b"digest", "generation", b"generation", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "key", b"key", "kind", b"kind", "lossy", b"lossy", "offset", b"offset", "owner", b"owner", "part", b"part", "provisional", b"provisional", "save_id", b"save_id", "session", b"session", "shard_count", b"shard_count", "state_bytes", b"state_bytes", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["key", b"key", "shared", b"shared"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "chunk_bytes", b"chunk_bytes", "chunk_digests", b"chunk_digests", "chunk_lengths", b"chunk_lengths", "codecs", b"codecs", "digest", b"digest", "generation", b"generation", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "key", b"key", "kind", b"kind", "lossy", b"lossy", "offset", b"offset", "owner", b"owner", "part", b"part", "provisional", b"provisional", "save_id", b"save_id", "session", b"session", "shard_count", b"shard_count", "shared", b"shared", "shared_digests", b"shared_digests", "state_bytes", b"state_bytes", "world_size", b"world_size"]) -> None: ...
 
 Global___ShardManifest: typing_extensions.TypeAlias = ShardManifest
+
+@typing.final
+class SharedPart(google.protobuf.message.Message):
+    """One rank's part of a state that all ranks of a job hold alike (docs/replicated.md). The bytes of the part come first
+    in the rank's own state; what is the rank's alone, and its header, follow.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARED_BYTES_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
+    shared_bytes: builtins.int
+    """Size of the shared state, and where this rank's part of it starts and ends. The parts of all ranks, in the
+    order of their numbers, are the whole.
+    """
+    start: builtins.int
+    stop: builtins.int
+    layout_digest: builtins.bytes
+    """Of names, dtypes, shapes, places and cuts of all shared tensors, 16 bytes: equal on all ranks."""
+    def __init__(
+        self,
+        *,
+        shared_bytes: builtins.int = ...,
+        start: builtins.int = ...,
+        stop: builtins.int = ...,
+        layout_digest: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["layout_digest", b"layout_digest", "shared_bytes", b"shared_bytes", "start", b"start", "stop", b"stop"]) -> None: ...
+
+Global___SharedPart: typing_extensions.TypeAlias = SharedPart
+
+@typing.final
+class PartDigests(google.protobuf.message.Message):
+    """What a rank found in one part of the shared state, its own or another one's: 8 bytes for each tensor, or each run of
+    tensors, that has bytes there.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PART_FIELD_NUMBER: builtins.int
+    DIGESTS_FIELD_NUMBER: builtins.int
+    part: builtins.int
+    digests: builtins.bytes
+    def __init__(
+        self,
+        *,
+        part: builtins.int = ...,
+        digests: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digests", b"digests", "part", b"part"]) -> None: ...
+
+Global___PartDigests: typing_extensions.TypeAlias = PartDigests
+
+@typing.final
+class Disagreement(google.protobuf.message.Message):
+    """Tensors on which ranks disagree."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PART_FIELD_NUMBER: builtins.int
+    ENTRY_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    MINORITY_FIELD_NUMBER: builtins.int
+    part: builtins.int
+    """Number of the part, and index into its digests."""
+    entry: builtins.int
+    minority: builtins.bool
+    """Whether `ranks` are a minority."""
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Those that differ from most others; all that compared it, if no value is in the majority."""
+
+    def __init__(
+        self,
+        *,
+        part: builtins.int = ...,
+        entry: builtins.int = ...,
+        ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        minority: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entry", b"entry", "minority", b"minority", "part", b"part", "ranks", b"ranks"]) -> None: ...
+
+Global___Disagreement: typing_extensions.TypeAlias = Disagreement
 
 @typing.final
 class CodecUse(google.protobuf.message.Message):

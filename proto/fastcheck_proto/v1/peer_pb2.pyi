@@ -293,6 +293,7 @@ class Replica(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     SAVE_ID_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     kind: fastcheck_proto.v1.common_pb2.ReplicaKind.ValueType
     owner: builtins.str
     bytes: builtins.int
@@ -317,6 +318,8 @@ class Replica(google.protobuf.message.Message):
     def codecs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.CodecUse]:
         """How the bytes came here."""
 
+    @property
+    def shared(self) -> fastcheck_proto.v1.common_pb2.SharedPart: ...
     def __init__(
         self,
         *,
@@ -337,9 +340,10 @@ class Replica(google.protobuf.message.Message):
         offset: builtins.int = ...,
         save_id: builtins.str = ...,
         generation: builtins.int = ...,
+        shared: fastcheck_proto.v1.common_pb2.SharedPart | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "codecs", b"codecs", "digest", b"digest", "generation", b"generation", "key", b"key", "kind", b"kind", "lossy", b"lossy", "offset", b"offset", "owner", b"owner", "provisional", b"provisional", "save_id", b"save_id", "session", b"session", "shard_count", b"shard_count", "state_bytes", b"state_bytes", "stored_bytes", b"stored_bytes", "verified_at_ms", b"verified_at_ms", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["key", b"key", "shared", b"shared"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "codecs", b"codecs", "digest", b"digest", "generation", b"generation", "key", b"key", "kind", b"kind", "lossy", b"lossy", "offset", b"offset", "owner", b"owner", "provisional", b"provisional", "save_id", b"save_id", "session", b"session", "shard_count", b"shard_count", "shared", b"shared", "state_bytes", b"state_bytes", "stored_bytes", b"stored_bytes", "verified_at_ms", b"verified_at_ms", "world_size", b"world_size"]) -> None: ...
 
 Global___Replica: typing_extensions.TypeAlias = Replica
 

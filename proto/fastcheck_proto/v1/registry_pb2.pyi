@@ -679,6 +679,7 @@ class RankRecord(google.protobuf.message.Message):
     STATE_BYTES_FIELD_NUMBER: builtins.int
     SHARDS_FIELD_NUMBER: builtins.int
     LOSSY_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     rank: builtins.int
     session: builtins.int
     state_bytes: builtins.int
@@ -688,6 +689,10 @@ class RankRecord(google.protobuf.message.Message):
     def owner(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ShardRecord]: ...
+    @property
+    def shared(self) -> fastcheck_proto.v1.common_pb2.SharedPart:
+        """Unset: the state is this rank's own."""
+
     def __init__(
         self,
         *,
@@ -697,9 +702,10 @@ class RankRecord(google.protobuf.message.Message):
         state_bytes: builtins.int = ...,
         shards: collections.abc.Iterable[Global___ShardRecord] | None = ...,
         lossy: builtins.bool = ...,
+        shared: fastcheck_proto.v1.common_pb2.SharedPart | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["owner", b"owner"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lossy", b"lossy", "owner", b"owner", "rank", b"rank", "session", b"session", "shards", b"shards", "state_bytes", b"state_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["owner", b"owner", "shared", b"shared"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["lossy", b"lossy", "owner", b"owner", "rank", b"rank", "session", b"session", "shards", b"shards", "shared", b"shared", "state_bytes", b"state_bytes"]) -> None: ...
 
 Global___RankRecord: typing_extensions.TypeAlias = RankRecord
 
@@ -713,6 +719,7 @@ class ReportRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     RECORD_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    SHARED_DIGESTS_FIELD_NUMBER: builtins.int
     job: builtins.str
     step: builtins.int
     world_size: builtins.int
@@ -720,6 +727,10 @@ class ReportRequest(google.protobuf.message.Message):
     wait_s: builtins.float
     @property
     def record(self) -> Global___RankRecord: ...
+    @property
+    def shared_digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.PartDigests]:
+        """With a shared part: what this rank found, 64 KiB of digests at most. Compared by the leader, never kept."""
+
     def __init__(
         self,
         *,
@@ -729,9 +740,10 @@ class ReportRequest(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         record: Global___RankRecord | None = ...,
         wait_s: builtins.float = ...,
+        shared_digests: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.PartDigests] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["record", b"record"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "job", b"job", "record", b"record", "step", b"step", "wait_s", b"wait_s", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "job", b"job", "record", b"record", "shared_digests", b"shared_digests", "step", b"step", "wait_s", b"wait_s", "world_size", b"world_size"]) -> None: ...
 
 Global___ReportRequest: typing_extensions.TypeAlias = ReportRequest
 
@@ -743,6 +755,7 @@ class ReportResponse(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     LOST_HOLDERS_FIELD_NUMBER: builtins.int
     ABSENT_RANKS_FIELD_NUMBER: builtins.int
+    DISAGREEMENTS_FIELD_NUMBER: builtins.int
     state: Global___ReportState.ValueType
     @property
     def error(self) -> fastcheck_proto.v1.common_pb2.ErrorDetail: ...
@@ -754,6 +767,10 @@ class ReportResponse(google.protobuf.message.Message):
     def absent_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """With WAITING: ranks that have not even begun the step, at most 16 of them. It may never be complete."""
 
+    @property
+    def disagreements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.Disagreement]:
+        """With REPLICAS_DISAGREE: the first of them, at most 256."""
+
     def __init__(
         self,
         *,
@@ -761,9 +778,10 @@ class ReportResponse(google.protobuf.message.Message):
         error: fastcheck_proto.v1.common_pb2.ErrorDetail | None = ...,
         lost_holders: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.NodeRef] | None = ...,
         absent_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        disagreements: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.Disagreement] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["absent_ranks", b"absent_ranks", "error", b"error", "lost_holders", b"lost_holders", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["absent_ranks", b"absent_ranks", "disagreements", b"disagreements", "error", b"error", "lost_holders", b"lost_holders", "state", b"state"]) -> None: ...
 
 Global___ReportResponse: typing_extensions.TypeAlias = ReportResponse
 
@@ -806,7 +824,7 @@ class LookupRequest(google.protobuf.message.Message):
     step: builtins.int
     """Unset: the newest."""
     rank: builtins.int
-    """Only this rank's record is wanted. Unset: all ranks."""
+    """Only this rank's record is wanted, unless the step is of a shared state: then all are given. Unset: all ranks."""
     def __init__(
         self,
         *,
@@ -859,6 +877,7 @@ class StepSummary(google.protobuf.message.Message):
     BYTES_FIELD_NUMBER: builtins.int
     COPIES_FIELD_NUMBER: builtins.int
     LOSSY_FIELD_NUMBER: builtins.int
+    REPLICATED_FIELD_NUMBER: builtins.int
     step: builtins.int
     state: Global___StepState.ValueType
     ranks: builtins.int
@@ -868,6 +887,8 @@ class StepSummary(google.protobuf.message.Message):
     """Copies on other nodes than the owner."""
     lossy: builtins.bool
     """At least one rank's state is the outcome of a lossy coding."""
+    replicated: builtins.bool
+    """The ranks hold one state, and each keeps a part of it."""
     def __init__(
         self,
         *,
@@ -878,8 +899,9 @@ class StepSummary(google.protobuf.message.Message):
         bytes: builtins.int = ...,
         copies: builtins.int = ...,
         lossy: builtins.bool = ...,
+        replicated: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "copies", b"copies", "lossy", b"lossy", "ranks", b"ranks", "state", b"state", "step", b"step", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "copies", b"copies", "lossy", b"lossy", "ranks", b"ranks", "replicated", b"replicated", "state", b"state", "step", b"step", "world_size", b"world_size"]) -> None: ...
 
 Global___StepSummary: typing_extensions.TypeAlias = StepSummary
 

@@ -14,25 +14,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x66\x61stcheck_proto/v1/state.proto\x12\x0c\x66\x61stcheck.v1\"r\n\x0bStateHeader\x12\x0e\n\x06schema\x18\x01 \x01(\r\x12&\n\x04root\x18\x02 \x01(\x0b\x32\x18.fastcheck.v1.StateValue\x12+\n\x07tensors\x18\x03 \x03(\x0b\x32\x1a.fastcheck.v1.TensorRecord\"\xcf\x02\n\nStateValue\x12\x0e\n\x04none\x18\x01 \x01(\x08H\x00\x12\x14\n\nbool_value\x18\x02 \x01(\x08H\x00\x12\x13\n\tint_value\x18\x03 \x01(\tH\x00\x12\x15\n\x0b\x66loat_value\x18\x04 \x01(\x01H\x00\x12\x16\n\x0cstring_value\x18\x05 \x01(\tH\x00\x12\x15\n\x0b\x62ytes_value\x18\x06 \x01(\x0cH\x00\x12\'\n\x04\x64ict\x18\x07 \x01(\x0b\x32\x17.fastcheck.v1.StateDictH\x00\x12\'\n\x04list\x18\x08 \x01(\x0b\x32\x17.fastcheck.v1.StateListH\x00\x12(\n\x05tuple\x18\t \x01(\x0b\x32\x17.fastcheck.v1.StateListH\x00\x12\x10\n\x06tensor\x18\n \x01(\rH\x00\x12*\n\x06object\x18\x0b \x01(\x0b\x32\x18.fastcheck.v1.StateValueH\x00\x42\x06\n\x04kind\"6\n\tStateDict\x12)\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x18.fastcheck.v1.StateEntry\"\\\n\nStateEntry\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.fastcheck.v1.StateValue\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.fastcheck.v1.StateValue\"4\n\tStateList\x12\'\n\x05items\x18\x01 \x03(\x0b\x32\x18.fastcheck.v1.StateValue\"\xb3\x01\n\x0cTensorRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12,\n\x07\x64tensor\x18\x06 \x01(\x0b\x32\x1b.fastcheck.v1.DTensorLayout\x12\x15\n\rpiece_offsets\x18\x07 \x03(\x04\x12\x13\n\x0bpiece_bytes\x18\x08 \x01(\x04\"|\n\rDTensorLayout\x12\x14\n\x0cglobal_shape\x18\x01 \x03(\x04\x12\x15\n\rglobal_stride\x18\x02 \x03(\x04\x12\x12\n\nmesh_shape\x18\x03 \x03(\x04\x12\x16\n\x0emesh_dim_names\x18\x04 \x03(\t\x12\x12\n\nplacements\x18\x05 \x03(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x66\x61stcheck_proto/v1/state.proto\x12\x0c\x66\x61stcheck.v1\"\x9c\x01\n\x0bStateHeader\x12\x0e\n\x06schema\x18\x01 \x01(\r\x12&\n\x04root\x18\x02 \x01(\x0b\x32\x18.fastcheck.v1.StateValue\x12+\n\x07tensors\x18\x03 \x03(\x0b\x32\x1a.fastcheck.v1.TensorRecord\x12(\n\x06shared\x18\x14 \x01(\x0b\x32\x18.fastcheck.v1.SharedCuts\"\x1a\n\nSharedCuts\x12\x0c\n\x04\x63uts\x18\x01 \x03(\x04\"\xcf\x02\n\nStateValue\x12\x0e\n\x04none\x18\x01 \x01(\x08H\x00\x12\x14\n\nbool_value\x18\x02 \x01(\x08H\x00\x12\x13\n\tint_value\x18\x03 \x01(\tH\x00\x12\x15\n\x0b\x66loat_value\x18\x04 \x01(\x01H\x00\x12\x16\n\x0cstring_value\x18\x05 \x01(\tH\x00\x12\x15\n\x0b\x62ytes_value\x18\x06 \x01(\x0cH\x00\x12\'\n\x04\x64ict\x18\x07 \x01(\x0b\x32\x17.fastcheck.v1.StateDictH\x00\x12\'\n\x04list\x18\x08 \x01(\x0b\x32\x17.fastcheck.v1.StateListH\x00\x12(\n\x05tuple\x18\t \x01(\x0b\x32\x17.fastcheck.v1.StateListH\x00\x12\x10\n\x06tensor\x18\n \x01(\rH\x00\x12*\n\x06object\x18\x0b \x01(\x0b\x32\x18.fastcheck.v1.StateValueH\x00\x42\x06\n\x04kind\"6\n\tStateDict\x12)\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x18.fastcheck.v1.StateEntry\"\\\n\nStateEntry\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.fastcheck.v1.StateValue\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.fastcheck.v1.StateValue\"4\n\tStateList\x12\'\n\x05items\x18\x01 \x03(\x0b\x32\x18.fastcheck.v1.StateValue\"\xb3\x01\n\x0cTensorRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12,\n\x07\x64tensor\x18\x06 \x01(\x0b\x32\x1b.fastcheck.v1.DTensorLayout\x12\x15\n\rpiece_offsets\x18\x07 \x03(\x04\x12\x13\n\x0bpiece_bytes\x18\x08 \x01(\x04\"|\n\rDTensorLayout\x12\x14\n\x0cglobal_shape\x18\x01 \x03(\x04\x12\x15\n\rglobal_stride\x18\x02 \x03(\x04\x12\x12\n\nmesh_shape\x18\x03 \x03(\x04\x12\x16\n\x0emesh_dim_names\x18\x04 \x03(\t\x12\x12\n\nplacements\x18\x05 \x03(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fastcheck_proto.v1.state_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STATEHEADER']._serialized_start=48
-  _globals['_STATEHEADER']._serialized_end=162
-  _globals['_STATEVALUE']._serialized_start=165
-  _globals['_STATEVALUE']._serialized_end=500
-  _globals['_STATEDICT']._serialized_start=502
-  _globals['_STATEDICT']._serialized_end=556
-  _globals['_STATEENTRY']._serialized_start=558
-  _globals['_STATEENTRY']._serialized_end=650
-  _globals['_STATELIST']._serialized_start=652
-  _globals['_STATELIST']._serialized_end=704
-  _globals['_TENSORRECORD']._serialized_start=707
-  _globals['_TENSORRECORD']._serialized_end=886
-  _globals['_DTENSORLAYOUT']._serialized_start=888
-  _globals['_DTENSORLAYOUT']._serialized_end=1012
+  _globals['_STATEHEADER']._serialized_start=49
+  _globals['_STATEHEADER']._serialized_end=205
+  _globals['_SHAREDCUTS']._serialized_start=207
+  _globals['_SHAREDCUTS']._serialized_end=233
+  _globals['_STATEVALUE']._serialized_start=236
+  _globals['_STATEVALUE']._serialized_end=571
+  _globals['_STATEDICT']._serialized_start=573
+  _globals['_STATEDICT']._serialized_end=627
+  _globals['_STATEENTRY']._serialized_start=629
+  _globals['_STATEENTRY']._serialized_end=721
+  _globals['_STATELIST']._serialized_start=723
+  _globals['_STATELIST']._serialized_end=775
+  _globals['_TENSORRECORD']._serialized_start=778
+  _globals['_TENSORRECORD']._serialized_end=957
+  _globals['_DTENSORLAYOUT']._serialized_start=959
+  _globals['_DTENSORLAYOUT']._serialized_end=1083
 # @@protoc_insertion_point(module_scope)

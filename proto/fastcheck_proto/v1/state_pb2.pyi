@@ -28,23 +28,51 @@ class StateHeader(google.protobuf.message.Message):
     SCHEMA_FIELD_NUMBER: builtins.int
     ROOT_FIELD_NUMBER: builtins.int
     TENSORS_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     schema: builtins.int
     """Version of this format; readers refuse what they do not know."""
     @property
     def root(self) -> Global___StateValue: ...
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TensorRecord]: ...
+    @property
+    def shared(self) -> Global___SharedCuts:
+        """Set if the state is shared by several ranks and this one keeps a part: places of tensors are then those in the whole,
+        [0, shared_bytes), and behind it those of the rank's own tensors, which in the rank's state follow its part.
+        """
+
     def __init__(
         self,
         *,
         schema: builtins.int = ...,
         root: Global___StateValue | None = ...,
         tensors: collections.abc.Iterable[Global___TensorRecord] | None = ...,
+        shared: Global___SharedCuts | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["root", b"root"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["root", b"root", "schema", b"schema", "tensors", b"tensors"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["root", b"root", "shared", b"shared"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["root", b"root", "schema", b"schema", "shared", b"shared", "tensors", b"tensors"]) -> None: ...
 
 Global___StateHeader: typing_extensions.TypeAlias = StateHeader
+
+@typing.final
+class SharedCuts(google.protobuf.message.Message):
+    """Where a shared state is cut: rank r has [cuts[r], cuts[r + 1])."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CUTS_FIELD_NUMBER: builtins.int
+    @property
+    def cuts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """One more than ranks; from 0 to the size of the shared state."""
+
+    def __init__(
+        self,
+        *,
+        cuts: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cuts", b"cuts"]) -> None: ...
+
+Global___SharedCuts: typing_extensions.TypeAlias = SharedCuts
 
 @typing.final
 class StateValue(google.protobuf.message.Message):

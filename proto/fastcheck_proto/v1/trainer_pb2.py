@@ -16,15 +16,15 @@ from fastcheck_proto.v1 import common_pb2 as fastcheck__proto_dot_v1_dot_common_
 from fastcheck_proto.v1 import layout_pb2 as fastcheck__proto_dot_v1_dot_layout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n fastcheck_proto/v1/trainer.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\x1a\x1f\x66\x61stcheck_proto/v1/layout.proto\"V\n\x12OpenSessionRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x11\n\tclient_id\x18\x04 \x01(\t\"&\n\x13OpenSessionResponse\x12\x0f\n\x07session\x18\x01 \x01(\x04\")\n\nSegmentRef\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"\x8c\x01\n\x10\x42\x65ginSaveRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0f\n\x07session\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x06 \x01(\x04\x12\x15\n\rmax_in_flight\x18\x07 \x01(\r\"a\n\x11\x42\x65ginSaveResponse\x12\x0f\n\x07save_id\x18\x01 \x01(\t\x12)\n\x07segment\x18\x02 \x01(\x0b\x32\x18.fastcheck.v1.SegmentRef\x12\x10\n\x08waited_s\x18\x03 \x01(\x01\"z\n\x0fSealSaveRequest\x12\x0f\n\x07save_id\x18\x01 \x01(\t\x12\x15\n\rheader_offset\x18\x02 \x01(\x04\x12\x14\n\x0cheader_bytes\x18\x03 \x01(\x04\x12)\n\x06layout\x18\x04 \x01(\x0b\x32\x19.fastcheck.v1.StateLayout\"\x12\n\x10SealSaveResponse\"%\n\x12\x41\x62\x61ndonSaveRequest\x12\x0f\n\x07save_id\x18\x01 \x01(\t\"\x15\n\x13\x41\x62\x61ndonSaveResponse\"L\n\x10WatchSaveRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07session\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\"\xbd\x02\n\x11WatchSaveResponse\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.fastcheck.v1.SaveState\x12(\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.fastcheck.v1.ErrorDetail\x12\x15\n\rencoded_bytes\x18\x03 \x01(\x04\x12\x13\n\x0breplicate_s\x18\x04 \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\x05 \x01(\x01\x12\x0e\n\x06\x63opies\x18\x06 \x01(\r\x12\x15\n\rresent_shards\x18\x07 \x01(\r\x12(\n\x06spares\x18\x08 \x03(\x0b\x32\x18.fastcheck.v1.SegmentRef\x12&\n\x06\x63odecs\x18\t \x03(\x0b\x32\x16.fastcheck.v1.CodecUse\x12\x10\n\x08\x65ncode_s\x18\n \x01(\x01\x12\r\n\x05lossy\x18\x0b \x01(\x08\"N\n\x10ListStepsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x19\n\x11\x61llow_provisional\x18\x02 \x01(\x08\x12\x12\n\nworld_size\x18\x03 \x01(\r\"7\n\x11ListStepsResponse\x12\r\n\x05steps\x18\x01 \x03(\x04\x12\x13\n\x0bprovisional\x18\x02 \x01(\x08\"s\n\x0bLoadRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x11\n\x04step\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x19\n\x11\x61llow_provisional\x18\x05 \x01(\x08\x42\x07\n\x05_step\"o\n\x0cLoadResponse\x12,\n\x07nothing\x18\x01 \x01(\x0b\x32\x19.fastcheck.v1.LoadNothingH\x00\x12(\n\x05ready\x18\x02 \x01(\x0b\x32\x17.fastcheck.v1.LoadReadyH\x00\x42\x07\n\x05\x65vent\"\r\n\x0bLoadNothing\"\x8e\x02\n\tLoadReady\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12)\n\x07segment\x18\x02 \x01(\x0b\x32\x18.fastcheck.v1.SegmentRef\x12\x13\n\x0bstate_bytes\x18\x03 \x01(\x04\x12\x15\n\rheader_offset\x18\x04 \x01(\x04\x12\x14\n\x0cheader_bytes\x18\x05 \x01(\x04\x12\x13\n\x0blocal_bytes\x18\x06 \x01(\x04\x12\x15\n\rfetched_bytes\x18\x07 \x01(\x04\x12\x0f\n\x07holders\x18\x08 \x01(\r\x12\x12\n\nbad_copies\x18\t \x01(\r\x12\x11\n\trestore_s\x18\n \x01(\x01\x12\r\n\x05lossy\x18\x0b \x01(\x08\x12\x13\n\x0bprovisional\x18\x0c \x01(\x08\"~\n\x0bPushRequest\x12/\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x1e.fastcheck.v1.BeginSaveRequestH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12&\n\x04seal\x18\x03 \x01(\x0b\x32\x16.fastcheck.v1.PushSealH\x00\x42\x06\n\x04part\"b\n\x08PushSeal\x12\x15\n\rheader_offset\x18\x01 \x01(\x04\x12\x14\n\x0cheader_bytes\x18\x02 \x01(\x04\x12)\n\x06layout\x18\x03 \x01(\x0b\x32\x19.fastcheck.v1.StateLayout\" \n\x0cPushResponse\x12\x10\n\x08waited_s\x18\x01 \x01(\x01\"6\n\x0bPullRequest\x12\'\n\x04load\x18\x01 \x01(\x0b\x32\x19.fastcheck.v1.LoadRequest\"~\n\x0cPullResponse\x12,\n\x07nothing\x18\x01 \x01(\x0b\x32\x19.fastcheck.v1.LoadNothingH\x00\x12(\n\x05ready\x18\x02 \x01(\x0b\x32\x17.fastcheck.v1.LoadReadyH\x00\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04part*\xa6\x01\n\tSaveState\x12\x1a\n\x16SAVE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11SAVE_STATE_STAGED\x10\x01\x12\x19\n\x15SAVE_STATE_REPLICATED\x10\x02\x12\x18\n\x14SAVE_STATE_COMMITTED\x10\x03\x12\x15\n\x11SAVE_STATE_FAILED\x10\x04\x12\x1a\n\x16SAVE_STATE_PROVISIONAL\x10\x05\x32\xb2\x05\n\x0eTrainerService\x12R\n\x0bOpenSession\x12 .fastcheck.v1.OpenSessionRequest\x1a!.fastcheck.v1.OpenSessionResponse\x12L\n\tBeginSave\x12\x1e.fastcheck.v1.BeginSaveRequest\x1a\x1f.fastcheck.v1.BeginSaveResponse\x12I\n\x08SealSave\x12\x1d.fastcheck.v1.SealSaveRequest\x1a\x1e.fastcheck.v1.SealSaveResponse\x12R\n\x0b\x41\x62\x61ndonSave\x12 .fastcheck.v1.AbandonSaveRequest\x1a!.fastcheck.v1.AbandonSaveResponse\x12N\n\tWatchSave\x12\x1e.fastcheck.v1.WatchSaveRequest\x1a\x1f.fastcheck.v1.WatchSaveResponse0\x01\x12L\n\tListSteps\x12\x1e.fastcheck.v1.ListStepsRequest\x1a\x1f.fastcheck.v1.ListStepsResponse\x12?\n\x04Load\x12\x19.fastcheck.v1.LoadRequest\x1a\x1a.fastcheck.v1.LoadResponse0\x01\x12?\n\x04Push\x12\x19.fastcheck.v1.PushRequest\x1a\x1a.fastcheck.v1.PushResponse(\x01\x12?\n\x04Pull\x12\x19.fastcheck.v1.PullRequest\x1a\x1a.fastcheck.v1.PullResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n fastcheck_proto/v1/trainer.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\x1a\x1f\x66\x61stcheck_proto/v1/layout.proto\"V\n\x12OpenSessionRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x11\n\tclient_id\x18\x04 \x01(\t\"&\n\x13OpenSessionResponse\x12\x0f\n\x07session\x18\x01 \x01(\x04\")\n\nSegmentRef\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"\x8c\x01\n\x10\x42\x65ginSaveRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0f\n\x07session\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x06 \x01(\x04\x12\x15\n\rmax_in_flight\x18\x07 \x01(\r\"a\n\x11\x42\x65ginSaveResponse\x12\x0f\n\x07save_id\x18\x01 \x01(\t\x12)\n\x07segment\x18\x02 \x01(\x0b\x32\x18.fastcheck.v1.SegmentRef\x12\x10\n\x08waited_s\x18\x03 \x01(\x01\"\xd7\x01\n\x0fSealSaveRequest\x12\x0f\n\x07save_id\x18\x01 \x01(\t\x12\x15\n\rheader_offset\x18\x02 \x01(\x04\x12\x14\n\x0cheader_bytes\x18\x03 \x01(\x04\x12)\n\x06layout\x18\x04 \x01(\x0b\x32\x19.fastcheck.v1.StateLayout\x12(\n\x06shared\x18\x14 \x01(\x0b\x32\x18.fastcheck.v1.SharedPart\x12\x31\n\x0eshared_digests\x18\x15 \x03(\x0b\x32\x19.fastcheck.v1.PartDigests\"\x12\n\x10SealSaveResponse\"%\n\x12\x41\x62\x61ndonSaveRequest\x12\x0f\n\x07save_id\x18\x01 \x01(\t\"\x15\n\x13\x41\x62\x61ndonSaveResponse\"L\n\x10WatchSaveRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07session\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\"\xf0\x02\n\x11WatchSaveResponse\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.fastcheck.v1.SaveState\x12(\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.fastcheck.v1.ErrorDetail\x12\x15\n\rencoded_bytes\x18\x03 \x01(\x04\x12\x13\n\x0breplicate_s\x18\x04 \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\x05 \x01(\x01\x12\x0e\n\x06\x63opies\x18\x06 \x01(\r\x12\x15\n\rresent_shards\x18\x07 \x01(\r\x12(\n\x06spares\x18\x08 \x03(\x0b\x32\x18.fastcheck.v1.SegmentRef\x12&\n\x06\x63odecs\x18\t \x03(\x0b\x32\x16.fastcheck.v1.CodecUse\x12\x10\n\x08\x65ncode_s\x18\n \x01(\x01\x12\r\n\x05lossy\x18\x0b \x01(\x08\x12\x31\n\rdisagreements\x18\x14 \x03(\x0b\x32\x1a.fastcheck.v1.Disagreement\"N\n\x10ListStepsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x19\n\x11\x61llow_provisional\x18\x02 \x01(\x08\x12\x12\n\nworld_size\x18\x03 \x01(\r\"7\n\x11ListStepsResponse\x12\r\n\x05steps\x18\x01 \x03(\x04\x12\x13\n\x0bprovisional\x18\x02 \x01(\x08\"s\n\x0bLoadRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x11\n\x04step\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x19\n\x11\x61llow_provisional\x18\x05 \x01(\x08\x42\x07\n\x05_step\"o\n\x0cLoadResponse\x12,\n\x07nothing\x18\x01 \x01(\x0b\x32\x19.fastcheck.v1.LoadNothingH\x00\x12(\n\x05ready\x18\x02 \x01(\x0b\x32\x17.fastcheck.v1.LoadReadyH\x00\x42\x07\n\x05\x65vent\"\r\n\x0bLoadNothing\"\xcc\x02\n\tLoadReady\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12)\n\x07segment\x18\x02 \x01(\x0b\x32\x18.fastcheck.v1.SegmentRef\x12\x13\n\x0bstate_bytes\x18\x03 \x01(\x04\x12\x15\n\rheader_offset\x18\x04 \x01(\x04\x12\x14\n\x0cheader_bytes\x18\x05 \x01(\x04\x12\x13\n\x0blocal_bytes\x18\x06 \x01(\x04\x12\x15\n\rfetched_bytes\x18\x07 \x01(\x04\x12\x0f\n\x07holders\x18\x08 \x01(\r\x12\x12\n\nbad_copies\x18\t \x01(\r\x12\x11\n\trestore_s\x18\n \x01(\x01\x12\r\n\x05lossy\x18\x0b \x01(\x08\x12\x13\n\x0bprovisional\x18\x0c \x01(\x08\x12\'\n\x05parts\x18\x14 \x03(\x0b\x32\x18.fastcheck.v1.LoadedPart\x12\x13\n\x0bheader_rank\x18\x15 \x01(\r\"U\n\nLoadedPart\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12(\n\x06shared\x18\x03 \x01(\x0b\x32\x18.fastcheck.v1.SharedPart\"~\n\x0bPushRequest\x12/\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x1e.fastcheck.v1.BeginSaveRequestH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12&\n\x04seal\x18\x03 \x01(\x0b\x32\x16.fastcheck.v1.PushSealH\x00\x42\x06\n\x04part\"\xbf\x01\n\x08PushSeal\x12\x15\n\rheader_offset\x18\x01 \x01(\x04\x12\x14\n\x0cheader_bytes\x18\x02 \x01(\x04\x12)\n\x06layout\x18\x03 \x01(\x0b\x32\x19.fastcheck.v1.StateLayout\x12(\n\x06shared\x18\x14 \x01(\x0b\x32\x18.fastcheck.v1.SharedPart\x12\x31\n\x0eshared_digests\x18\x15 \x03(\x0b\x32\x19.fastcheck.v1.PartDigests\" \n\x0cPushResponse\x12\x10\n\x08waited_s\x18\x01 \x01(\x01\"6\n\x0bPullRequest\x12\'\n\x04load\x18\x01 \x01(\x0b\x32\x19.fastcheck.v1.LoadRequest\"~\n\x0cPullResponse\x12,\n\x07nothing\x18\x01 \x01(\x0b\x32\x19.fastcheck.v1.LoadNothingH\x00\x12(\n\x05ready\x18\x02 \x01(\x0b\x32\x17.fastcheck.v1.LoadReadyH\x00\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04part*\xa6\x01\n\tSaveState\x12\x1a\n\x16SAVE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11SAVE_STATE_STAGED\x10\x01\x12\x19\n\x15SAVE_STATE_REPLICATED\x10\x02\x12\x18\n\x14SAVE_STATE_COMMITTED\x10\x03\x12\x15\n\x11SAVE_STATE_FAILED\x10\x04\x12\x1a\n\x16SAVE_STATE_PROVISIONAL\x10\x05\x32\xb2\x05\n\x0eTrainerService\x12R\n\x0bOpenSession\x12 .fastcheck.v1.OpenSessionRequest\x1a!.fastcheck.v1.OpenSessionResponse\x12L\n\tBeginSave\x12\x1e.fastcheck.v1.BeginSaveRequest\x1a\x1f.fastcheck.v1.BeginSaveResponse\x12I\n\x08SealSave\x12\x1d.fastcheck.v1.SealSaveRequest\x1a\x1e.fastcheck.v1.SealSaveResponse\x12R\n\x0b\x41\x62\x61ndonSave\x12 .fastcheck.v1.AbandonSaveRequest\x1a!.fastcheck.v1.AbandonSaveResponse\x12N\n\tWatchSave\x12\x1e.fastcheck.v1.WatchSaveRequest\x1a\x1f.fastcheck.v1.WatchSaveResponse0\x01\x12L\n\tListSteps\x12\x1e.fastcheck.v1.ListStepsRequest\x1a\x1f.fastcheck.v1.ListStepsResponse\x12?\n\x04Load\x12\x19.fastcheck.v1.LoadRequest\x1a\x1a.fastcheck.v1.LoadResponse0\x01\x12?\n\x04Push\x12\x19.fastcheck.v1.PushRequest\x1a\x1a.fastcheck.v1.PushResponse(\x01\x12?\n\x04Pull\x12\x19.fastcheck.v1.PullRequest\x1a\x1a.fastcheck.v1.PullResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fastcheck_proto.v1.trainer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SAVESTATE']._serialized_start=2235
-  _globals['_SAVESTATE']._serialized_end=2401
+  _globals['_SAVESTATE']._serialized_start=2623
+  _globals['_SAVESTATE']._serialized_end=2789
   _globals['_OPENSESSIONREQUEST']._serialized_start=116
   _globals['_OPENSESSIONREQUEST']._serialized_end=202
   _globals['_OPENSESSIONRESPONSE']._serialized_start=204
@@ -35,40 +35,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BEGINSAVEREQUEST']._serialized_end=428
   _globals['_BEGINSAVERESPONSE']._serialized_start=430
   _globals['_BEGINSAVERESPONSE']._serialized_end=527
-  _globals['_SEALSAVEREQUEST']._serialized_start=529
-  _globals['_SEALSAVEREQUEST']._serialized_end=651
-  _globals['_SEALSAVERESPONSE']._serialized_start=653
-  _globals['_SEALSAVERESPONSE']._serialized_end=671
-  _globals['_ABANDONSAVEREQUEST']._serialized_start=673
-  _globals['_ABANDONSAVEREQUEST']._serialized_end=710
-  _globals['_ABANDONSAVERESPONSE']._serialized_start=712
-  _globals['_ABANDONSAVERESPONSE']._serialized_end=733
-  _globals['_WATCHSAVEREQUEST']._serialized_start=735
-  _globals['_WATCHSAVEREQUEST']._serialized_end=811
-  _globals['_WATCHSAVERESPONSE']._serialized_start=814
-  _globals['_WATCHSAVERESPONSE']._serialized_end=1131
-  _globals['_LISTSTEPSREQUEST']._serialized_start=1133
-  _globals['_LISTSTEPSREQUEST']._serialized_end=1211
-  _globals['_LISTSTEPSRESPONSE']._serialized_start=1213
-  _globals['_LISTSTEPSRESPONSE']._serialized_end=1268
-  _globals['_LOADREQUEST']._serialized_start=1270
-  _globals['_LOADREQUEST']._serialized_end=1385
-  _globals['_LOADRESPONSE']._serialized_start=1387
-  _globals['_LOADRESPONSE']._serialized_end=1498
-  _globals['_LOADNOTHING']._serialized_start=1500
-  _globals['_LOADNOTHING']._serialized_end=1513
-  _globals['_LOADREADY']._serialized_start=1516
-  _globals['_LOADREADY']._serialized_end=1786
-  _globals['_PUSHREQUEST']._serialized_start=1788
-  _globals['_PUSHREQUEST']._serialized_end=1914
-  _globals['_PUSHSEAL']._serialized_start=1916
-  _globals['_PUSHSEAL']._serialized_end=2014
-  _globals['_PUSHRESPONSE']._serialized_start=2016
-  _globals['_PUSHRESPONSE']._serialized_end=2048
-  _globals['_PULLREQUEST']._serialized_start=2050
-  _globals['_PULLREQUEST']._serialized_end=2104
-  _globals['_PULLRESPONSE']._serialized_start=2106
-  _globals['_PULLRESPONSE']._serialized_end=2232
-  _globals['_TRAINERSERVICE']._serialized_start=2404
-  _globals['_TRAINERSERVICE']._serialized_end=3094
+  _globals['_SEALSAVEREQUEST']._serialized_start=530
+  _globals['_SEALSAVEREQUEST']._serialized_end=745
+  _globals['_SEALSAVERESPONSE']._serialized_start=747
+  _globals['_SEALSAVERESPONSE']._serialized_end=765
+  _globals['_ABANDONSAVEREQUEST']._serialized_start=767
+  _globals['_ABANDONSAVEREQUEST']._serialized_end=804
+  _globals['_ABANDONSAVERESPONSE']._serialized_start=806
+  _globals['_ABANDONSAVERESPONSE']._serialized_end=827
+  _globals['_WATCHSAVEREQUEST']._serialized_start=829
+  _globals['_WATCHSAVEREQUEST']._serialized_end=905
+  _globals['_WATCHSAVERESPONSE']._serialized_start=908
+  _globals['_WATCHSAVERESPONSE']._serialized_end=1276
+  _globals['_LISTSTEPSREQUEST']._serialized_start=1278
+  _globals['_LISTSTEPSREQUEST']._serialized_end=1356
+  _globals['_LISTSTEPSRESPONSE']._serialized_start=1358
+  _globals['_LISTSTEPSRESPONSE']._serialized_end=1413
+  _globals['_LOADREQUEST']._serialized_start=1415
+  _globals['_LOADREQUEST']._serialized_end=1530
+  _globals['_LOADRESPONSE']._serialized_start=1532
+  _globals['_LOADRESPONSE']._serialized_end=1643
+  _globals['_LOADNOTHING']._serialized_start=1645
+  _globals['_LOADNOTHING']._serialized_end=1658
+  _globals['_LOADREADY']._serialized_start=1661
+  _globals['_LOADREADY']._serialized_end=1993
+  _globals['_LOADEDPART']._serialized_start=1995
+  _globals['_LOADEDPART']._serialized_end=2080
+  _globals['_PUSHREQUEST']._serialized_start=2082
+  _globals['_PUSHREQUEST']._serialized_end=2208
+  _globals['_PUSHSEAL']._serialized_start=2211
+  _globals['_PUSHSEAL']._serialized_end=2402
+  _globals['_PUSHRESPONSE']._serialized_start=2404
+  _globals['_PUSHRESPONSE']._serialized_end=2436
+  _globals['_PULLREQUEST']._serialized_start=2438
+  _globals['_PULLREQUEST']._serialized_end=2492
+  _globals['_PULLRESPONSE']._serialized_start=2494
+  _globals['_PULLRESPONSE']._serialized_end=2620
+  _globals['_TRAINERSERVICE']._serialized_start=2792
+  _globals['_TRAINERSERVICE']._serialized_end=3482
 # @@protoc_insertion_point(module_scope)

@@ -175,12 +175,22 @@ class SealSaveRequest(google.protobuf.message.Message):
     HEADER_OFFSET_FIELD_NUMBER: builtins.int
     HEADER_BYTES_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
+    SHARED_DIGESTS_FIELD_NUMBER: builtins.int
     save_id: builtins.str
     header_offset: builtins.int
     header_bytes: builtins.int
     @property
     def layout(self) -> fastcheck_proto.v1.layout_pb2.StateLayout:
         """Unset: the state is bytes without meaning."""
+
+    @property
+    def shared(self) -> fastcheck_proto.v1.common_pb2.SharedPart:
+        """Unset: the state is this rank's own."""
+
+    @property
+    def shared_digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.PartDigests]:
+        """What this rank found of the shared state; none: not compared."""
 
     def __init__(
         self,
@@ -189,9 +199,11 @@ class SealSaveRequest(google.protobuf.message.Message):
         header_offset: builtins.int = ...,
         header_bytes: builtins.int = ...,
         layout: fastcheck_proto.v1.layout_pb2.StateLayout | None = ...,
+        shared: fastcheck_proto.v1.common_pb2.SharedPart | None = ...,
+        shared_digests: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.PartDigests] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header_bytes", b"header_bytes", "header_offset", b"header_offset", "layout", b"layout", "save_id", b"save_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["layout", b"layout", "shared", b"shared"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header_bytes", b"header_bytes", "header_offset", b"header_offset", "layout", b"layout", "save_id", b"save_id", "shared", b"shared", "shared_digests", b"shared_digests"]) -> None: ...
 
 Global___SealSaveRequest: typing_extensions.TypeAlias = SealSaveRequest
 
@@ -269,6 +281,7 @@ class WatchSaveResponse(google.protobuf.message.Message):
     CODECS_FIELD_NUMBER: builtins.int
     ENCODE_S_FIELD_NUMBER: builtins.int
     LOSSY_FIELD_NUMBER: builtins.int
+    DISAGREEMENTS_FIELD_NUMBER: builtins.int
     state: Global___SaveState.ValueType
     encoded_bytes: builtins.int
     """Bytes sent to all holders, divided by the number of copies."""
@@ -290,6 +303,10 @@ class WatchSaveResponse(google.protobuf.message.Message):
     def codecs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.CodecUse]:
         """What the codec made of the step: per copy, like encoded_bytes."""
 
+    @property
+    def disagreements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.Disagreement]:
+        """With REPLICAS_DISAGREE: on which tensors, at most 256."""
+
     def __init__(
         self,
         *,
@@ -304,9 +321,10 @@ class WatchSaveResponse(google.protobuf.message.Message):
         codecs: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.CodecUse] | None = ...,
         encode_s: builtins.float = ...,
         lossy: builtins.bool = ...,
+        disagreements: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.Disagreement] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["codecs", b"codecs", "commit_s", b"commit_s", "copies", b"copies", "encode_s", b"encode_s", "encoded_bytes", b"encoded_bytes", "error", b"error", "lossy", b"lossy", "replicate_s", b"replicate_s", "resent_shards", b"resent_shards", "spares", b"spares", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["codecs", b"codecs", "commit_s", b"commit_s", "copies", b"copies", "disagreements", b"disagreements", "encode_s", b"encode_s", "encoded_bytes", b"encoded_bytes", "error", b"error", "lossy", b"lossy", "replicate_s", b"replicate_s", "resent_shards", b"resent_shards", "spares", b"spares", "state", b"state"]) -> None: ...
 
 Global___WatchSaveResponse: typing_extensions.TypeAlias = WatchSaveResponse
 
@@ -434,6 +452,8 @@ class LoadReady(google.protobuf.message.Message):
     RESTORE_S_FIELD_NUMBER: builtins.int
     LOSSY_FIELD_NUMBER: builtins.int
     PROVISIONAL_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    HEADER_RANK_FIELD_NUMBER: builtins.int
     step: builtins.int
     state_bytes: builtins.int
     header_offset: builtins.int
@@ -449,8 +469,16 @@ class LoadReady(google.protobuf.message.Message):
     """The trainer that saved it allowed a lossy coding."""
     provisional: builtins.bool
     """Found without the registry: complete and checked, but whether it was committed nobody could say."""
+    header_rank: builtins.int
+    """The rank whose header and own values these are: the asking one, or 0 if that one had no part in the step."""
     @property
     def segment(self) -> Global___SegmentRef: ...
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LoadedPart]:
+        """Of a shared state: the states of all ranks that saved it, by rank. `state_bytes` is then the size of all this, and
+        the header is that of `header_rank`.
+        """
+
     def __init__(
         self,
         *,
@@ -466,11 +494,38 @@ class LoadReady(google.protobuf.message.Message):
         restore_s: builtins.float = ...,
         lossy: builtins.bool = ...,
         provisional: builtins.bool = ...,
+        parts: collections.abc.Iterable[Global___LoadedPart] | None = ...,
+        header_rank: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["segment", b"segment"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bad_copies", b"bad_copies", "fetched_bytes", b"fetched_bytes", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "holders", b"holders", "local_bytes", b"local_bytes", "lossy", b"lossy", "provisional", b"provisional", "restore_s", b"restore_s", "segment", b"segment", "state_bytes", b"state_bytes", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bad_copies", b"bad_copies", "fetched_bytes", b"fetched_bytes", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "header_rank", b"header_rank", "holders", b"holders", "local_bytes", b"local_bytes", "lossy", b"lossy", "parts", b"parts", "provisional", b"provisional", "restore_s", b"restore_s", "segment", b"segment", "state_bytes", b"state_bytes", "step", b"step"]) -> None: ...
 
 Global___LoadReady: typing_extensions.TypeAlias = LoadReady
+
+@typing.final
+class LoadedPart(google.protobuf.message.Message):
+    """One rank's state among several in a segment."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
+    offset: builtins.int
+    bytes: builtins.int
+    @property
+    def shared(self) -> fastcheck_proto.v1.common_pb2.SharedPart: ...
+    def __init__(
+        self,
+        *,
+        offset: builtins.int = ...,
+        bytes: builtins.int = ...,
+        shared: fastcheck_proto.v1.common_pb2.SharedPart | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["shared", b"shared"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "offset", b"offset", "shared", b"shared"]) -> None: ...
+
+Global___LoadedPart: typing_extensions.TypeAlias = LoadedPart
 
 @typing.final
 class PushRequest(google.protobuf.message.Message):
@@ -505,19 +560,27 @@ class PushSeal(google.protobuf.message.Message):
     HEADER_OFFSET_FIELD_NUMBER: builtins.int
     HEADER_BYTES_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
+    SHARED_DIGESTS_FIELD_NUMBER: builtins.int
     header_offset: builtins.int
     header_bytes: builtins.int
     @property
     def layout(self) -> fastcheck_proto.v1.layout_pb2.StateLayout: ...
+    @property
+    def shared(self) -> fastcheck_proto.v1.common_pb2.SharedPart: ...
+    @property
+    def shared_digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.PartDigests]: ...
     def __init__(
         self,
         *,
         header_offset: builtins.int = ...,
         header_bytes: builtins.int = ...,
         layout: fastcheck_proto.v1.layout_pb2.StateLayout | None = ...,
+        shared: fastcheck_proto.v1.common_pb2.SharedPart | None = ...,
+        shared_digests: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.PartDigests] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header_bytes", b"header_bytes", "header_offset", b"header_offset", "layout", b"layout"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["layout", b"layout", "shared", b"shared"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header_bytes", b"header_bytes", "header_offset", b"header_offset", "layout", b"layout", "shared", b"shared", "shared_digests", b"shared_digests"]) -> None: ...
 
 Global___PushSeal: typing_extensions.TypeAlias = PushSeal
 
