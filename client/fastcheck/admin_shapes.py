@@ -132,6 +132,7 @@ def step(summary: registry_pb2.StepSummary) -> Json:
         "bytes": summary.bytes,
         "copies": summary.copies,
         "lossy": summary.lossy,
+        "replicated": summary.replicated,
     }
 
 
@@ -146,6 +147,7 @@ def inspected(reply: admin_pb2.InspectResponse) -> Json:
         "copies": record.copies,
         "bytes": sum(rank.state_bytes for rank in record.ranks),
         "lossy": any(rank.lossy for rank in record.ranks),
+        "replicated": any(rank.HasField("shared") for rank in record.ranks),
         "ranks": [
             {
                 "rank": rank.rank,

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from types import TracebackType
 
 from fastcheck_proto.conventions import STEP_MAX
@@ -34,6 +35,8 @@ from .following import Follower
 from .handle import SaveHandle, as_save_error
 from .pausing import FailureLog, Pause
 from .precision import parse_precision
+from .replicated.sharing import Shared, SharedSaves
+from .replicated.whole import parse_shared
 from .staging import SharedMemory
 from .state.fill import fill
 from .state.flatten import FlatState, flatten
@@ -67,6 +70,12 @@ class Checkpointer:
             bits with one scale per block.
         weights: "exact", or "bounded(x)" with 0 < x <= 1: the largest error of a parameter, in standard
             deviations of what is coded at once.
+        replicated: All ranks hold the same state, as under data parallelism: each saves a part of it, and a step on
+            which they disagree is not committed. Loads take any number of ranks. See docs/replicated.md.
+        per_rank: With `replicated`, keys whose tensors are each rank's own, such as ("rng",); "a.b" is
+            `state["a"]["b"]`. Values that are no tensors always are.
+        compare: With `replicated`, "all": each rank reads its whole state at every save and every difference is found;
+            "pairs": its own part and one other's, in turn; "off".
 
     Making one needs no daemon: it is looked for at the first save or load. Use from one thread at a time;
     handles may be used from any. Optimizers in a state get a hook that notes what each step used; close()
@@ -89,6 +98,9 @@ class Checkpointer:
         timeout_s: float = 60.0,
         momentum: str = "exact",
         weights: str = "exact",
+        replicated: bool = False,
+        per_rank: Sequence[str] = (),
+        compare: str = "all",
     ) -> None:
         self._identity = resolve(job, rank, world_size, address)
         where = parse_address(self._identity.address)
@@ -100,6 +112,7 @@ class Checkpointer:
             raise InvalidArgumentError(f"timeout_s = {timeout_s!r} must be above 0")
         self._timeout_s = timeout_s
         self._layouts = Layouts(parse_precision(momentum, weights))
+        self._shared = SharedSaves(self.rank, self.world_size, per_rank, compare) if replicated else None
         self._client_id = uuid.uuid4().hex
         self._daemon = Daemon(Connection(where))
         self._transport: Transport = (
@@ -109,6 +122,7 @@ class Checkpointer:
         self._closing = threading.Event()
         self._session: int | None = None
         self._loaded_provisional = False
+        self._loaded_own = True
         self._pause = Pause()
         self._failures = FailureLog()
         self._followers: list[Follower] = []
@@ -133,6 +147,11 @@ class Checkpointer:
         """Whether the last `load` took a step that nobody could say is committed."""
         return self._loaded_provisional
 
+    @property
+    def loaded_own(self) -> bool:
+        """Whether what is per rank in the last load was this rank's own; a rank that joined later has rank 0's."""
+        return self._loaded_own
+
     def save(self, step: int, state: object) -> SaveHandle:
         """Hand a copy of `state` to the daemon; returns when `state` may change again.
 
@@ -147,18 +166,25 @@ class Checkpointer:
             handle = SaveHandle(number)
             handle._finish()
             return handle
-        flat = flatten(state, self._layouts)
+        if self._shared is None:
+            flat, whole = flatten(state, self._layouts), None
+        else:
+            flat, whole = self._shared.flatten(state, self._layouts)
         handle = SaveHandle(number, flat.state_bytes)
         with self._lock:
-            error = self._pause.error or self._attempt(handle, flat)
+            error = self._pause.error or self._attempt(handle, flat, whole)
         if error is not None:
             handle._finish(as_save_error(error))
             self._ended(handle)
         return handle
 
-    def _attempt(self, handle: SaveHandle, flat: FlatState) -> FastCheckError | None:
+    def _attempt(self, handle: SaveHandle, flat: FlatState, whole: Shared | None) -> FastCheckError | None:
         error: FastCheckError | None = None
         try:
+            if self._shared is not None and whole is not None:
+                handle._error_of = self._shared.errors_of(whole)
+                flat = self._shared.compared(flat, whole, handle.step)
+                whole.let_go()
             self._save(handle, flat)
         except FastCheckError as found:
             error = found
@@ -231,6 +257,7 @@ class Checkpointer:
         self._layouts.watch(state)
         with self._lock:
             self._loaded_provisional = False
+            self._loaded_own = True
             if allow_provisional and wanted is None and self.world_size > 1:
                 wanted = agree_on_step(self._loadable, self.rank, self.world_size)
                 if wanted is None:
@@ -275,6 +302,16 @@ class Checkpointer:
         return list(found.steps), found.provisional
 
     def _note_loaded(self, ready: pb.LoadReady) -> None:
+        self._loaded_own = not ready.parts or ready.header_rank == self.rank
+        if not self._loaded_own:
+            logger.warning(
+                "rank %d had no part in step %d of job %s: what is per rank in it is that of rank %d; give this rank "
+                "its own seed and its own place in the data",
+                self.rank,
+                ready.step,
+                self.job,
+                ready.header_rank,
+            )
         self._loaded_provisional = ready.provisional
         if ready.provisional:
             logger.warning(
@@ -351,7 +388,8 @@ def _fill(state: object, loaded: Loaded) -> int:
     ready = loaded.ready
     header = loaded.state[ready.header_offset : ready.header_offset + ready.header_bytes]
     data = b"".join(contiguous_bytes(header, max(1, ready.header_bytes)))
-    fill(state, parse(data, ready.state_bytes), loaded.state)
+    parsed = parse_shared(data, ready) if ready.parts else parse(data, ready.state_bytes)
+    fill(state, parsed, loaded.state)
     return ready.step
 
 

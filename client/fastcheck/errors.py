@@ -17,6 +17,7 @@
     ├── SaveFailedError                        the step will not be committed
     │   ├── NotNewerError                      a committed step is as new
     │   ├── SupersededError                    a newer step took its place
+    │   ├── ReplicasDisagreeError              ranks do not hold what they should hold alike
     │   └── ReplicationError                   too few healthy peers, or they failed on the way
     └── LoadFailedError
         ├── StepNotFoundError (LookupError)    the asked-for step is not kept
@@ -30,7 +31,7 @@ Nothing here may import torch or gRPC: the admin CLI shares this tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
@@ -123,6 +124,22 @@ class ReplicationError(SaveFailedError):
     """Too few healthy peers for the copies asked for, or they failed on the way."""
 
 
+class ReplicasDisagreeError(SaveFailedError):
+    """Ranks of a Checkpointer with `replicated=True` do not hold the same. The step is not committed on any.
+
+    `tensors`: names → ranks. `minority`: whether those ranks differ from most others; if not, nobody can say
+    which ones are right. No tensors are named if not even names, shapes and dtypes are the same, or if only some
+    ranks say that their state is replicated.
+    """
+
+    def __init__(
+        self, message: str, tensors: Mapping[str, tuple[int, ...]] | None = None, *, minority: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.tensors = dict(tensors or {})
+        self.minority = minority
+
+
 class LoadFailedError(FastCheckError):
     """The checkpoint could not be brought here."""
 
@@ -160,6 +177,7 @@ _BY_CODE: dict[int, type[FastCheckError]] = {
     pb.ERROR_CODE_HOLDER_LOST: ReplicationError,
     pb.ERROR_CODE_NO_LEASE: ReplicationError,
     pb.ERROR_CODE_UNSAFE: UnsafeError,
+    pb.ERROR_CODE_REPLICAS_DISAGREE: ReplicasDisagreeError,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -36,6 +36,8 @@ class SaveHandle:
         self._replicated = False
         self._provisional = False
         self._committed = False
+        #: Makes the error of a failed save, if its code alone does not say it.
+        self._error_of: Callable[[pb.WatchSaveResponse], FastCheckError] = _by_code
         self._stats: dict[str, Any] = {
             "bytes": state_bytes,
             "encoded_bytes": 0,
@@ -171,7 +173,7 @@ class SaveHandle:
         if update.state == pb.SAVE_STATE_COMMITTED:
             self._finish()
         elif update.state == pb.SAVE_STATE_FAILED:
-            self._finish(as_save_error(from_code(update.error.code, update.error.message)))
+            self._finish(as_save_error(self._error_of(update)))
 
     def _finish(self, error: FastCheckError | None = None) -> None:
         """End it, once."""
@@ -180,6 +182,10 @@ class SaveHandle:
                 self._error = error
                 self._done = True
                 self._condition.notify_all()
+
+
+def _by_code(update: pb.WatchSaveResponse) -> FastCheckError:
+    return from_code(update.error.code, update.error.message)
 
 
 def as_save_error(error: FastCheckError) -> FastCheckError:

@@ -48,6 +48,8 @@ class SharedMemory:
                     header_offset=flat.header_offset,
                     header_bytes=len(flat.header),
                     layout=flat.layout,
+                    shared=flat.shared,
+                    shared_digests=flat.shared_digests,
                 )
             )
         except BaseException:

@@ -76,7 +76,13 @@ def _messages(request: pb.BeginSaveRequest, flat: FlatState) -> Iterator[pb.Push
             del buffer[:STREAM_PIECE_BYTES]
     if buffer:
         yield pb.PushRequest(data=bytes(buffer))
-    seal = pb.PushSeal(header_offset=flat.header_offset, header_bytes=len(flat.header), layout=flat.layout)
+    seal = pb.PushSeal(
+        header_offset=flat.header_offset,
+        header_bytes=len(flat.header),
+        layout=flat.layout,
+        shared=flat.shared,
+        shared_digests=flat.shared_digests,
+    )
     yield pb.PushRequest(seal=seal)
 
 

@@ -14,6 +14,7 @@ NAMES: dict[str, str] = {
     "saves_failed": "saves that ended in an error",
     "saves_superseded": "saves given up for a newer step",
     "saves_provisional": "saves that were replicated while the registry did not answer",
+    "replicas_disagreed": "saves refused because ranks did not hold what they should hold alike",
     "save_waits": "saves that had to wait for an older step",
     "bytes_sent": "payload bytes sent to holders and readers",
     "bytes_received": "payload bytes received over the lane",

@@ -22,6 +22,7 @@
     │   ├── NotNewerError      step is not newer than the newest committed one
     │   ├── SupersededError    a newer step took this one's place
     │   ├── UnsafeError        committed bytes or the quorum would be lost
+    │   ├── ReplicasDisagreeError  ranks do not hold what they should hold alike
     │   └── WorldSizeError     ranks disagree about their number
     └── RestoreError
         ├── StepGoneError      the asked-for step is not kept
@@ -31,6 +32,8 @@ Every class carries the wire's `ErrorCode`, so the services translate without a 
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
@@ -139,6 +142,16 @@ class WorldSizeError(RegistryError):
     code = pb.ERROR_CODE_WORLD_SIZE
 
 
+class ReplicasDisagreeError(RegistryError):
+    """Carries where they disagree, if their layouts agree."""
+
+    code = pb.ERROR_CODE_REPLICAS_DISAGREE
+
+    def __init__(self, message: str, disagreements: Iterable[pb.Disagreement] = ()) -> None:
+        super().__init__(message)
+        self.disagreements = tuple(disagreements)
+
+
 class RestoreError(FastCheckdError):
     pass
 
@@ -156,7 +169,7 @@ _BY_CODE: dict[int, type[FastCheckdError]] = {
     for cls in (
         InvalidRequestError, FencedError, OverBudgetError, StoreFullError, NotHeldError, CorruptError,
         NoQuorumError, PlacementError, HolderLostError, NotNewerError, SupersededError, WorldSizeError,
-        LostError, NoLeaseError, UnsafeError,
+        LostError, NoLeaseError, UnsafeError, ReplicasDisagreeError,
     )
 }  # fmt: skip
 

@@ -40,6 +40,13 @@ def precision(*, lossy: bool) -> Text:
     return Text("LOSSY", style="bold magenta") if lossy else Text("exact", style="dim")
 
 
+def sharing(*, replicated: bool) -> Text:
+    """Whether each rank saved a state of its own, or a part of one that all of them hold alike."""
+    return Text(
+        "replicated: a part each" if replicated else "a state each", style="" if replicated else "dim"
+    )
+
+
 def ratio(codecs: Json) -> str:
     """Raw bytes over sent bytes of all codecs together; empty where nothing is known."""
     raw = sum(use["raw_bytes"] for use in codecs.values())
@@ -145,12 +152,13 @@ def jobs(result: Json) -> RenderableType:
 
 def checkpoints(result: Json) -> RenderableType:
     """A job's steps."""
-    table = columns(">STEP", "STATE", ">RANKS", ">BYTES", ">COPIES", "PRECISION")
+    table = columns(">STEP", "STATE", ">RANKS", "RANKS HOLD", ">BYTES", ">COPIES", "PRECISION")
     for step in result["checkpoints"]:
         table.add_row(
             str(step["step"]),
             state(step["state"]),
             f"{step['ranks']} of {step['world_size']}",
+            sharing(replicated=step["replicated"]),
             human_bytes(step["bytes"]),
             str(step["copies"]),
             precision(lossy=step["lossy"]) if step["state"] in {"committed", "provisional"} else "",
@@ -197,6 +205,7 @@ def inspect(result: Json) -> RenderableType:
     head.add_row("job", result["job"])
     head.add_row("step", f"{result['step']} ({result['state']})")
     head.add_row("ranks", str(result["world_size"]))
+    head.add_row("ranks hold", sharing(replicated=result["replicated"]))
     head.add_row("bytes", human_bytes(result["bytes"]))
     head.add_row("copies", f"{result['copies']} on other nodes")
     head.add_row("precision", precision(lossy=result["lossy"]))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fastcheck_proto.conventions import HEADER_BYTES_MAX
-from fastcheck_proto.v1 import layout_pb2
+from fastcheck_proto.v1 import common_pb2, layout_pb2
 
 from ..errors import UnsupportedStateError
 from .collect import Collected, collect
@@ -32,6 +32,9 @@ class FlatState:
     header: bytes
     header_offset: int
     layout: layout_pb2.StateLayout
+    #: Which part of a state that all ranks hold alike this is, and what was found in that; None: a state of its own.
+    shared: common_pb2.SharedPart | None = None
+    shared_digests: tuple[common_pb2.PartDigests, ...] = ()
 
     @property
     def state_bytes(self) -> int:
@@ -55,17 +58,28 @@ def flatten(state: object, layouts: Layouts | None = None) -> FlatState:
         if place.piece_offsets:
             record.piece_offsets.extend(place.piece_offsets)
             record.piece_bytes = place.piece_bytes
-    header = found.header.SerializeToString()
+    header = header_of(found, arrangement.layout)
+    return FlatState(pieces_of(found, arrangement), header, arrangement.end, arrangement.layout)
+
+
+def header_of(found: Collected, layout: layout_pb2.StateLayout) -> bytes:
+    """The header, whose places are set; its chunks are appended to the layout.
+
+    Raises:
+        UnsupportedStateError: it is too large.
+    """
+    header: bytes = found.header.SerializeToString()
     if len(header) > HEADER_BYTES_MAX:
         raise UnsupportedStateError(
             f"the state's structure and plain values take {len(header)} bytes, more than {HEADER_BYTES_MAX}: "
             "put large bytes and long lists into tensors"
         )
-    add_header(arrangement.layout, len(header) + header_padding(len(header)))
-    return FlatState(_pieces(found, arrangement), header, arrangement.end, arrangement.layout)
+    add_header(layout, len(header) + header_padding(len(header)))
+    return header
 
 
-def _pieces(found: Collected, arrangement: Arrangement) -> tuple[Piece, ...]:
+def pieces_of(found: Collected, arrangement: Arrangement) -> tuple[Piece, ...]:
+    """The tensors' pieces, by offset."""
     cut: dict[int, tuple[torch.Tensor, ...]] = {}
     for slot, elements in arrangement.piece_elements.items():
         tensor = found.tensors[slot]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import decimal
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,8 @@ from .paths import Key, Path
 #: Written. 1 knows no tensors in several pieces; it is still read.
 SCHEMA = 2
 SCHEMAS = (1, 2)
+#: Written for a part of a state that several ranks share: its places are not those in one rank's state.
+SHARED_SCHEMA = 3
 _DIMS_MAX = 64
 _ELEMENTS_MAX = 2**60
 _DECIMAL = re.compile(r"-?[0-9]+")
@@ -50,8 +52,8 @@ def _decode_int(text: str) -> int:
     return int(text) if len(text) <= _STR_DIGITS_MAX else int(decimal.Decimal(text))
 
 
-def parse(data: bytes, state_bytes: int) -> pb.StateHeader:
-    """Parse and check a header against the size of the rank state that it describes.
+def parse(data: bytes, state_bytes: int, schemas: Sequence[int] = SCHEMAS) -> pb.StateHeader:
+    """Parse and check a header, of a schema that is expected, against the size of the rank state that it describes.
 
     Raises:
         CorruptError: it is no header, of an unknown version, or contradicts itself.
@@ -62,10 +64,10 @@ def parse(data: bytes, state_bytes: int) -> pb.StateHeader:
         header = pb.StateHeader.FromString(data)
     except DecodeError as error:
         raise _corrupt(f"it is not readable ({error})") from None
-    if header.schema not in SCHEMAS:
+    if header.schema not in schemas:
         raise CorruptError(
-            f"the checkpoint's header has format version {header.schema}, this SDK reads {SCHEMAS[0]} to {SCHEMA}: "
-            "load it with the FastCheck version that saved it"
+            f"the checkpoint's header has format version {header.schema}, this SDK reads {schemas[0]} to "
+            f"{schemas[-1]} here: load it with the FastCheck version that saved it"
         )
     for record in header.tensors:
         _check_record(record, state_bytes)

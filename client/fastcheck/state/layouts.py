@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from fastcheck_proto.conventions import MESSAGE_BYTES_MAX
 from fastcheck_proto.v1 import layout_pb2 as pb
 
 from .collect import Collected
-from .layout import Arrangement, arrange
+from .layout import Arrangement, Extent, Group, arrange
 from .roles import find_groups
 from .sources import Source, read_sources
 from .steps import StepRecorder, optimizer_steps, step_classes
@@ -38,25 +38,25 @@ class Layouts:
         self._recorder = StepRecorder()
         self._complained = False
 
-    def arrange(self, found: Collected) -> Arrangement:
+    def arrange(self, found: Collected, without: Collection[int] = ()) -> Arrangement:
         """The state's arrangement, with its optimizers' latest steps and without the header's chunks.
 
-        It belongs to this object and is good until the next call.
+        It belongs to this object and is good until the next call for the same slots. Slots in `without` are left out.
         """
         try:
-            return self._arrange(found, read_sources(found))
+            return self._arrange(found, read_sources(found), frozenset(without))
         except Exception:
             # Roles are a hint: not understanding a state must not keep it from being saved.
             if not self._complained:
                 logger.exception("defect in FastCheck: saving goes on, but with larger transfers")
                 self._complained = True
-            return self._arrange(found, [])
+            return self._arrange(found, [], frozenset(without))
 
-    def _arrange(self, found: Collected, sources: list[Source]) -> Arrangement:
-        key = _structure(found, sources)
+    def _arrange(self, found: Collected, sources: list[Source], without: frozenset[int]) -> Arrangement:
+        key = (_structure(found, sources), without)
         known = self._known.get(key)
         if known is None:
-            known = arrange(found.extents, find_groups(found, sources))
+            known = arrange(*_left(found.extents, find_groups(found, sources), without))
             if self.precision is not None:
                 known.layout.precision.CopyFrom(self.precision)
             if known.layout.ByteSize() > LAYOUT_BYTES_MAX:
@@ -87,6 +87,16 @@ class Layouts:
         """Take the hooks off and forget everything."""
         self._recorder.close()
         self._known.clear()
+
+
+def _left(
+    extents: Sequence[Extent], groups: Sequence[Group], without: frozenset[int]
+) -> tuple[Sequence[Extent], Sequence[Group]]:
+    """What is to be laid out without some slots: nothing has bytes there, and no group has such a member."""
+    if not without:
+        return extents, groups
+    kept = [Extent(e.dtype, (0,), True) if slot in without else e for slot, e in enumerate(extents)]
+    return kept, [g for g in groups if not any(member.slot in without for member in g.members)]
 
 
 def _structure(found: Collected, sources: list[Source]) -> Hashable:

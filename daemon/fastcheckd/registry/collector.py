@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from .records import Json
+from .replicas import Tables
 
 #: An older step holds a complete newer one up while its last new report is younger than this.
 STALE_AFTER_S = 5.0
@@ -31,6 +32,8 @@ class Collection:
     world_size: int
     #: Newest report of each rank, as a command holds it.
     reports: dict[int, Json] = field(default_factory=dict)
+    #: What each found in a state that all should hold alike, as it came with that report.
+    tables: dict[int, Tables] = field(default_factory=dict)
     #: Bytes of the ranks that asked for a placement, and the nodes that they are on.
     placed_bytes: dict[int, int] = field(default_factory=dict)
     placed_on: dict[int, str] = field(default_factory=dict)
@@ -109,8 +112,12 @@ class Collector:
         )
         return list(islice(absent, ABSENT_SHOWN_MAX))
 
-    def report(self, job: str, step: int, world_size: int, record: Json, now: float) -> list[int]:
+    def report(
+        self, job: str, step: int, world_size: int, record: Json, now: float, tables: Tables | None = None
+    ) -> list[int]:
         """A rank is replicated. Returns older steps that are given up because too many are under way.
+
+        `tables` is what it found in a state that all ranks should hold alike.
 
         Raises:
             WorldSizeConflictError: other ranks of the step reported another world size.
@@ -129,6 +136,7 @@ class Collector:
         known = collection.reports.get(record["rank"])
         if known != record and (known is None or known["session"] <= record["session"]):
             collection.reports[record["rank"]] = record
+            collection.tables[record["rank"]] = tables or {}
             collection.progress_at = now
             collection.broken = False
         return dropped

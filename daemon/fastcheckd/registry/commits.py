@@ -11,6 +11,7 @@ from typing import Any
 
 from fastcheck_proto.conventions import RANK_MAX, STEP_MAX
 
+from . import replicas
 from .records import HOLDERS_MAX, Json, MalformedError, integer, live, name, rank_record
 
 #: Committed steps whose number is remembered after their record is gone, so that a late repetition
@@ -170,6 +171,8 @@ def commit(state: Json, command: Json) -> Json:
     refusals = [r for record in ranks if (r := check_rank(state, job_name, world_size, tolerate, record))]
     if refusals:
         return _merge(refusals)
+    if differ := replicas.parts_differ(ranks):
+        return refusal("REPLICAS_DISAGREE", f"step {step} of job {job_name}: {differ[0]}")
 
     assert job is not None, "a current session implies its job"
     kept = {"step": step, "world_size": world_size, "copies": copies_of(ranks), "ranks": ranks}

@@ -20,6 +20,8 @@ ADDRESS_BYTES_MAX = 300
 #: Random identifiers that others make: client ids, life ids.
 TOKEN_BYTES_MAX = 128
 SHARDS_MAX = 64
+#: Of a state that all ranks hold alike.
+LAYOUT_DIGEST_BYTES = 16
 HOLDERS_MAX = 16
 #: Why a node is in its state, in words for people.
 REASON_BYTES_MAX = 200
@@ -110,7 +112,8 @@ def rank_record(value: Any) -> Json:
     """{"rank", "session", "owner", "state_bytes", "shards"}; the shards tile [0, state_bytes).
 
     And {"lossy": true} if it is; an exact record has no such key, so that it is the same record as that
-    of a version that knew no lossy coding.
+    of a version that knew no lossy coding. Likewise {"shared": ...} (`shared_part`) if the state is a part of one
+    that all ranks hold.
     """
     if not isinstance(value, dict) or not isinstance(value.get("shards"), list):
         raise MalformedError("a rank's record must have shards")
@@ -125,6 +128,8 @@ def rank_record(value: Any) -> Json:
     }
     if flag(value, "lossy", default=False):
         record["lossy"] = True
+    if value.get("shared") is not None:
+        record["shared"] = shared_part(value["shared"], record["state_bytes"])
     at = 0
     for shard in record["shards"]:
         if shard["offset"] != at or (shard["bytes"] == 0 and record["state_bytes"] > 0):
@@ -133,6 +138,24 @@ def rank_record(value: Any) -> Json:
     if at != record["state_bytes"]:
         raise MalformedError(f"the shards of rank {record['rank']} do not tile its state")
     return record
+
+
+def shared_part(value: Any, state_bytes: int) -> Json:
+    """{"bytes", "start", "stop", "layout" (hex)}: a rank's part of a shared state of so many bytes."""
+    if not isinstance(value, dict):
+        raise MalformedError("a shared part must say where it lies in which state")
+    layout = text(value, "layout", 2 * LAYOUT_DIGEST_BYTES)
+    if len(layout) != 2 * LAYOUT_DIGEST_BYTES or any(c not in "0123456789abcdef" for c in layout):
+        raise MalformedError(f"a layout's digest must be {LAYOUT_DIGEST_BYTES} bytes in hex")
+    part: Json = {
+        "bytes": integer(value, "bytes", 0, STEP_MAX),
+        "start": integer(value, "start", 0, STEP_MAX),
+        "stop": integer(value, "stop", 0, STEP_MAX),
+        "layout": layout,
+    }
+    if not part["start"] <= part["stop"] <= part["bytes"] or part["stop"] - part["start"] > state_bytes:
+        raise MalformedError("a shared part must lie in its state, and its bytes in the rank's")
+    return part
 
 
 def node_fields(value: Any) -> Json:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from fastcheck_proto.v1 import common_pb2, registry_pb2
@@ -19,11 +20,15 @@ from .collector import Collection, Collector, WorldSizeConflictError
 from .commits import Standing, check_rank, check_session, refusal, standing
 from .engine import Engine
 from .records import Json
-from .wire import error_code, ref_message
+from .replicas import Tables, describe, disagreements, parts_differ
+from .wire import disagreement_message, error_code, ref_message
 
 logger = logging.getLogger(__name__)
 
 Response = registry_pb2.ReportResponse
+
+#: Refusals kept for ranks that were not waiting just then.
+UNTOLD_MAX = 4096
 
 _COMMITTED = Response(state=registry_pb2.REPORT_STATE_COMMITTED)
 
@@ -33,11 +38,24 @@ def _refused(no: Json) -> Response:
         state=registry_pb2.REPORT_STATE_REFUSED,
         error=common_pb2.ErrorDetail(code=error_code(no["code"]), message=no["message"]),
         lost_holders=[ref_message(holder) for holder in no.get("lost", [])],
+        disagreements=map(disagreement_message, no.get("disagreements", [])),
     )
 
 
 def _superseded(job: str, step: int) -> Response:
     return _refused(refusal("SUPERSEDED", f"step {step} of job {job} was given up for a newer one"))
+
+
+def _disagreement(job: str, step: Collection) -> Json | None:
+    """The refusal of a complete step whose ranks do not hold what they should hold alike."""
+    if parts_differ([step.reports[rank] for rank in sorted(step.reports)]):
+        return None  # the state machine refuses it, and says why
+    found = disagreements({rank: step.tables.get(rank, {}) for rank in step.reports})
+    if not found:
+        return None
+    what = f"step {step.step} of job {job}: {describe(found)}"
+    logger.warning("registry: %s", what)
+    return refusal("REPLICAS_DISAGREE", what, disagreements=found)
 
 
 class Reports:
@@ -50,17 +68,33 @@ class Reports:
         #: At most one waiter per (job, step) and rank: a newer call sends the older one home.
         self._waiters: dict[tuple[str, int], dict[int, asyncio.Future[Response]]] = {}
         self._committing: dict[str, asyncio.Task[None]] = {}
+        #: Ranks whose step was refused for what their neighbours hold, between two of their calls: by job, step and
+        #: rank, the report and its answer. Nobody else would tell them.
+        self._untold: OrderedDict[tuple[str, int, int], tuple[Json, Response]] = OrderedDict()
 
-    async def report(self, job: str, step: int, world_size: int, record: Json, wait_s: float) -> Response:
+    async def report(
+        self,
+        job: str,
+        step: int,
+        world_size: int,
+        record: Json,
+        wait_s: float,
+        tables: Tables | None = None,
+    ) -> Response:
         """Take a (well-formed) record in and wait for the step's end, at most `wait_s`.
+
+        `tables` is what the rank found in a state that all ranks should hold alike.
 
         Raises:
             NoQuorumError: this voter lost its leadership.
         """
         if (answer := self._raft.read(lambda s: self._early(s, job, step, world_size, record))) is not None:
             return answer
+        untold = self._untold.pop((job, step, record["rank"]), None)
+        if untold is not None and untold[0] == record:
+            return untold[1]
         try:
-            dropped = self.collector.report(job, step, world_size, record, self._now())
+            dropped = self.collector.report(job, step, world_size, record, self._now(), tables)
         except WorldSizeConflictError as error:
             return _refused(refusal("WORLD_SIZE", str(error)))
         for old in dropped:
@@ -137,6 +171,7 @@ class Reports:
                         NoQuorumError("this voter has lost the leadership; report to the next leader")
                     )
         self._waiters.clear()
+        self._untold.clear()
         for task in self._committing.values():
             task.cancel()
         self._committing.clear()
@@ -160,7 +195,8 @@ class Reports:
         while (ready := self.collector.next_commit(job, self._now())) is not None:
             proposed = dict(ready.reports)
             try:
-                result = await self._raft.propose(self._command(job, ready))
+                # Compared before anything is proposed: the log has no tables.
+                result = _disagreement(job, ready) or await self._raft.propose(self._command(job, ready))
             except NoQuorumError as error:
                 # Not lost: the reports stay here for the next tick, and their owners repeat them.
                 logger.warning("registry: step %d of job %s is not committed yet: %s", ready.step, job, error)
@@ -201,6 +237,11 @@ class Reports:
                     lambda s, r=record: self._early(s, job, step.step, step.world_size, r)  # type: ignore[misc]
                 )
             )
+            waits = rank in self._waiters.get((job, step.step), {})
+            if not waits and record is not None and result["code"] == "REPLICAS_DISAGREE":
+                self._untold[job, step.step, rank] = (record, own or _refused(result))
+                while len(self._untold) > UNTOLD_MAX:
+                    self._untold.popitem(last=False)
             self._settle(job, step.step, [rank], own or _refused(result))
 
     def _settle(self, job: str, step: int, ranks: Iterable[int] | None, response: Response) -> None:

@@ -8,6 +8,7 @@ from fastcheck_proto.v1 import common_pb2, node_pb2, registry_pb2
 
 from ..config import Voter
 from .records import Json
+from .replicas import Disagreement, is_replicated
 from .view import state_value
 
 
@@ -47,7 +48,35 @@ def rank_record(record: registry_pb2.RankRecord) -> Json:
             for shard in shards
         ],
         "lossy": record.lossy,
+        "shared": shared_fields(record.shared) if record.HasField("shared") else None,
     }
+
+
+def shared_fields(part: common_pb2.SharedPart) -> Json:
+    """A part of a shared state as a record holds it."""
+    return {
+        "bytes": part.shared_bytes,
+        "start": part.start,
+        "stop": part.stop,
+        "layout": part.layout_digest.hex(),
+    }
+
+
+def shared_message(part: Json) -> common_pb2.SharedPart:
+    """The same as a message."""
+    return common_pb2.SharedPart(
+        shared_bytes=part["bytes"],
+        start=part["start"],
+        stop=part["stop"],
+        layout_digest=bytes.fromhex(part["layout"]),
+    )
+
+
+def disagreement_message(found: Disagreement) -> common_pb2.Disagreement:
+    """Where ranks disagree, as a message."""
+    return common_pb2.Disagreement(
+        part=found.part, entry=found.entry, ranks=found.ranks, minority=found.minority
+    )
 
 
 def rank_message(record: Json) -> registry_pb2.RankRecord:
@@ -68,12 +97,14 @@ def rank_message(record: Json) -> registry_pb2.RankRecord:
             for index, shard in enumerate(record["shards"])
         ],
         lossy=record.get("lossy", False),
+        shared=shared_message(record["shared"]) if "shared" in record else None,
     )
 
 
 def step_message(job: str, kept: Json, rank: int | None) -> registry_pb2.StepRecord:
-    """A committed step as a message, with one rank's record or all."""
-    ranks = [record for record in kept["ranks"] if rank is None or record["rank"] == rank]
+    """A committed step as a message, with one rank's record or all; always all if each is a part of one state."""
+    everyone = rank is None or is_replicated(kept["ranks"])
+    ranks = [record for record in kept["ranks"] if everyone or record["rank"] == rank]
     return registry_pb2.StepRecord(
         job=job,
         step=kept["step"],

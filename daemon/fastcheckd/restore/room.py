@@ -32,6 +32,7 @@ from ..store.ram_store import HeldShard, RamStore
 from ..store.segments import Segment, staging_pool
 from ..transfer.peer_client import PeerClient
 from ..view import ViewFollower
+from .gathering import Bytes, Gatherings, is_gathered
 from .plan import ShardPlan, other_sources, plan_fetch
 from .verify import count_bad_chunks
 from .without_quorum import LOOKUP_TIMEOUT_S as PROVISIONAL_LOOKUP_TIMEOUT_S
@@ -117,6 +118,7 @@ class RestoreRoom:
         self._executor = executor
         self._on_brought = on_brought
         self.survey = Survey(peers, view)
+        self._gatherings = Gatherings(store)
         self._locks: dict[tuple[str, int], asyncio.Lock] = {}
         #: Loads whose bytes are being brought here.
         self._bringing = 0
@@ -142,6 +144,10 @@ class RestoreRoom:
         candidates = await self._find(request)
         if not candidates:
             yield None
+            return
+        if is_gathered(candidates[0].record):
+            async with self._load_gathered(request, candidates[0], started) as loaded:
+                yield loaded
             return
         lock = self._locks.setdefault((request.job, request.rank), asyncio.Lock())
         tally = _Tally()
@@ -174,6 +180,48 @@ class RestoreRoom:
                 ),
                 segment,
             )
+
+    @contextlib.asynccontextmanager
+    async def _load_gathered(
+        self, request: tpb.LoadRequest, candidate: _Candidate, started: float
+    ) -> AsyncIterator[Loaded]:
+        """Hold a state in local memory whose ranks saved a part each. Any rank of any world size may have it."""
+        step, nodes, tally = candidate.record, candidate.nodes, _Tally()
+        if nodes is None:
+            nodes = {n.node_id: n for n in (await self._nodes()).nodes}
+
+        async def bring(record: rpb.RankRecord, into: Bytes) -> pb.ShardManifest:
+            plans = plan_fetch(record, nodes, self._config.node_id)
+            fetches = [
+                self._fetch(request.job, step.step, record, plan, into, nodes, tally) for plan in plans
+            ]
+            return (await asyncio.gather(*fetches))[0]
+
+        async with contextlib.AsyncExitStack() as held:
+            self._bringing += 1
+            try:
+                # The rank's own part first: it stays here as its owner's copy, and the next save's base.
+                for own in [rank for rank in step.ranks if rank.rank == request.rank]:
+                    lock = self._locks.setdefault((request.job, request.rank), asyncio.Lock())
+                    async with lock:
+                        alone = rpb.StepRecord(job=request.job, step=step.step, ranks=[own])
+                        await self._bring(request.job, alone, tally, nodes)
+                found = await held.enter_async_context(self._gatherings.gathered(step, bring))
+            except LostError as error:
+                raise LostError(f"{error}. {_offer(step.step, candidate.kept)}") from None
+            finally:
+                self._bringing -= 1
+            self._counters.add("restores")
+            ready = found.ready(request.rank)
+            ready.step = step.step
+            ready.local_bytes = max(0, sum(rank.state_bytes for rank in step.ranks) - tally.fetched_bytes)
+            ready.fetched_bytes = tally.fetched_bytes
+            ready.holders = len(tally.holders)
+            ready.bad_copies = tally.bad_copies
+            ready.restore_s = time.monotonic() - started
+            ready.lossy = any(rank.lossy for rank in step.ranks)
+            ready.provisional = candidate.provisional
+            yield Loaded(ready, found.segment)
 
     async def _find(self, request: tpb.LoadRequest) -> list[_Candidate]:
         """The steps to try, the best first: the registry's answer, or all that the nodes hold complete."""
@@ -221,6 +269,8 @@ class RestoreRoom:
                 )
             return None
         record = response.record
+        if is_gathered(record):
+            return record, kept  # by any number of ranks
         if record.world_size != request.world_size:
             raise WorldSizeError(
                 f"step {record.step} of job {request.job!r} was saved by {record.world_size} ranks and cannot be "
@@ -295,7 +345,7 @@ class RestoreRoom:
         step: int,
         record: rpb.RankRecord,
         plan: ShardPlan,
-        segment: Segment,
+        segment: Bytes,
         nodes: Mapping[str, rpb.NodeRecord],
         tally: _Tally,
     ) -> pb.ShardManifest:

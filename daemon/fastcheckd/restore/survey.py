@@ -42,11 +42,20 @@ class FoundStep:
         """Ranks that saved it."""
         return len(self.ranks)
 
+    @property
+    def replicated(self) -> bool:
+        """Whether the ranks saved parts of one state: then any number of ranks may load it."""
+        return any(rank.record.HasField("shared") for rank in self.ranks)
+
     def rank_record(self, job: str, rank: int) -> rpb.StepRecord:
-        """The step with one of its ranks."""
-        found = self.ranks[rank]
+        """The step with one of its ranks, or with all of them if they are parts of one state."""
+        found = self.ranks if self.replicated else self.ranks[rank : rank + 1]
         return rpb.StepRecord(
-            job=job, step=self.step, world_size=self.world_size, copies=found.copies, ranks=[found.record]
+            job=job,
+            step=self.step,
+            world_size=self.world_size,
+            copies=min(each.copies for each in found),
+            ranks=[each.record for each in found],
         )
 
     def summary(self, state: rpb.StepState.ValueType) -> rpb.StepSummary:
@@ -59,6 +68,7 @@ class FoundStep:
             bytes=sum(rank.record.state_bytes for rank in self.ranks),
             copies=min(rank.copies for rank in self.ranks),
             lossy=any(rank.record.lossy for rank in self.ranks),
+            replicated=self.replicated,
         )
 
 
@@ -77,6 +87,8 @@ class _Attempt(NamedTuple):
     shard_count: int
     state_bytes: int
     owner: str
+    #: The part of a shared state that it is, as bytes that compare; empty: none.
+    shared: bytes = b""
 
 
 _Held = tuple[str, peer_pb2.Replica]
@@ -98,7 +110,12 @@ def complete_steps(job: str, answers: Mapping[str, Sequence[peer_pb2.Replica]]) 
                 continue
             run = _Run(replica.generation, replica.world_size)
             attempt = _Attempt(
-                replica.session, replica.save_id, replica.shard_count, replica.state_bytes, replica.owner
+                replica.session,
+                replica.save_id,
+                replica.shard_count,
+                replica.state_bytes,
+                replica.owner,
+                replica.shared.SerializeToString(deterministic=True) if replica.HasField("shared") else b"",
             )
             ranks = found.setdefault((key.step, run), {})
             ranks.setdefault(key.rank, {}).setdefault(attempt, []).append((node_id, replica))
@@ -128,7 +145,27 @@ def _complete(
         attempt, shards = max(whole, key=lambda w: (w[0].session, min(map(len, w[1])), w[0].save_id))
         provisional = provisional or any(replica.provisional for held in shards for _, replica in held)
         chosen.append(_rank(rank, attempt, shards))
+    if not _one_state([rank.record for rank in chosen]):
+        return None
     return FoundStep(step, tuple(chosen), provisional)
+
+
+def _one_state(records: Sequence[rpb.RankRecord]) -> bool:
+    """Whether these are all states of their own, or all parts of one that make a whole."""
+    if not any(record.HasField("shared") for record in records):
+        return True
+    parts = [record.shared for record in records]
+    layouts = {(part.shared_bytes, part.layout_digest) for part in parts}
+    starts = [0, *(part.stop for part in parts)]
+    ends = [*(part.start for part in parts), parts[0].shared_bytes]
+    return (
+        all(record.HasField("shared") for record in records)
+        and len(layouts) == 1
+        and starts == ends
+        and all(
+            part.stop - part.start <= record.state_bytes for part, record in zip(parts, records, strict=True)
+        )
+    )
 
 
 def _shards(attempt: _Attempt, held: Iterable[_Held]) -> list[list[_Held]] | None:
@@ -158,6 +195,7 @@ def _rank(rank: int, attempt: _Attempt, shards: Sequence[Sequence[_Held]]) -> Fo
         owner=pb.NodeRef(node_id=attempt.owner),
         state_bytes=attempt.state_bytes,
         lossy=any(replica.lossy for held in shards for _, replica in held),
+        shared=pb.SharedPart.FromString(attempt.shared) if attempt.shared else None,
     )
     others = []
     for index, held in enumerate(shards):

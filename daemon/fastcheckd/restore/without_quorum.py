@@ -54,7 +54,7 @@ class Survey:
                 "look at the network of this node"
             )
         found = complete_steps(job, answers)
-        return [step for step in found if world_size in {0, step.world_size}]
+        return [step for step in found if world_size in {0, step.world_size} or step.replicated]
 
     async def candidates(self, request: tpb.LoadRequest) -> list[FoundStep]:
         """The steps that answer a load, the best first; empty when none was asked for by number and none is there.

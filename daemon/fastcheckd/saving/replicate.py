@@ -31,6 +31,7 @@ from ..errors import (
     NoQuorumError,
     PeerError,
     PlacementError,
+    ReplicasDisagreeError,
     SupersededError,
     from_code,
 )
@@ -174,6 +175,7 @@ class Replicator:
                 kind=pb.REPLICA_KIND_COPY,
                 save_id=save.save_id,
                 generation=save.generation,
+                shared=save.shared,
             )
             base = bases.find(key, offset, table)
             holders = pick_holders(index, copies, (), placement)
@@ -284,6 +286,8 @@ class Replicator:
         manifest = pb.ShardManifest()
         manifest.CopyFrom(shard.manifest)
         manifest.kind = pb.REPLICA_KIND_OWNER
+        if shard.index == 0:  # for the next life of this process
+            manifest.shared_digests.extend(save.shared_digests)
         manifest.chunk_digests = shard.source.complete()
         manifest.digest = shard_digest(manifest.chunk_digests)
         self._store.publish(manifest, save.segment, shard.offset, verified=True)
@@ -312,6 +316,7 @@ class Replicator:
                     for s in shards
                 ],
                 lossy=save.lossy,
+                shared=save.shared,
             )
             request = rpb.ReportRequest(
                 job=save.key.job,
@@ -320,6 +325,7 @@ class Replicator:
                 epoch=epoch,
                 record=record,
                 wait_s=REPORT_WAIT_S,
+                shared_digests=save.shared_digests,
             )
             save.reported = True
             try:
@@ -359,4 +365,7 @@ class Replicator:
                 raise HolderLostError(response.error.message, lost)
             if response.error.code == pb.ERROR_CODE_FENCED and self._placing.reborn(record.owner):
                 continue
+            if response.error.code == pb.ERROR_CODE_REPLICAS_DISAGREE:
+                self._counters.add("replicas_disagreed")
+                raise ReplicasDisagreeError(response.error.message, response.disagreements)
             raise from_code(response.error.code, response.error.message)

@@ -40,6 +40,7 @@ from ..view import ViewFollower
 from .content import NOTHING, of_layout, of_manifests
 from .replicate import Replicator
 from .save import Save, SaveKey
+from .shared import Shared
 
 logger = logging.getLogger(__name__)
 
@@ -284,9 +285,16 @@ class SavingRoom:
             self._store.release(save.segment)
 
     async def seal(
-        self, save_id: str, header_offset: int, header_bytes: int, layout: layout_pb2.StateLayout | None
+        self,
+        save_id: str,
+        header_offset: int,
+        header_bytes: int,
+        layout: layout_pb2.StateLayout | None,
+        shared: Shared | None = None,
     ) -> Save:
         """The trainer is done writing: start replicating. Without a layout the state is bytes without meaning.
+
+        With `shared` it is a part of a state that all ranks hold alike.
 
         Raises:
             InvalidRequestError: header or layout do not fit the state.
@@ -300,12 +308,16 @@ class SavingRoom:
             raise unknown
         if header_bytes == 0 or header_offset + header_bytes > save.state_bytes:
             raise InvalidRequestError("the state header lies outside of the state")
+        if shared is not None:
+            shared.check(save.state_bytes)
         # A large model's layout has a million runs.
         content = await asyncio.to_thread(of_layout, layout, save.state_bytes, self._config.chunk_bytes)
         if self._reserved.pop(save_id, None) is not save:
             raise unknown
         save.header_offset, save.header_bytes = header_offset, header_bytes
         save.content, save.lossy = content, content.lossy
+        if shared is not None:
+            save.shared, save.shared_digests = shared.part, shared.digests
         self._counters.add("saves_staged")
         self._launch(save)
         return save
@@ -443,6 +455,8 @@ class SavingRoom:
                 header_bytes=first.header_bytes,
                 content=content,
                 lossy=content.lossy,
+                shared=first.shared if first.HasField("shared") else None,
+                shared_digests=tuple(each for m in manifests for each in m.shared_digests),
                 reported=True,  # perhaps, by the earlier life
             )
             self._sessions[(job, rank)] = max(self._sessions.get((job, rank), 0), first.session)

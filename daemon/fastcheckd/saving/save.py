@@ -20,7 +20,7 @@ from typing import TypeAlias
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
-from ..errors import FastCheckdError
+from ..errors import FastCheckdError, ReplicasDisagreeError
 from ..rpc import detail
 from ..store.segments import Segment
 from .content import NOTHING, Content
@@ -66,6 +66,9 @@ class Save:
     #: Its chunks; known from the seal to the end.
     content: Content = NOTHING
     lossy: bool = False
+    #: Which part of a state that all ranks hold alike it is, and what this rank found in that state.
+    shared: pb.SharedPart | None = None
+    shared_digests: tuple[pb.PartDigests, ...] = ()
     #: The step of this rank before it while that is under way: it is sent first, and is then this one's base.
     after: Save | None = None
     #: The registry may have heard that this rank is replicated: from then on the step may be committed.
@@ -187,5 +190,6 @@ class Save:
             codecs=self.codecs,
             encode_s=self.encode_s,
             lossy=self.lossy,
+            disagreements=(self.error.disagreements if isinstance(self.error, ReplicasDisagreeError) else ()),
             spares=[tpb.SegmentRef(path=str(s.path), bytes=s.size_bytes) for s in self.spares],
         )

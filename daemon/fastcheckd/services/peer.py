@@ -141,6 +141,7 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
                     offset=held.manifest.offset,
                     save_id=held.manifest.save_id,
                     generation=held.manifest.generation,
+                    shared=held.manifest.shared if held.manifest.HasField("shared") else None,
                 )
                 for held in self._store.held(request.job, step)
             ]

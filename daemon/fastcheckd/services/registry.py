@@ -12,7 +12,7 @@ from fastcheck_proto.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 from ..config import Config, split_address
 from ..errors import InvalidRequestError
 from ..health.detector import FailureDetector
-from ..registry import commands, records, wire
+from ..registry import commands, records, replicas, wire
 from ..registry.commits import find_step
 from ..registry.engine import Engine
 from ..registry.leading import Leader
@@ -166,10 +166,14 @@ class RegistryService(RegistrySigns, RegistryUpkeep, registry_pb2_grpc.RegistryS
             ):
                 raise ValueError("the shards of a record must be numbered from 0, each once")
             record = records.rank_record(wire.rank_record(request.record))
+            tables = {each.part: each.digests for each in request.shared_digests}
+            replicas.check_tables(tables)
         await self._need_leader(context)
         # NaN fails every comparison: it waits not at all.
         wait_s = min(request.wait_s, REPORT_WAIT_S_MAX) if request.wait_s > 0 else 0.0
-        return await self._reports.report(request.job, request.step, request.world_size, record, wait_s)
+        return await self._reports.report(
+            request.job, request.step, request.world_size, record, wait_s, tables
+        )
 
     @decides
     async def Lookup(
@@ -214,6 +218,7 @@ class RegistryService(RegistrySigns, RegistryUpkeep, registry_pb2_grpc.RegistryS
                     bytes=sum(record["state_bytes"] for record in kept["ranks"]),
                     copies=kept["copies"],
                     lossy=is_lossy(kept["ranks"]),
+                    replicated=replicas.is_replicated(kept["ranks"]),
                 )
                 for kept in ([] if job is None else job["steps"])
             ]
@@ -233,6 +238,7 @@ class RegistryService(RegistrySigns, RegistryUpkeep, registry_pb2_grpc.RegistryS
                         world_size=under_way.world_size,
                         bytes=sum(sizes.values()),
                         lossy=is_lossy(under_way.reports.values()),
+                        replicated=replicas.is_replicated(list(under_way.reports.values())),
                     )
                 )
         return registry_pb2.ListJobStepsResponse(steps=steps)

@@ -21,6 +21,7 @@ from ..restore.without_quorum import LOOKUP_TIMEOUT_S as PROVISIONAL_LOOKUP_TIME
 from ..rpc import abort, answers
 from ..saving.room import SavingRoom
 from ..saving.save import Save
+from ..saving.shared import Shared
 
 #: Pieces of state that a sender may choose; ours are smaller.
 PIECE_BYTES_MAX = 4 * STREAM_PIECE_BYTES
@@ -81,7 +82,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
         if seal.header_bytes > HEADER_BYTES_MAX:
             raise InvalidRequestError(f"a state header may have at most {HEADER_BYTES_MAX} bytes")
         layout = seal.layout if seal.HasField("layout") else None
-        await self._saving.seal(save_id, seal.header_offset, seal.header_bytes, layout)
+        await self._saving.seal(save_id, seal.header_offset, seal.header_bytes, layout, Shared.of(seal))
 
     @answers
     async def AbandonSave(self, request: tpb.AbandonSaveRequest, context: Context) -> tpb.AbandonSaveResponse:

@@ -164,6 +164,11 @@ class RamStore:
         """The caller of `allocate` is done with the segment; the shards published in it keep it."""
         self._pools.give_back(segment)
 
+    def discard(self, segment: Segment) -> None:
+        """As `release`, of memory that nobody is going to use again soon: it is not kept for recycling."""
+        self._pools.condemn(segment)
+        self._pools.give_back(segment)
+
     def take_again(self, shard: HeldShard) -> Segment:
         """Become the owner of a held shard's segment, as after `allocate`, until `release`.
 

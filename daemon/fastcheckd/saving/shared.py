@@ -1,0 +1,36 @@
+"""What a trainer says of a state that all ranks hold alike: this rank's part, and what it found in the whole. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import trainer_pb2 as tpb
+
+from ..errors import InvalidRequestError
+from ..registry import records, replicas, wire
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A rank's part, and the digests that are compared with those of other ranks."""
+
+    part: pb.SharedPart
+    digests: tuple[pb.PartDigests, ...]
+
+    @classmethod
+    def of(cls, seal: tpb.SealSaveRequest | tpb.PushSeal) -> Shared | None:
+        """As the trainer says when it seals; None if the state is the rank's own."""
+        return cls(seal.shared, tuple(seal.shared_digests)) if seal.HasField("shared") else None
+
+    def check(self, state_bytes: int) -> None:
+        """Refuse now what the registry would refuse after everything was sent.
+
+        Raises:
+            InvalidRequestError: the part does not lie in the rank's state, or the digests are none.
+        """
+        try:
+            records.shared_part(wire.shared_fields(self.part), state_bytes)
+            replicas.check_tables({each.part: each.digests for each in self.digests})
+        except records.MalformedError as error:
+            raise InvalidRequestError(str(error)) from None
