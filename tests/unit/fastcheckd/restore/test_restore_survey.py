@@ -110,3 +110,35 @@ def test_completeness_is_exactly_that_nothing_is_missing(data):
         if all((step, rank, shard) in there for rank in (0, 1) for shard in (0, 1))
     ]
     assert numbers(told) == wanted
+
+
+def of_one_state(step, cuts, layouts=(b"a", b"a"), total=None):
+    """All replicas of a step of two ranks that saved parts of one state."""
+    found = []
+    for rank in (0, 1):
+        part = pb.SharedPart(
+            shared_bytes=cuts[-1] if total is None else total,
+            start=cuts[rank],
+            stop=cuts[rank + 1],
+            layout_digest=layouts[rank],
+        )
+        found += whole(step, rank, shared=part)
+    return found
+
+
+def test_parts_of_one_state_are_a_step_that_is_told_whole_and_says_so():
+    (step,) = complete_steps("gpt", {"a": of_one_state(5, (0, 6, 12))})
+    assert step.replicated and step.summary(3).replicated
+    record = step.rank_record("gpt", 7)
+    assert [(r.rank, r.shared.start, r.shared.stop) for r in record.ranks] == [(0, 0, 6), (1, 6, 12)]
+    (plain,) = complete_steps("gpt", {"a": whole(5)})
+    assert not plain.replicated and len(plain.rank_record("gpt", 1).ranks) == 1
+
+
+def test_parts_that_are_no_whole_are_no_step():
+    assert numbers({"a": of_one_state(5, (0, 6, 12), layouts=(b"a", b"b"))}) == []
+    assert numbers({"a": of_one_state(5, (1, 6, 12))}) == []
+    assert numbers({"a": of_one_state(5, (0, 6, 12), total=13)}) == []
+    assert numbers({"a": of_one_state(5, (0, 6, 90))}) == [], "it has not so many bytes"
+    half = of_one_state(5, (0, 6, 12))[:2] + whole(5, 1)
+    assert numbers({"a": half}) == []
