@@ -31,6 +31,7 @@ from .detection import detection, soak
 from .limits import FramedTcp, Memcpy
 from .links import links
 from .machine import describe
+from .replicated import replicated
 from .report import Figure, print_table
 from .scale import scale
 from .seed_noise import print_experiment
@@ -170,11 +171,31 @@ def idle(seconds: float) -> list[Figure]:
         return idling(cluster, seconds)
 
 
+def shaped_links(rounds: int) -> list[Figure]:
+    """What only root can measure."""
+    if os.geteuid() == 0:
+        return links(rounds)
+    say("links are left out: shaping them takes root, for network namespaces")
+    return []
+
+
 #: What can be asked for alone, in the order in which it runs: idling first, since after gigabytes of transfers the
 #: machine itself is busy for a while. Some run only when asked for: simulated nodes take the cores that a leader is
 #: measured on, and the last two take long.
-PARTS = ("idle", "detection", "transfer", "links", "placement", "codec", "scale", "lossy", "soak")
-ASKED_FOR = ("scale", "lossy", "soak")
+PARTS = (
+    "idle",
+    "detection",
+    "transfer",
+    "links",
+    "placement",
+    "codec",
+    "replicated",
+    "scale",
+    "lossy",
+    "soak",
+)
+#: The first of these needs 60 GB: four ranks that save a whole state each.
+ASKED_FOR = ("replicated", "scale", "lossy", "soak")
 
 
 def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
@@ -189,11 +210,11 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
         figures += soak(arguments.minutes, say, arguments.burners)
     if "transfer" in parts:
         figures += transfers(arguments.rounds)
+    if "replicated" in parts:
+        with local_cluster(4, "24GiB") as cluster:
+            figures += replicated(cluster, arguments.rounds, say)
     if "links" in parts:
-        if os.geteuid() == 0:
-            figures += links(arguments.rounds)
-        else:
-            say("links are left out: shaping them takes root, for network namespaces")
+        figures += shaped_links(arguments.rounds)
     if "scale" in parts:
         found, results["scale"] = scale(
             arguments.nodes, 3.0 if arguments.quick else arguments.idle_seconds, say

@@ -39,6 +39,8 @@ class World:
         self.empty = set()
         #: Steps that are lossy.
         self.lossy = set()
+        #: Steps whose ranks hold one state.
+        self.replicated = set()
         self.lookups = 0
         #: Nodes being drained, and how often the registry is still asked until such a node may be stopped.
         self.draining = set()
@@ -102,6 +104,7 @@ class World:
                 bytes=9,
                 copies=1,
                 lossy=s in self.lossy,
+                replicated=s in self.replicated,
             )
             for s in self.kept_steps
         ]
@@ -204,6 +207,7 @@ class World:
             state_bytes=9,
             shards=[shard],
             lossy=step in self.lossy,
+            shared=common_pb2.SharedPart(shared_bytes=9, stop=9) if step in self.replicated else None,
         )
         return registry_pb2.StepRecord(job="gpt", step=step, world_size=1, copies=1, ranks=[rank])
 

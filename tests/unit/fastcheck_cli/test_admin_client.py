@@ -82,6 +82,7 @@ def test_jobs_and_checkpoints(client):
         "bytes": 9,
         "copies": 1,
         "lossy": False,
+        "replicated": False,
     }
 
 
@@ -135,6 +136,13 @@ def test_a_lossy_step_is_called_so_everywhere(client, world):
     assert [r["lossy"] for r in client.replicas("gpt")["replicas"]] == [False, True]
     found = client.inspect("gpt", 5)
     assert found["lossy"] and found["ranks"][0]["lossy"]
+
+
+def test_a_step_whose_ranks_hold_one_state_is_called_so(client, world):
+    world.replicated = {5}
+    assert [c["replicated"] for c in client.checkpoints("gpt")["checkpoints"]] == [False, True, False]
+    assert client.inspect("gpt", 5)["replicated"] is True
+    assert client.inspect("gpt", 4)["replicated"] is False
 
 
 def test_a_step_replaced_while_checkpoints_were_listed_is_no_error(client, world):

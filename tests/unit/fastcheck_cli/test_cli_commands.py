@@ -74,6 +74,15 @@ def test_tables_show_what_is_lossy_and_how_much_smaller_it_travelled(address, wo
     assert "LOSSY" not in run("inspect", "gpt", "4", "--address", address).stdout
 
 
+def test_tables_show_which_steps_are_parts_of_one_state(address, world):
+    world.replicated = {5}
+    checkpoints = run("checkpoints", "gpt", "--address", address).stdout.splitlines()
+    steps = [line for line in checkpoints if line.strip().startswith(("4", "5"))]
+    assert [("replicated" in line) for line in steps] == [False, True]
+    assert "replicated" in run("inspect", "gpt", "5", "--address", address).stdout
+    assert "replicated" not in run("inspect", "gpt", "4", "--address", address).stdout
+
+
 def test_status_exits_5_when_degraded_and_4_when_critical(address, world):
     world.states["node-2"] = registry_pb2.NODE_STATE_DOWN
     assert run("status", "--address", address, "-o", "json").exit_code == 5
