@@ -223,6 +223,19 @@ def test_ranks_of_one_node_share_what_was_fetched_and_a_plain_checkpointer_can_l
         assert torch.equal(state["model"]["layer5"], training_state(1, 0)["model"]["layer5"])
 
 
+def test_trainers_without_a_daemon_of_their_own_save_and_load_parts_through_streams(
+    make_cluster, ranks_of, monkeypatch
+):
+    cluster = make_cluster(3)
+    with AdminClient(cluster.address("node-0"), timeout_s=5) as admin:
+        far = {node["node_id"]: node["address"] for node in admin.nodes()["nodes"]}
+    monkeypatch.setattr(cluster, "address", far.__getitem__)
+    ranks = ranks_of(cluster, NODES[:2])
+    ranks.commit(1)
+    ranks.start(NODES[:3])
+    ranks.load(1, saved_by=2)
+
+
 def test_the_operator_sees_that_a_step_is_replicated(make_cluster, ranks_of):
     cluster = make_cluster(3)
     ranks = ranks_of(cluster, NODES[:2])

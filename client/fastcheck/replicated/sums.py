@@ -45,7 +45,9 @@ def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             found.append(_fold(_words(data)).reshape(1))
     if batch:
         found.append(_batch(batch))
-    return torch.cat([each.cpu() for each in found]) if found else torch.empty(0, dtype=torch.int64)
+    if len({each.device for each in found}) > 1:
+        found = [each.cpu() for each in found]
+    return torch.cat(found).cpu() if found else torch.empty(0, dtype=torch.int64)
 
 
 def combined(found: torch.Tensor, grouped: int) -> bytes:

@@ -149,6 +149,7 @@ class RestoreRoom:
             async with self._load_gathered(request, candidates[0], started) as loaded:
                 yield loaded
             return
+        candidates = [candidate for candidate in candidates if not is_gathered(candidate.record)]
         lock = self._locks.setdefault((request.job, request.rank), asyncio.Lock())
         tally = _Tally()
         async with lock:  # two loads of one rank must not both fetch
