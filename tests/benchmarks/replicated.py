@@ -36,7 +36,11 @@ def replicated(cluster: LocalCluster, rounds: int, say: Callable[[str], None]) -
     for number, (name, options) in enumerate(WAYS.items()):
         runs = _saves(cluster, f"bench-{number}", state, options, rounds)
         say(f"{name}: {sum(runs['sent']) / len(runs['sent']):.0f} MB sent per rank and step")
-        for what, unit, key in (("sent per rank", "MB", "sent"), ("save blocks each rank", "ms", "save")):
+        for what, unit, key in (
+            ("staged per rank", "MB", "staged"),
+            ("sent per rank, encoded", "MB", "sent"),
+            ("save blocks each rank", "ms", "save"),
+        ):
             limit = (plain[key], PLAIN) if plain else ((), "")
             figures.append(Figure(f"{name}: {what}", unit, runs[key], *limit))
         plain = plain or runs
@@ -46,7 +50,7 @@ def replicated(cluster: LocalCluster, rounds: int, say: Callable[[str], None]) -
 def _saves(
     cluster: LocalCluster, job: str, state: dict[str, Any], options: dict[str, Any], rounds: int
 ) -> dict[str, list[float]]:
-    runs: dict[str, list[float]] = {"sent": [], "save": []}
+    runs: dict[str, list[float]] = {"staged": [], "sent": [], "save": []}
     nodes = cluster.node_ids
     ckpts = [
         Checkpointer(
@@ -66,6 +70,7 @@ def _saves(
             for handle in handles:
                 handle.result(timeout=600)
                 if step > WARM_UP:
+                    runs["staged"].append(handle.stats["bytes"] / 1e6)
                     runs["sent"].append(handle.stats["encoded_bytes"] / 1e6)
     finally:
         for ckpt in ckpts:

@@ -54,6 +54,7 @@ def test_lossy_is_true_or_false():
 
 PURE = (
     "state",
+    "replicas",
     "members",
     "sessions",
     "commits",
