@@ -109,7 +109,12 @@ def growth(results: Results) -> Iterator[tuple[str, Chart]]:
             "Growth in bytes",
             "multiples of a one-thread copy of the same bytes",
         ),
-        ("growth-nodes", r"^growth in nodes", "Growth in nodes", "multiples of the time on the fewest nodes"),
+        (
+            "growth-nodes",
+            r"^growth in nodes",
+            "Growth in nodes",
+            "multiples of the link's payload time",
+        ),
         ("memory", r"^memory per node", "Memory of a node, all included", "multiples of its state"),
     ):
         groups: dict[str, list[Bar]] = {}

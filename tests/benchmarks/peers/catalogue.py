@@ -12,6 +12,11 @@ from .candidate import Candidate, Places, State
 
 #: Environments by name: the one that runs the benchmark, and those of the pinned files beside this module.
 OURS, PEERS, TORCHSTORE = "", "peers", "torchstore"
+HOW_TO_INSTALL = {
+    OURS: "make bench-peers sets it up",
+    PEERS: "make bench-peers sets it up",
+    TORCHSTORE: "make peers-torchstore sets it up, with 5 GB of CUDA libraries; it also needs a CUDA driver",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The rounds of one candidate in one process: save, change the state at once, wait until safe, restore, compare.
 
-Every tensor changes as soon as `save` returns, as in training. A library that still reads it then saves a torn state, and
-the comparison after the restore says so. Only two numbers of each tensor change, since time spent here would count as the
-candidate's.
+Every tensor changes as soon as `save` returns, as in training. A library that still reads it then saves a torn state,
+and the comparison after the restore says so. Only two numbers of each tensor change, since time spent here would count
+as the candidate's.
 """
 
 from __future__ import annotations

@@ -23,12 +23,21 @@ import psutil
 from fastcheck.local import LocalCluster
 
 from .candidate import Places
-from .catalogue import OURS, Entry
+from .catalogue import HOW_TO_INSTALL, OURS, Entry
 from .fastcheck import cluster_folder
 
 ROOT = Path(__file__).parents[3]
 SHM = Path("/dev/shm")
 PREFIX = "fastcheck-peers-"
+#: `python -m tests.benchmarks.peers.child`, also where a library has installed a package `tests` of its own, as
+#: torchstore does.
+_START = """
+import runpy, sys, types
+tests = types.ModuleType("tests")
+tests.__path__ = ["tests"]
+sys.modules["tests"] = tests
+runpy.run_module("tests.benchmarks.peers.child", run_name="__main__")
+"""
 _POLL_S = 0.2
 _END_S = 10.0
 
@@ -48,11 +57,11 @@ def run(entry: Entry, pythons: Mapping[str, Path], width: int, rounds: int, boun
     """One start of a candidate: `versions` and `rounds`, or `reason`."""
     python = pythons[entry.environment]
     if not python.exists():
-        return {"reason": f"there is no environment at {python.parent.parent}: make bench-peers sets it up"}
+        return {"reason": f"there is no {python}: {HOW_TO_INSTALL[entry.environment]}"}
     with _places() as places:
         result_file, log_file = places.disk / "result.json", places.disk / "log"
         command = [
-            str(python), "-W", "ignore", "-m", "tests.benchmarks.peers.child",
+            str(python), "-W", "ignore", "-c", _START,
             entry.key, str(places.memory), str(places.disk), str(width), str(rounds), str(result_file),
         ]  # fmt: skip
         with log_file.open("wb") as log:
