@@ -71,6 +71,10 @@ class Sampler:
             for node, (folder, pids) in self._nodes.items()
         }
 
+    def directories_bytes(self) -> dict[str, int]:
+        """Each node's RAM directory alone, at this moment."""
+        return {node: directory_bytes(folder) for node, (folder, _) in self._nodes.items()}
+
     def highest_bytes(self) -> dict[str, int]:
         """The most that each node had whenever it was looked at."""
         with self._lock:

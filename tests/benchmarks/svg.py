@@ -151,7 +151,7 @@ def _row(bar: Bar, scale: Scale, y: float) -> Iterator[str]:
         yield f'<line x1="{end:.1f}" y1="{middle - 4}" x2="{end:.1f}" y2="{middle + 4}" stroke="{INK}"/>'
     if scale.logarithmic:
         yield f'<circle cx="{x:.1f}" cy="{middle}" r="5" fill="{colour}"/>'
-    said = f"{median:.3g} ({min(bar.runs):.3g} to {max(bar.runs):.3g})"
+    said = f"{_number(median)} ({_number(min(bar.runs))} to {_number(max(bar.runs))})"
     yield _text(LABEL_WIDTH + PLOT_WIDTH + 8, middle + 4, said, fill=GREY)
 
 
@@ -163,6 +163,10 @@ def _text(
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" font-style="{style}" fill="{fill}" '
         f'text-anchor="{anchor}">{escape(text)}</text>'
     )
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _quoted(text: str) -> str:

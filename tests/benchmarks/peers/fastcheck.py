@@ -11,7 +11,7 @@ from ..workload import state_bytes
 from .candidate import Places, State, UntilSafe
 
 #: A node's store while saves follow each other: the step before, the one under way, a spare one; and some room.
-BUDGET_STATES = 4.5
+BUDGET_STATES = 5.0
 BUDGET_MIN_BYTES = 256 << 20
 
 

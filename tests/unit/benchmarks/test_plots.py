@@ -49,8 +49,9 @@ def test_a_chart_says_median_and_spread_and_draws_a_bar_or_a_dot():
     assert "2 (1 to 3)" in texts(near)
     assert near.count("<rect") == 3  # the paper and two bars
     assert "<circle" not in near
-    far = draw(Chart("Title", "ms", [Group("", [Bar("A", [1.0]), Bar("B", [400.0])])]))
+    far = draw(Chart("Title", "ms", [Group("", [Bar("A", [1.0]), Bar("B", [1234.0])])]))
     assert far.count("<circle") == 2
+    assert "1234 (1234 to 1234)" in texts(far)
     assert "ms: median, lowest to highest; logarithmic" in texts(far)
 
 
@@ -93,7 +94,7 @@ def test_growth_is_drawn_as_multiples_of_each_round_s_limit():
         Figure("growth in bytes: save blocks, 0.1 GB", "ms", [2.0, 9.0], [1.0, 3.0], "memcpy"),
         Figure("growth in bytes: save blocks, 1 GB", "ms", [20.0], [10.0], "memcpy"),
         Figure("growth in nodes: all ranks (1 Gbit/s each), 2 nodes", "s", [3.0], [2.0], "payload"),
-        Figure("memory per node: highest, tolerate 1, 1.49 GB", "x the state", [2.5, 2.6, 2.7]),
+        Figure("memory per node: highest (1 GB), keep_steps 2", "x the state", [2.5, 2.6, 2.7]),
     ]
     found = dict(charts({"figures": [figure.to_json() for figure in figures]}))
     assert list(found) == ["growth-size", "growth-nodes", "memory"]
@@ -102,7 +103,7 @@ def test_growth_is_drawn_as_multiples_of_each_round_s_limit():
         "save blocks", [("0.1 GB", [2.0, 3.0]), ("1 GB", [2.0])]
     )  # fmt: skip
     assert found["growth-nodes"].groups[0].bars[0].runs == [1.5]
-    assert found["memory"].groups[0].heading == "highest, tolerate 1"
+    assert found["memory"].groups[0].heading == "highest (1 GB)"
 
 
 @pytest.mark.parametrize(
