@@ -33,24 +33,26 @@ LINK_MBIT_PER_S = 1000.0
 #: Payload of TCP at an MTU of 1500, with time stamps.
 PAYLOAD_SHARE = 0.956
 STATE_PER_NODE_BYTES = 50e6
-#: As little memory as there can be, so that large states have room.
+#: With room for one kept step and one under way: as little memory as there can be, so that large states have room.
 ONE_STEP = {"spread": 1, "keep_steps": 1}
 #: Of the memory per node: three processes weigh less than a fifth of it.
 MEMORY_STATE_BYTES = 0.75e9
-#: The default, the least, and the least with the codec, whose older step is kept as a way back.
-MEMORY_SETTINGS: tuple[dict[str, Any], ...] = (
-    {"keep_steps": 2, "codec": "auto"},
-    {"keep_steps": 1, "codec": "auto"},
-    {"keep_steps": 1, "codec": "always"},
+#: A node's store, in states: of its own and of another's two kept steps, one under way and a spare one; and some room.
+AMPLE = 9.0
+#: The default, fewer steps, the same without room for spare segments, and with the codec, whose older step is a way back.
+MEMORY_SETTINGS: tuple[tuple[dict[str, Any], float], ...] = (
+    ({"keep_steps": 2, "codec": "auto"}, AMPLE),
+    ({"keep_steps": 1, "codec": "auto"}, AMPLE),
+    ({"keep_steps": 1, "codec": "auto"}, 4.5),
+    ({"keep_steps": 1, "codec": "always"}, AMPLE),
 )
-#: A node's store: of its own state and of another's two kept steps, one under way and a spare segment; and some room.
-BUDGET_STATES = 9.0
+BUDGET_MIN_BYTES = 256 << 20
 WARM_UP = 3
 #: Everything of one owner and one holder, the trainer's own state included, as a multiple of the state; and what the
 #: rest takes. Beyond the machine's memory a size is left out.
-NEED_STATES, NEED_BYTES = 7.2, 2e9
+NEED_STATES, NEED_BYTES = 5.4, 1.6e9
 #: A copy is timed with at most so many bytes and counted per byte, so that the largest states have room.
-MEMCPY_MAX_BYTES = 1_000_000_000
+MEMCPY_MAX_BYTES = 500_000_000
 TIMEOUT_S = 600
 
 Say = Callable[[str], None]
@@ -88,7 +90,9 @@ def _one_size(size_gb: float, rounds: int, say: Say) -> list[Figure]:
     runs: dict[str, list[float]] = {"save blocks": [], "replicated and committed": [], "restore": []}
     copies_ms = []
     with tempfile.TemporaryDirectory(prefix="fastcheck-bench-") as folder, LocalCluster(folder) as cluster:
-        cluster.up(2, tolerate=1, ram_budget=max(256 << 20, round(4.5 * size_bytes)), settings=ONE_STEP)
+        cluster.up(
+            2, tolerate=1, ram_budget=max(BUDGET_MIN_BYTES, round(2.3 * size_bytes)), settings=ONE_STEP
+        )
         with Checkpointer("growth", rank=0, world_size=1, address=cluster.address("node-0")) as checkpointer:
             for step in range(1, WARM_UP + rounds + 1):
                 change(state)
@@ -128,7 +132,7 @@ def _nodes(count: int, size_bytes: int, *, shaped: bool) -> Iterator[Callable[[s
     """A cluster of so many nodes, with a link of the rate for each if they can be shaped: node → its address."""
     # One peer each and no codec: what travels is the state, once.
     settings: dict[str, Any] = {"spread": 1, "codec": "never"}
-    budget = max(256 << 20, round(BUDGET_STATES * size_bytes))
+    budget = max(BUDGET_MIN_BYTES, round(AMPLE * size_bytes))
     with tempfile.TemporaryDirectory(prefix="fastcheck-bench-") as folder:
         if not shaped:
             with LocalCluster(folder) as cluster:
@@ -208,15 +212,16 @@ def memory_per_node(size: float, rounds: int, say: Say, not_run: list[str]) -> l
     # One state for both ranks: the trainers' own memory is not counted, and need not be there twice.
     state = gpt2_state(width=width_of(size))
     size_bytes = state_bytes(state)
-    budget = max(256 << 20, round(BUDGET_STATES * size_bytes))
-    need_bytes = 2 * budget + NEED_BYTES
+    need_bytes = 2 * AMPLE * size_bytes + NEED_BYTES
     if need_bytes > psutil.virtual_memory().available:
         not_run.append(f"memory per node: needs {need_bytes / 1e9:.3g} GB of free memory")
         say(not_run[-1])
         return []
     figures = []
-    for settings in MEMORY_SETTINGS:
+    for settings, budget_states in MEMORY_SETTINGS:
+        budget = max(BUDGET_MIN_BYTES, round(budget_states * size_bytes))
         row = "; ".join(f"{key}: {value}" for key, value in settings.items())
+        row += f"; {budget_states:g} states of room"
         with (
             tempfile.TemporaryDirectory(prefix="fastcheck-bench-") as folder,
             LocalCluster(folder) as cluster,
