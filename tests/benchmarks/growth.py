@@ -39,7 +39,7 @@ ONE_STEP = {"spread": 1, "keep_steps": 1}
 MEMORY_STATE_BYTES = 0.75e9
 #: A node's store, in states: of its own and of another's two kept steps, one under way and a spare one; and some room.
 AMPLE = 9.0
-#: The default, fewer steps, the same without room for spare segments, and with the codec, whose older step is a way back.
+#: The default; one step; that without room for spare segments; that with the codec, whose older step is a way back.
 MEMORY_SETTINGS: tuple[tuple[dict[str, Any], float], ...] = (
     ({"keep_steps": 2, "codec": "auto"}, AMPLE),
     ({"keep_steps": 1, "codec": "auto"}, AMPLE),
