@@ -9,15 +9,22 @@ READY := $(VENV)/.ready
 PROTO_VENV := .venv-proto
 PROTO_READY := $(PROTO_VENV)/.ready
 PROTOS := $(wildcard proto/fastcheck_proto/v1/*.proto)
+# The libraries that benchmarks compare with stay out of the dev environment.
+PEERS := tests/benchmarks/peers
+PEERS_VENV := .venv-peers
+PEERS_READY := $(PEERS_VENV)/.ready
+TORCHSTORE_VENV := .venv-peers-torchstore
 BUF := @bufbuild/buf@1.75.0
 
-.PHONY: demo test test-clusters-1 test-clusters-2 test-rest simulate lint format bench proto clean help
+.PHONY: demo test test-clusters-1 test-clusters-2 test-rest simulate lint format bench bench-peers peers-torchstore \
+	proto clean help
 
 help:
 	@echo "make demo   train on 4 nodes, lose one, resume bit for bit from the others' RAM (about 3 minutes)"
 	@echo "make test   all tests        make lint   all checks        make format  let ruff format"
 	@echo "make simulate SEEDS=1-1000   whole clusters in virtual time, with faults, each from its seed"
 	@echo "make bench  the figures      make proto  regenerate stubs  make clean   remove what these made"
+	@echo "make bench-peers  the same state saved by others, side by side (ARGS=--quick to see that it runs)"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "FastCheck needs Python 3.11 or newer")'
@@ -70,6 +77,20 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m tests.benchmarks
 
+$(PEERS_READY): $(PEERS)/requirements.txt
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/pip install --quiet --disable-pip-version-check --requirement $<
+	touch $@
+
+# One that cannot be installed is reported by the benchmark, not by make.
+bench-peers: $(READY)
+	-$(MAKE) --no-print-directory $(PEERS_READY)
+	$(BIN)/python -m tests.benchmarks.peers $(ARGS)
+
+peers-torchstore:
+	$(PYTHON) -m venv $(TORCHSTORE_VENV)
+	$(TORCHSTORE_VENV)/bin/pip install --quiet --disable-pip-version-check --requirement $(PEERS)/requirements-torchstore.txt
+
 proto: $(PROTO_READY)
 	$(call generate,proto)
 
@@ -79,5 +100,5 @@ define generate
 endef
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) .stubs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) $(PROTO_VENV) $(PEERS_VENV) $(TORCHSTORE_VENV) .stubs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,9 +28,11 @@ from fastcheck.local import LocalCluster
 from . import codec, lossy_resume, placement
 from .codec_rows import print_rows
 from .detection import detection, soak
+from .growth import growth
 from .limits import FramedTcp, Memcpy
 from .links import links
 from .machine import describe
+from .plots import write_plots
 from .replicated import replicated
 from .report import Figure, print_table
 from .scale import scale
@@ -171,8 +173,8 @@ def idle(seconds: float) -> list[Figure]:
         return idling(cluster, seconds)
 
 
-def shaped_links(rounds: int) -> list[Figure]:
-    """What only root can measure."""
+def links_if_root(rounds: int) -> list[Figure]:
+    """Shaped links, where they can be made."""
     if os.geteuid() == 0:
         return links(rounds)
     say("links are left out: shaping them takes root, for network namespaces")
@@ -181,7 +183,8 @@ def shaped_links(rounds: int) -> list[Figure]:
 
 #: What can be asked for alone, in the order in which it runs: idling first, since after gigabytes of transfers the
 #: machine itself is busy for a while. Some run only when asked for: simulated nodes take the cores that a leader is
-#: measured on, and the last two take long.
+#: measured on, growth needs 24 GB of memory, replicated 60 (four ranks that save a whole state each), and the last two
+#: take long.
 PARTS = (
     "idle",
     "detection",
@@ -191,11 +194,11 @@ PARTS = (
     "codec",
     "replicated",
     "scale",
+    "growth",
     "lossy",
     "soak",
 )
-#: The first of these needs 60 GB: four ranks that save a whole state each.
-ASKED_FOR = ("replicated", "scale", "lossy", "soak")
+ASKED_FOR = ("replicated", "scale", "growth", "lossy", "soak")
 
 
 def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
@@ -214,10 +217,15 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
         with local_cluster(4, "24GiB") as cluster:
             figures += replicated(cluster, arguments.rounds, say)
     if "links" in parts:
-        figures += shaped_links(arguments.rounds)
+        figures += links_if_root(arguments.rounds)
     if "scale" in parts:
         found, results["scale"] = scale(
             arguments.nodes, 3.0 if arguments.quick else arguments.idle_seconds, say
+        )
+        figures += found
+    if "growth" in parts:
+        found, results["not_run"] = growth(
+            2 if arguments.quick else arguments.rounds, say, quick=arguments.quick
         )
         figures += found
     if "placement" in parts:
@@ -254,8 +262,9 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="codec, lossy, placement, scale: short trainings and phases, one round, two seeds, to see that it runs",
+        help="codec, lossy, placement, scale, growth: little of everything, one round or two, to see that it runs",
     )
+    parser.add_argument("--plots", type=Path, help="write plots of this run into this folder, as SVG")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()
     results = measure(
@@ -265,6 +274,9 @@ def main() -> None:
     path = arguments.out / time.strftime("%Y%m%d-%H%M%S.json")
     path.write_text(json.dumps({"machine": describe()} | results, indent=2) + "\n")
     print(f"every run: {path}")
+    if arguments.plots:
+        for plot in write_plots(results, arguments.plots):
+            print(f"plot: {plot}")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from fastcheckd.codec.fitting import Fits
 from fastcheckd.digests import chunk_digest
 
 from .codec_rows import Rate, Row
+from .compressors import COMPRESSORS, Compressor
 from .goals import goal_of
-from .peers import PEERS, Peer
 from .quantising import quantised
 from .sequences import Pair, pairs, sequences
 
@@ -144,7 +144,7 @@ class Bench:
         """Time it, next to a copy and to the peers."""
         sent = list(zip(self.chunks, self.payloads, strict=True))
         encoding, decoding, turning, copying = (Rate(self.raw_bytes) for _ in range(4))
-        peers = {peer.name: _PeerRun(peer, self.chunks, self.out) for peer in PEERS}
+        peers = {peer.name: _PeerRun(peer, self.chunks, self.out) for peer in COMPRESSORS}
         for _ in range(rounds):
             copying.rounds_s.append(_cpu_s(self._copy, self.chunks))
             fits = Fits()
@@ -189,7 +189,7 @@ class Bench:
 
 
 class _PeerRun:
-    def __init__(self, peer: Peer, chunks: list[Chunk], out: Bytes) -> None:
+    def __init__(self, peer: Compressor, chunks: list[Chunk], out: Bytes) -> None:
         self._peer = peer
         self._out = out
         # Told the size of the numbers, which is all that they can use.

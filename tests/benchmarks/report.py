@@ -45,11 +45,12 @@ def print_table(figures: Sequence[Figure]) -> None:
     for column in ("what", "figure", "limit of the same run", "ratio", "goal"):
         table.add_column(column)
     for figure in figures:
-        limit = f"{figure.limit}: {_spread(figure.limit_runs, figure.unit)}" if figure.limit_runs else ""
+        limit = f"{figure.limit}: {spread(figure.limit_runs, figure.unit)}" if figure.limit_runs else ""
         ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
-        table.add_row(figure.name, _spread(figure.runs, figure.unit), limit, ratio, figure.goal)
+        table.add_row(figure.name, spread(figure.runs, figure.unit), limit, ratio, figure.goal)
     Console(width=170).print(table)
 
 
-def _spread(runs: Sequence[float], unit: str) -> str:
+def spread(runs: Sequence[float], unit: str) -> str:
+    """Median, lowest to highest, how many."""
     return f"{statistics.median(runs):.4g} ({min(runs):.3g} to {max(runs):.3g}, n={len(runs)}) {unit}"

@@ -1,7 +1,8 @@
-"""The state that is saved: as a GPT-2 of 124M parameters with AdamW has it, 1.5 GB in fp32."""
+"""The state that is saved: as a GPT-2 of 124M parameters with AdamW has it, 1.5 GB in fp32; or one of another width."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,31 +10,40 @@ import torch
 VOCABULARY, CONTEXT, WIDTH, LAYERS = 50257, 1024, 768, 12
 
 
-def parameter_shapes() -> dict[str, tuple[int, ...]]:
+def width_of(size_bytes: float) -> int:
+    """The width whose state, moments included, comes near so many bytes. Vocabulary and context grow with it."""
+    per_square = (VOCABULARY + CONTEXT) / WIDTH + 12 * LAYERS
+    return max(8, round(math.sqrt(size_bytes / 12 / per_square) / 8) * 8)
+
+
+def parameter_shapes(width: int = WIDTH) -> dict[str, tuple[int, ...]]:
     """The 148 parameters by name."""
-    shapes: dict[str, tuple[int, ...]] = {"wte": (VOCABULARY, WIDTH), "wpe": (CONTEXT, WIDTH)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "wte": (VOCABULARY * width // WIDTH, width),
+        "wpe": (CONTEXT * width // WIDTH, width),
+    }
     for layer in range(LAYERS):
         shapes |= {
-            f"h.{layer}.ln_1.weight": (WIDTH,),
-            f"h.{layer}.ln_1.bias": (WIDTH,),
-            f"h.{layer}.attn.c_attn.weight": (WIDTH, 3 * WIDTH),
-            f"h.{layer}.attn.c_attn.bias": (3 * WIDTH,),
-            f"h.{layer}.attn.c_proj.weight": (WIDTH, WIDTH),
-            f"h.{layer}.attn.c_proj.bias": (WIDTH,),
-            f"h.{layer}.ln_2.weight": (WIDTH,),
-            f"h.{layer}.ln_2.bias": (WIDTH,),
-            f"h.{layer}.mlp.c_fc.weight": (WIDTH, 4 * WIDTH),
-            f"h.{layer}.mlp.c_fc.bias": (4 * WIDTH,),
-            f"h.{layer}.mlp.c_proj.weight": (4 * WIDTH, WIDTH),
-            f"h.{layer}.mlp.c_proj.bias": (WIDTH,),
+            f"h.{layer}.ln_1.weight": (width,),
+            f"h.{layer}.ln_1.bias": (width,),
+            f"h.{layer}.attn.c_attn.weight": (width, 3 * width),
+            f"h.{layer}.attn.c_attn.bias": (3 * width,),
+            f"h.{layer}.attn.c_proj.weight": (width, width),
+            f"h.{layer}.attn.c_proj.bias": (width,),
+            f"h.{layer}.ln_2.weight": (width,),
+            f"h.{layer}.ln_2.bias": (width,),
+            f"h.{layer}.mlp.c_fc.weight": (width, 4 * width),
+            f"h.{layer}.mlp.c_fc.bias": (4 * width,),
+            f"h.{layer}.mlp.c_proj.weight": (4 * width, width),
+            f"h.{layer}.mlp.c_proj.bias": (width,),
         }
-    return shapes | {"ln_f.weight": (WIDTH,), "ln_f.bias": (WIDTH,)}
+    return shapes | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
 
 
-def gpt2_state(seed: int = 0) -> dict[str, Any]:
+def gpt2_state(seed: int = 0, width: int = WIDTH) -> dict[str, Any]:
     """Weights and moments of random bits that compress as badly as real ones; raw bytes travel anyway."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = parameter_shapes()
+    shapes = parameter_shapes(width)
     return {
         "model": {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()},
         "optimizer": {

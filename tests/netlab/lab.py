@@ -38,14 +38,14 @@ class Lab:
 
     Args:
         folder: for logs and configs; they stay.
-        nodes: how many; the first three are the voters.
+        nodes: how many; the first three are the voters, of two the first.
         settings: further config keys of every node.
     """
 
     def __init__(self, folder: Path, nodes: int, **settings: Any) -> None:
         self.folder = folder
         self.node_ids = [f"node-{i}" for i in range(nodes)]
-        self.voters = self.node_ids[:3]
+        self.voters = self.node_ids[: 3 if nodes >= 3 else 1]
         self.network = Network(self.node_ids)
         self._settings = settings
         self._agents: dict[str, subprocess.Popen[bytes]] = {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.benchmarks.codec_rows import Rate
+from tests.benchmarks.compressors import COMPRESSORS, Compressor
 from tests.benchmarks.goals import ADJACENT, DISTANT, DISTANT_LOSSY, Goal, goal_of
-from tests.benchmarks.peers import PEERS, Peer
 from tests.benchmarks.seed_noise import Experiment, Outcome
 
 
@@ -46,9 +46,9 @@ def test_a_setting_passes_within_a_hundredth_of_the_noise(differences: list[floa
     assert experiment.passes(Outcome("setting", differences)) is passes
 
 
-@pytest.mark.parametrize("peer", PEERS, ids=[peer.name for peer in PEERS])
+@pytest.mark.parametrize("peer", COMPRESSORS, ids=[peer.name for peer in COMPRESSORS])
 @pytest.mark.parametrize("size", [1, 64, 100_000])
-def test_others_give_the_bytes_back(peer: Peer, size: int):
+def test_others_give_the_bytes_back(peer: Compressor, size: int):
     data = np.random.default_rng(0).normal(size=size).astype(np.float32).view(np.uint8)
     out = np.zeros_like(data)
     peer.decompress(peer.compress(data, 4), out)

@@ -15,7 +15,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Peer:
+class Compressor:
     """A compressor: `compress(bytes, size of a number in them)`, `decompress(compressed, out)` into warm memory."""
 
     name: str
@@ -23,7 +23,7 @@ class Peer:
     decompress: Callable[[bytes, Bytes], None]
 
 
-def _zstd(level: int) -> Peer:
+def _zstd(level: int) -> Compressor:
     compressor, decompressor = zstandard.ZstdCompressor(level=level), zstandard.ZstdDecompressor()
 
     def compress(data: Bytes, number_bytes: int) -> bytes:
@@ -33,10 +33,10 @@ def _zstd(level: int) -> Peer:
         with decompressor.stream_reader(data) as reader:  # its `decompress` would allocate
             assert reader.readinto(out.data) == len(out)
 
-    return Peer(f"zstd -{level}", compress, decompress)
+    return Compressor(f"zstd -{level}", compress, decompress)
 
 
-def _blosc2(name: str, settings: dict[str, Any], filters: Callable[[int], dict[str, Any]]) -> Peer:
+def _blosc2(name: str, settings: dict[str, Any], filters: Callable[[int], dict[str, Any]]) -> Compressor:
     def compress(data: Bytes, number_bytes: int) -> bytes:
         compressed = blosc2.compress2(
             data, typesize=number_bytes, nthreads=1, **settings, **filters(number_bytes)
@@ -46,7 +46,7 @@ def _blosc2(name: str, settings: dict[str, Any], filters: Callable[[int], dict[s
     def decompress(data: bytes, out: Bytes) -> None:
         blosc2.decompress2(data, dst=out, nthreads=1)
 
-    return Peer(name, compress, decompress)
+    return Compressor(name, compress, decompress)
 
 
 def _bytedelta(number_bytes: int) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _bytedelta(number_bytes: int) -> dict[str, Any]:
     return {"filters": [blosc2.Filter.NOFILTER] * 4 + last, "filters_meta": [0] * 5 + [number_bytes]}
 
 
-PEERS = (
+COMPRESSORS = (
     _zstd(1),
     _zstd(3),
     _blosc2("blosc2", {}, lambda _: {}),
