@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from types import TracebackType
 
 from fastcheck_proto.conventions import STEP_MAX
@@ -29,7 +30,9 @@ from .errors import (
     LoadFailedError,
     RegistryUnavailableError,
     SaveFailedError,
+    StateChangedError,
 )
+from .fencing import Fence
 from .following import Follower
 from .handle import SaveHandle, as_save_error
 from .pausing import FailureLog, Pause
@@ -40,7 +43,7 @@ from .state.flatten import FlatState, flatten
 from .state.header import parse
 from .state.layouts import Layouts
 from .streaming import Streams
-from .transport import Loaded, Patience, Transport
+from .transport import Loaded, Patience, Staging, Transport
 
 logger = logging.getLogger("fastcheck")
 
@@ -112,6 +115,9 @@ class Checkpointer:
         self._pause = Pause()
         self._failures = FailureLog()
         self._followers: list[Follower] = []
+        self._fence = Fence()
+        #: Tensors that were seen to change without a fence. Bounded by the names in the caller's states.
+        self._restless: set[str] = set()
 
     @property
     def job(self) -> str:
@@ -133,8 +139,15 @@ class Checkpointer:
         """Whether the last `load` took a step that nobody could say is committed."""
         return self._loaded_provisional
 
-    def save(self, step: int, state: object) -> SaveHandle:
+    def save(self, step: int, state: object, *, lazy: bool = False) -> SaveHandle:
         """Hand a copy of `state` to the daemon; returns when `state` may change again.
+
+        With `lazy` it returns earlier, and what only an optimizer's step changes is copied while training goes on:
+        parameters and state of the optimizer objects in `state`. Their steps wait for it by themselves; before
+        anything else changes those tensors, call `fence()`. All else is copied before `save` returns, so without
+        an optimizer object in `state`, or with a daemon on another host, `lazy` changes nothing. A change that did
+        not wait fails the save with StateChangedError in the handle; only one behind torch's back (`.data`, raw
+        memory, a replayed CUDA graph) goes unseen.
 
         Raises:
             UnsupportedStateError: something in `state` cannot be saved; the message names it.
@@ -147,19 +160,31 @@ class Checkpointer:
             handle = SaveHandle(number)
             handle._finish()
             return handle
-        flat = flatten(state, self._layouts)
+        self._fence.settle()
+        started = time.monotonic()
+        lazy = bool(lazy) and self._transport.lazy
+        flat = flatten(state, self._layouts, lazy=lazy, restless=self._restless)
         handle = SaveHandle(number, flat.state_bytes)
         with self._lock:
-            error = self._pause.error or self._attempt(handle, flat)
+            error = self._pause.error or self._attempt(handle, lambda: self._begin(handle, flat))
         if error is not None:
             handle._finish(as_save_error(error))
             self._ended(handle)
+        handle._block(time.monotonic() - started)
         return handle
 
-    def _attempt(self, handle: SaveHandle, flat: FlatState) -> FastCheckError | None:
+    def fence(self) -> None:
+        """Returns when the state of the last lazy save may change. Optimizers' steps do this by themselves.
+
+        For loops that change parameters or optimizer state otherwise: averaging into them, clipping weights, steps
+        that were compiled or captured into a CUDA graph.
+        """
+        self._fence.hold()
+
+    def _attempt(self, handle: SaveHandle, action: Callable[[], None]) -> FastCheckError | None:
         error: FastCheckError | None = None
         try:
-            self._save(handle, flat)
+            action()
         except FastCheckError as found:
             error = found
         except Exception as found:
@@ -169,7 +194,7 @@ class Checkpointer:
         self._pause.note(error)
         return error
 
-    def _save(self, handle: SaveHandle, flat: FlatState) -> None:
+    def _begin(self, handle: SaveHandle, flat: FlatState) -> None:
         session_s = min(_SESSION_AGAIN_S if self._pause.failing else _SESSION_S, self._timeout_s)
         session = self._open_session(Patience(self._pause.connect_s, session_s))
         request = pb.BeginSaveRequest(
@@ -181,8 +206,24 @@ class Checkpointer:
             state_bytes=flat.state_bytes,
             max_in_flight=self._max_in_flight,
         )
-        staged = self._transport.save(request, flat, Patience(self._pause.connect_s, self._timeout_s))
-        handle._stage(staged.waited_s, staged.stage_s)
+        staging = self._transport.begin(request, flat, Patience(self._pause.connect_s, self._timeout_s))
+        if flat.watched:
+            self._fence.begin(handle, staging, lambda: self._finish_lazily(handle, staging, session))
+        else:
+            self._finish(handle, staging, session)
+
+    def _finish_lazily(self, handle: SaveHandle, staging: Staging, session: int) -> None:
+        """In the background. Until this ends no other save or load begins: `settle` comes first."""
+        error = self._attempt(handle, lambda: self._finish(handle, staging, session))
+        if error is not None:
+            if isinstance(error, StateChangedError):
+                self._restless.update(error.names)
+            handle._finish(as_save_error(error))
+            self._ended(handle)
+
+    def _finish(self, handle: SaveHandle, staging: Staging, session: int) -> None:
+        staged = staging.finish()
+        handle._stage(staged.waited_s, staged.stage_s, staged.lazy_bytes)
         watch = pb.WatchSaveRequest(job=self.job, rank=self.rank, session=session, step=handle.step)
         self._followers = [f for f in self._followers if f.thread.is_alive()]
         self._followers.append(
@@ -228,6 +269,7 @@ class Checkpointer:
         if not self._identity.enabled:
             return None
         lossy = self._layouts.precision is not None if allow_lossy is None else bool(allow_lossy)
+        self._fence.settle()
         self._layouts.watch(state)
         with self._lock:
             self._loaded_provisional = False
@@ -323,9 +365,13 @@ class Checkpointer:
             raise ClosedError("this Checkpointer is closed: make a new one")
 
     def close(self) -> None:
-        """End threads, connections and mappings. Saves under way go on in the daemon, their handles end."""
+        """End threads, connections and mappings. Saves under way go on in the daemon, their handles end.
+
+        A lazy save is handed over first.
+        """
         if self._closing.is_set():
             return
+        self._fence.close()
         self._closing.set()
         self._daemon.close()
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,24 +15,33 @@ from ..errors import UnsupportedStateError
 from .collect import Collected, collect
 from .layout import Arrangement, add_header, header_padding
 from .layouts import Layouts
+from .ownership import Watched, steady_slots
 
 
 class Piece(NamedTuple):
-    """A plain tensor and the byte range that its contiguous bytes take in the rank state."""
+    """A plain tensor and the byte range that its contiguous bytes take in the rank state.
+
+    `later`: it may be copied until the next step of an optimizer, for nothing else changes it.
+    """
 
     tensor: torch.Tensor
     offset: int
     bytes: int
+    later: bool = False
 
 
 @dataclass(frozen=True)
 class FlatState:
-    """A state ready to be copied: `pieces` by offset, the header, zeros between and after. Sizes in bytes."""
+    """A state ready to be copied: `pieces` by offset, the header, zeros between and after. Sizes in bytes.
+
+    `watched` are the tensors of the pieces that may be copied later.
+    """
 
     pieces: tuple[Piece, ...]
     header: bytes
     header_offset: int
     layout: layout_pb2.StateLayout
+    watched: tuple[Watched, ...] = ()
 
     @property
     def state_bytes(self) -> int:
@@ -39,10 +49,13 @@ class FlatState:
         return self.header_offset + len(self.header) + header_padding(len(self.header))
 
 
-def flatten(state: object, layouts: Layouts | None = None) -> FlatState:
+def flatten(
+    state: object, layouts: Layouts | None = None, *, lazy: bool = False, restless: Container[str] = ()
+) -> FlatState:
     """Lay the state out; with `layouts`, as before if its structure is known there.
 
-    The layout message belongs to `layouts` and is only good until the next state is laid out with it.
+    The layout message belongs to `layouts` and is only good until the next state is laid out with it. With
+    `lazy`, pieces that only an optimizer's step changes are marked, except those of tensors named in `restless`.
 
     Raises:
         UnsupportedStateError: something in the state cannot be saved; the message names its path.
@@ -62,10 +75,12 @@ def flatten(state: object, layouts: Layouts | None = None) -> FlatState:
             "put large bytes and long lists into tensors"
         )
     add_header(arrangement.layout, len(header) + header_padding(len(header)))
-    return FlatState(_pieces(found, arrangement), header, arrangement.end, arrangement.layout)
+    steady = steady_slots(found, restless) if lazy else {}
+    pieces = _pieces(found, arrangement, steady)
+    return FlatState(pieces, header, arrangement.end, arrangement.layout, tuple(steady.values()))
 
 
-def _pieces(found: Collected, arrangement: Arrangement) -> tuple[Piece, ...]:
+def _pieces(found: Collected, arrangement: Arrangement, steady: Container[int]) -> tuple[Piece, ...]:
     cut: dict[int, tuple[torch.Tensor, ...]] = {}
     for slot, elements in arrangement.piece_elements.items():
         tensor = found.tensors[slot]
@@ -74,6 +89,11 @@ def _pieces(found: Collected, arrangement: Arrangement) -> tuple[Piece, ...]:
         else:  # its pieces are whole rows
             cut[slot] = torch.split(tensor, elements // found.extents[slot].row)
     return tuple(
-        Piece(cut[part.slot][part.number] if part.slot in cut else found.tensors[part.slot], *part[2:])
+        Piece(
+            cut[part.slot][part.number] if part.slot in cut else found.tensors[part.slot],
+            part.offset,
+            part.bytes,
+            part.slot in steady,
+        )
         for part in arrangement.parts
     )
