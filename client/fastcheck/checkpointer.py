@@ -40,6 +40,7 @@ from .precision import parse_precision
 from .staging import SharedMemory
 from .state.fill import fill
 from .state.flatten import FlatState, flatten
+from .state.forecast import missing_bytes
 from .state.header import parse
 from .state.layouts import Layouts
 from .streaming import Streams
@@ -54,6 +55,8 @@ _SESSION_S = 5.0
 _SESSION_AGAIN_S = 1.0
 #: A load of a large state over a slow network; a daemon that hangs is noticed long before.
 _LOAD_S = 3600.0
+#: Of threads, and of steps in flight.
+_COUNT_MAX = 1024
 
 
 class Checkpointer:
@@ -166,12 +169,41 @@ class Checkpointer:
         flat = flatten(state, self._layouts, lazy=lazy, restless=self._restless)
         handle = SaveHandle(number, flat.state_bytes)
         with self._lock:
-            error = self._pause.error or self._attempt(handle, lambda: self._begin(handle, flat))
+            error = self._pause.error or self._attempt(lambda: self._begin(handle, flat))
         if error is not None:
             handle._finish(as_save_error(error))
             self._ended(handle)
         handle._block(time.monotonic() - started)
         return handle
+
+    def prepare(self, state: object) -> None:
+        """Get memory ready for saves of states as large as this one; call it before training, the first save is as
+        fast as others then.
+
+        What optimizers will keep after their first step is estimated, for torch's own kinds. The memory is touched
+        in the background. A daemon that cannot help costs the first save time and nothing else: it is only logged.
+
+        Raises:
+            UnsupportedStateError: something in `state` cannot be saved; the message names it.
+            ClosedError: after close().
+        """
+        self._check_open()
+        if not self._identity.enabled:
+            return
+        self._fence.settle()
+        size = flatten(state, self._layouts).state_bytes
+        missing = missing_bytes(state)
+        if missing:  # a segment may be a quarter larger than the state, but not smaller
+            size += missing + size // 64
+        with self._lock:
+            error = self._attempt(lambda: self._prepare(size))
+        if error is not None:
+            logger.info("the first save will not be prepared: %s", error)
+
+    def _prepare(self, state_bytes: int) -> None:
+        request = self._request(STEP_MAX, state_bytes)
+        request.max_in_flight = _COUNT_MAX  # nothing is saved, so there is nothing to wait for
+        self._transport.prepare(request, Patience(self._pause.connect_s, self._timeout_s))
 
     def fence(self) -> None:
         """Returns when the state of the last lazy save may change. Optimizers' steps do this by themselves.
@@ -181,7 +213,7 @@ class Checkpointer:
         """
         self._fence.hold()
 
-    def _attempt(self, handle: SaveHandle, action: Callable[[], None]) -> FastCheckError | None:
+    def _attempt(self, action: Callable[[], None]) -> FastCheckError | None:
         error: FastCheckError | None = None
         try:
             action()
@@ -189,23 +221,26 @@ class Checkpointer:
             error = found
         except Exception as found:
             # G4: nothing of ours ends a training loop.
-            logger.exception("saving step %d met a defect in FastCheck", handle.step)
+            logger.exception("a save met a defect in FastCheck")
             error = SaveFailedError(f"defect in FastCheck while saving: {found!r}")
         self._pause.note(error)
         return error
 
-    def _begin(self, handle: SaveHandle, flat: FlatState) -> None:
+    def _request(self, step: int, state_bytes: int) -> pb.BeginSaveRequest:
         session_s = min(_SESSION_AGAIN_S if self._pause.failing else _SESSION_S, self._timeout_s)
-        session = self._open_session(Patience(self._pause.connect_s, session_s))
-        request = pb.BeginSaveRequest(
+        return pb.BeginSaveRequest(
             job=self.job,
             rank=self.rank,
             world_size=self.world_size,
-            session=session,
-            step=handle.step,
-            state_bytes=flat.state_bytes,
+            session=self._open_session(Patience(self._pause.connect_s, session_s)),
+            step=step,
+            state_bytes=state_bytes,
             max_in_flight=self._max_in_flight,
         )
+
+    def _begin(self, handle: SaveHandle, flat: FlatState) -> None:
+        request = self._request(handle.step, flat.state_bytes)
+        session = request.session
         staging = self._transport.begin(request, flat, Patience(self._pause.connect_s, self._timeout_s))
         if flat.watched:
             self._fence.begin(handle, staging, lambda: self._finish_lazily(handle, staging, session))
@@ -214,7 +249,7 @@ class Checkpointer:
 
     def _finish_lazily(self, handle: SaveHandle, staging: Staging, session: int) -> None:
         """In the background. Until this ends no other save or load begins: `settle` comes first."""
-        error = self._attempt(handle, lambda: self._finish(handle, staging, session))
+        error = self._attempt(lambda: self._finish(handle, staging, session))
         if error is not None:
             if isinstance(error, StateChangedError):
                 self._restless.update(error.names)
@@ -410,6 +445,6 @@ def _check_step(step: int) -> int:
 
 def _at_least(what: str, value: int, least: int) -> int:
     number = whole_number(what, value)
-    if not least <= number <= 1024:
-        raise InvalidArgumentError(f"{what} = {number} must be from {least} to 1024")
+    if not least <= number <= _COUNT_MAX:
+        raise InvalidArgumentError(f"{what} = {number} must be from {least} to {_COUNT_MAX}")
     return number

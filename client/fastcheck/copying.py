@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from .gpu import Cuda, Gpu, Mark, Pair
+from .pages import populate
 from .state import dtypes
 from .state.flatten import FlatState, Piece
 
@@ -24,7 +25,7 @@ _PIECE_BYTES = 16 << 20
 #: Below this, waking threads costs more than they save.
 _PARALLEL_BYTES_MIN = 32 << 20
 
-#: Destination address, source address, bytes.
+#: Destination address, source address, bytes. Without a source: the destination's pages are only made present.
 _Move = tuple[int, int, int]
 
 #: Copies one run of bytes. Tests put a gate in its place, to stop a copy in the middle.
@@ -54,7 +55,10 @@ class Moves:
                     move = self._todo.popleft()
                 except IndexError:
                     return
-                move_bytes(*move)
+                if move[1]:
+                    move_bytes(*move)
+                else:
+                    populate(move[0], move[2])
         finally:
             with self._changed:
                 self._working -= 1
@@ -79,10 +83,10 @@ class Copier:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def copy(self, flat: FlatState, segment: torch.Tensor) -> None:
+    def copy(self, flat: FlatState, segment: torch.Tensor, *, warm: bool = True) -> None:
         """Write the header, all tensors but those left for later, and zeros between them.
 
-        `segment` is flat uint8, at least state_bytes long.
+        `segment` is flat uint8, at least state_bytes long; `warm`: its pages were used before.
         """
         assert segment.numel() >= flat.state_bytes
         plain: list[Piece] = []
@@ -100,7 +104,7 @@ class Copier:
             else:
                 by_address = piece.tensor.is_cpu and piece.tensor.is_contiguous()
                 (plain if by_address else strided).append(piece)
-        moves = self.begin(plain, segment)
+        moves = self.begin(plain, segment, warm=warm)
         until: Mark = {}
         try:
             if far:
@@ -120,9 +124,11 @@ class Copier:
         end = flat.header_offset + len(flat.header)
         ctypes.memset(base + end, 0, flat.state_bytes - end)
 
-    def begin(self, pieces: Iterable[Piece], segment: torch.Tensor) -> Moves:
+    def begin(self, pieces: Iterable[Piece], segment: torch.Tensor, *, warm: bool = True) -> Moves:
         """The moves for contiguous CPU tensors; nothing is copied yet. The caller keeps the tensors alive."""
-        return Moves(_moves(pieces, segment.data_ptr()))
+        base = segment.data_ptr()
+        moves = _moves(pieces, base)
+        return Moves(moves if warm else _populated(moves, base + segment.numel()))
 
     def help(self, moves: Moves, size_bytes: int) -> None:
         """Let the helping threads work on it too, where it is large enough to be worth it."""
@@ -156,6 +162,20 @@ def _moves(pieces: Iterable[Piece], base: int) -> Iterator[_Move]:
         for start in range(0, piece.bytes, _PIECE_BYTES):
             size = min(_PIECE_BYTES, piece.bytes - start)
             yield base + piece.offset + start, source + start, size
+
+
+def _populated(moves: Iterable[_Move], end: int) -> Iterator[_Move]:
+    """The moves, and before the first one into each block of memory one that makes its pages present.
+
+    They are so up to `end` at most. A thread that copies there already comes to no harm.
+    """
+    present = 0
+    for into, source, size in moves:
+        if into + size > present:
+            start = max(into, present)
+            present = min(max(into + size, start + _PIECE_BYTES), end)
+            yield start, 0, present - start
+        yield into, source, size
 
 
 def contiguous_bytes(tensor: torch.Tensor, piece_bytes: int) -> Iterator[bytes]:

@@ -16,6 +16,7 @@ import torch
 from .copying import Copier, carried
 from .errors import StateChangedError
 from .gpu import Gpu, Mark
+from .segments import Segment
 from .state.flatten import FlatState
 
 _NAMES_SHOWN_MAX = 5
@@ -24,19 +25,19 @@ _NAMES_SHOWN_MAX = 5
 class LazyCopy:
     """The later pieces of one state on their way into a segment. `run` it in one thread, `hold` it from any."""
 
-    def __init__(self, flat: FlatState, segment: torch.Tensor, copier: Copier, gpu: Gpu) -> None:
+    def __init__(self, flat: FlatState, segment: Segment, copier: Copier, gpu: Gpu) -> None:
         later = [piece for piece in flat.pieces if piece.later]
         near = [piece for piece in later if not gpu.takes(piece.tensor)]
         # Both lists keep the memory alive that is read, whatever becomes of the caller's tensors.
         self._kept = near
         self._far = [piece for piece in later if gpu.takes(piece.tensor)]
         self._watched = flat.watched
-        self._segment = segment
+        self._into = segment.tensor
         self._copier = copier
         self._gpu = gpu
         self.near_bytes = sum(piece.bytes for piece in near)
         self.bytes = self.near_bytes + sum(piece.bytes for piece in self._far)
-        self._moves = copier.begin(near, segment)
+        self._moves = copier.begin(near, segment.tensor, warm=segment.warm)
         self._after: Mark = gpu.mark(piece.tensor for piece in self._far) if self._far else {}
         self._until: Mark = {}
         #: The device has all copies, or will get none.
@@ -55,7 +56,7 @@ class LazyCopy:
         try:
             try:
                 if self._far:
-                    pairs = [carried(piece, self._segment) for piece in self._far]
+                    pairs = [carried(piece, self._into) for piece in self._far]
                     self._until = self._gpu.copy(pairs, self._after)
             finally:
                 self._given.set()
@@ -69,7 +70,7 @@ class LazyCopy:
             self._moves.join()
             self.seconds = time.monotonic() - started
             self._kept, self._far = [], []
-            self._segment = torch.empty(0, dtype=torch.uint8)
+            self._into = torch.empty(0, dtype=torch.uint8)
         if changed:
             shown = ", ".join(changed[:_NAMES_SHOWN_MAX]) + (", ..." if changed[_NAMES_SHOWN_MAX:] else "")
             raise StateChangedError(

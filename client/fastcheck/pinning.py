@@ -54,6 +54,11 @@ class Pinner:
             weakref.finalize(segment, self._gpu.unlock, address).atexit = False
             return True
 
+    def pin_ahead(self, segment: Segment) -> None:
+        """Lock the pages of a segment that a later save will get, if a GPU copies into them at all."""
+        if self.wanted:
+            self.pin(segment)
+
     def _refuse(self, reason: str) -> None:
         self.refusals += 1
         self._refusals_in_a_row += 1

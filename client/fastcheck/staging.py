@@ -38,7 +38,8 @@ class SharedMemory:
         self._gpu = Cuda() if gpu is None else gpu
         self._pinner = Pinner(self._gpu)
         self._copier = Copier(copy_threads, self._gpu)
-        self._prefaulter = Prefaulter(self._cache)
+        self._prefaulter = Prefaulter(self._cache, self._pinner.pin_ahead)
+        self._copy_threads = copy_threads
         self._unmapping: list[threading.Thread] = []
 
     def begin(self, request: pb.BeginSaveRequest, flat: FlatState, patience: Patience) -> Staging:
@@ -49,8 +50,8 @@ class SharedMemory:
             segment = self._cache.get(begun.segment)
             if any(self._gpu.takes(piece.tensor) for piece in flat.pieces):
                 self._pinner.pin(segment)
-            self._copier.copy(flat, segment.tensor)
-            later = LazyCopy(flat, segment.tensor, self._copier, self._gpu)
+            self._copier.copy(flat, segment.tensor, warm=segment.warm)
+            later = LazyCopy(flat, segment, self._copier, self._gpu)
         except BaseException:
             self.abandon(begun.save_id)
             raise
@@ -70,6 +71,12 @@ class SharedMemory:
     def warm(self, spares: Sequence[pb.SegmentRef]) -> None:
         """Touch the pages of segments that later saves will get."""
         self._prefaulter.offer(spares)
+
+    def prepare(self, request: pb.BeginSaveRequest, patience: Patience) -> None:
+        """Reserve a segment, have it warmed and give it back: the first save gets the same one."""
+        begun = self._daemon.begin_save(request, connect_s=patience.connect_s, timeout_s=patience.timeout_s)
+        self._prefaulter.offer([begun.segment], self._copy_threads)
+        self.abandon(begun.save_id)
 
     def abandon(self, save_id: str) -> None:
         """Give a segment back that will not be sealed."""
@@ -159,6 +166,8 @@ class _Staging:
         assert flat is not None
         try:
             self._later.run()
+            assert self._segment is not None
+            self._segment.warm = True
             self._shared.seal(self._begun.save_id, flat)
         except BaseException:
             self._shared.abandon(self._begun.save_id)

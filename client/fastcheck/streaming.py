@@ -76,6 +76,9 @@ class Streams:
         ready, buffer = received
         yield Loaded(ready, buffer.tensor[: ready.state_bytes])
 
+    def prepare(self, request: pb.BeginSaveRequest, patience: Patience) -> None:
+        """Nothing to do: there is no memory of the daemon's that this process could touch."""
+
     def warm(self, spares: Sequence[pb.SegmentRef]) -> None:
         """Nothing to do: the segments are out of reach from here."""
 

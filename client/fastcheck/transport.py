@@ -68,6 +68,10 @@ class Transport(Protocol):
         """The bytes of a committed step, valid inside the block; None when there is none."""
         ...
 
+    def prepare(self, request: pb.BeginSaveRequest, patience: Patience) -> None:
+        """Get memory ready for the first save, in the background."""
+        ...
+
     def warm(self, spares: Sequence[pb.SegmentRef]) -> None:
         """Prepare for later saves, in the background."""
         ...
