@@ -12,7 +12,7 @@ from fastcheck_proto.conventions import HEADER_BYTES_MAX
 from fastcheck_proto.v1 import layout_pb2
 
 from ..errors import UnsupportedStateError
-from .collect import Collected, collect
+from .collect import Collected
 from .layout import Arrangement, add_header, header_padding
 from .layouts import Layouts
 from .ownership import Watched, steady_slots
@@ -60,14 +60,11 @@ def flatten(
     Raises:
         UnsupportedStateError: something in the state cannot be saved; the message names its path.
     """
-    found = collect(state)
-    arrangement = (layouts or Layouts()).arrange(found)
-    for record, slot in zip(found.header.tensors, found.record_slots, strict=True):
-        place = arrangement.places[slot]
-        record.offset = place.offset
-        if place.piece_offsets:
-            record.piece_offsets.extend(place.piece_offsets)
-            record.piece_bytes = place.piece_bytes
+    layouts = layouts or Layouts()
+    found = layouts.collect(state)
+    arrangement = layouts.arrange(found)
+    if found.placed_by is not arrangement:
+        _place(found, arrangement)
     header = found.header.SerializeToString()
     if len(header) > HEADER_BYTES_MAX:
         raise UnsupportedStateError(
@@ -77,7 +74,17 @@ def flatten(
     add_header(arrangement.layout, len(header) + header_padding(len(header)))
     steady = steady_slots(found, restless) if lazy else {}
     pieces = _pieces(found, arrangement, steady)
+    layouts.keep(found)
     return FlatState(pieces, header, arrangement.end, arrangement.layout, tuple(steady.values()))
+
+
+def _place(found: Collected, arrangement: Arrangement) -> None:
+    for record, slot in zip(found.header.tensors, found.record_slots, strict=True):
+        place = arrangement.places[slot]
+        record.offset = place.offset
+        record.piece_bytes = place.piece_bytes
+        record.piece_offsets[:] = place.piece_offsets
+    found.placed_by = arrangement
 
 
 def _pieces(found: Collected, arrangement: Arrangement, steady: Container[int]) -> tuple[Piece, ...]:

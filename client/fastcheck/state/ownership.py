@@ -35,22 +35,20 @@ class Watched(NamedTuple):
 
 def steady_slots(found: Collected, restless: Container[str]) -> dict[int, Watched]:
     """Slots that only a step changes; tensors named in `restless` were seen to change otherwise."""
-    names: dict[int, str] = {}
-    for name, stored_at in zip(found.names, found.record_slots, strict=True):
-        names.setdefault(stored_at, name)
     steady: dict[int, Watched] = {}
     for optimizer in found.objects.values():
         if not (isinstance(optimizer, torch.optim.Optimizer) and is_fenced(optimizer)):
             continue
         for tensor in _own_tensors(optimizer):
-            local = local_of(tensor)
-            slot = found.by_view.get(view_key(local)) if local.numel() else None
-            if slot is None or slot in steady or names[slot] in restless:
+            slot = found.by_id.get(id(tensor))
+            if slot is None:
+                slot = found.by_view.get(view_key(local_of(tensor)))
+            if slot is None or slot in steady or found.slot_names[slot] in restless:
                 continue
             stored = found.tensors[slot]
             movable = (stored.is_cpu and stored.is_contiguous()) or stored.is_cuda
             if movable and not stored.is_inference():  # of inference tensors torch counts no changes
-                steady[slot] = Watched(names[slot], stored, stored._version)
+                steady[slot] = Watched(found.slot_names[slot], stored, stored._version)
     return steady
 
 
