@@ -25,7 +25,7 @@ from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
-from . import codec, lossy_resume, placement
+from . import codec, lossy_resume, placement, staging
 from .codec_rows import print_rows
 from .detection import detection, soak
 from .limits import FramedTcp, Memcpy
@@ -170,10 +170,18 @@ def idle(seconds: float) -> list[Figure]:
         return idling(cluster, seconds)
 
 
+def shaped_links(rounds: int) -> list[Figure]:
+    """Nothing without root."""
+    if os.geteuid() == 0:
+        return links(rounds)
+    say("links are left out: shaping them takes root, for network namespaces")
+    return []
+
+
 #: What can be asked for alone, in the order in which it runs: idling first, since after gigabytes of transfers the
 #: machine itself is busy for a while. Some run only when asked for: simulated nodes take the cores that a leader is
 #: measured on, and the last two take long.
-PARTS = ("idle", "detection", "transfer", "links", "placement", "codec", "scale", "lossy", "soak")
+PARTS = ("idle", "detection", "transfer", "staging", "links", "placement", "codec", "scale", "lossy", "soak")
 ASKED_FOR = ("scale", "lossy", "soak")
 
 
@@ -189,11 +197,10 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
         figures += soak(arguments.minutes, say, arguments.burners)
     if "transfer" in parts:
         figures += transfers(arguments.rounds)
+    if "staging" in parts:
+        figures += staging.measure(arguments.rounds, arguments.quick, say)
     if "links" in parts:
-        if os.geteuid() == 0:
-            figures += links(arguments.rounds)
-        else:
-            say("links are left out: shaping them takes root, for network namespaces")
+        figures += shaped_links(arguments.rounds)
     if "scale" in parts:
         found, results["scale"] = scale(
             arguments.nodes, 3.0 if arguments.quick else arguments.idle_seconds, say
@@ -233,7 +240,7 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="codec, lossy, placement, scale: short trainings and phases, one round, two seeds, to see that it runs",
+        help="codec, lossy, placement, scale, staging: short phases, one round, two seeds, to see that it runs",
     )
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()
