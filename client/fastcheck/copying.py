@@ -2,7 +2,7 @@
 
 Contiguous CPU tensors are cut into pieces and moved by `memmove` on a few threads: it releases the
 interpreter lock, and unlike torch's copy_ it starts no team of OpenMP threads per calling thread.
-Tensors on a GPU are the business of `cuda`; what is strided goes through torch on the caller's thread.
+Tensors on a GPU are the business of `gpu`; what is strided goes through torch on the caller's thread.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from .errors import SaveFailedError
 from .gpu import Cuda, Gpu, Mark, Pair
 from .pages import populate
 from .state import dtypes
@@ -43,13 +44,15 @@ class Moves:
     def __init__(self, moves: Iterable[_Move]) -> None:
         self._todo = deque(moves)
         self._changed = threading.Condition()
-        self._working = 0
+        self._workers: set[object] = set()
+        self._error: BaseException | None = None
 
     def work(self) -> None:
         """Copy until nothing is left to begin; others may still be at their last run."""
-        with self._changed:
-            self._working += 1
+        worker = object()
         try:
+            with self._changed:
+                self._workers.add(worker)
             while True:
                 try:
                     move = self._todo.popleft()
@@ -59,19 +62,35 @@ class Moves:
                     move_bytes(*move)
                 else:
                     populate(move[0], move[2])
+        except BaseException as error:
+            self.spoil(error)
+            raise
         finally:
             with self._changed:
-                self._working -= 1
+                self._workers.discard(worker)
                 self._changed.notify_all()
+
+    def spoil(self, error: BaseException) -> None:
+        """Something was not copied, or not as it should be: `join` will say so."""
+        self._error = self._error or error
+        self.cancel()
 
     def cancel(self) -> None:
         """Begin nothing more: the memory is about to be given back."""
         self._todo.clear()
 
-    def join(self) -> None:
+    def quiet(self) -> None:
         """Wait until nobody copies: for as long as one run takes per thread."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._working)
+            self._changed.wait_for(lambda: not self._workers)
+
+    def join(self) -> None:
+        """Wait until nobody copies; raises SaveFailedError if not everything was copied, by whomever."""
+        self.quiet()
+        if self._error is not None:
+            raise SaveFailedError(
+                f"the copy into the segment was broken off: {self._error!r}"
+            ) from self._error
 
 
 class Copier:
@@ -115,9 +134,10 @@ class Copier:
                 into, source = carried(piece, segment)
                 into.copy_(source)
             moves.work()
+            moves.join()
         finally:
             moves.cancel()  # after an error nobody may go on with memory that is given back
-            moves.join()
+            moves.quiet()
             self._gpu.wait(until)
         ctypes.memset(base + end, 0, flat.header_offset - end)
         ctypes.memmove(base + flat.header_offset, flat.header, len(flat.header))

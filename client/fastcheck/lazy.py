@@ -63,11 +63,13 @@ class LazyCopy:
             self._moves.work()
             self._moves.join()
             self._gpu.wait(self._until)
+            self._moves.join()  # a fence may have been broken off meanwhile
             changed = self._judge()
         finally:
             # After an error the segment is given back: then nobody may write to it any more.
             self._moves.cancel()
-            self._moves.join()
+            self._moves.quiet()
+            self._gpu.wait(self._until)
             self.seconds = time.monotonic() - started
             self._kept, self._far = [], []
             self._into = torch.empty(0, dtype=torch.uint8)
@@ -82,11 +84,16 @@ class LazyCopy:
     def hold(self) -> None:
         """Returns when the state may change: what is left is copied first, on a device at the latest before that."""
         self._judge()
-        self._copier.help(self._moves, self.near_bytes)
-        self._moves.work()
-        self._moves.join()
-        self._given.wait()
-        self._gpu.hold(self._until)
+        try:
+            self._copier.help(self._moves, self.near_bytes)
+            self._moves.work()
+            self._moves.quiet()
+            self._given.wait()
+            self._gpu.hold(self._until)
+        except BaseException as error:
+            # Broken off, by Ctrl-C perhaps: what was judged already may change any time now.
+            self._moves.spoil(error)
+            raise
 
     def _judge(self) -> list[str]:
         """Names of what changed, found out once: after the first `hold` training may change everything."""

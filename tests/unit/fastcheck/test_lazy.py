@@ -374,6 +374,56 @@ def test_a_failure_of_the_copy_or_the_seal_is_in_the_handle_and_not_in_the_step(
     assert ckpt.save(3, state, lazy=True).result(timeout=10).committed
 
 
+def test_a_fence_that_is_broken_off_by_the_user_fails_the_save_and_the_next_one_is_whole(
+    daemon, ckpt, monkeypatch
+):
+    state = make(1)
+    with monkeypatch.context() as patch:
+        gate = Gate(patch)
+        handle = ckpt.save(1, state, lazy=True)
+        gate.wait()
+
+        def interrupted(*move: int) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(copying_module, "move_bytes", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            state["optimizer"].step()
+        with torch.no_grad():
+            state["net"][0].weight.zero_()
+        gate.open()
+        assert "broken off: KeyboardInterrupt" in str(handle.exception(timeout=10))
+    assert daemon.memory.by_step(1) is None
+    wanted = bits(state)
+    ckpt.save(2, state, lazy=True).result(timeout=10)
+    assert same(loaded(ckpt, 2, state), wanted)
+
+
+def test_a_helping_thread_that_fails_fails_the_save(daemon, monkeypatch):
+    state = {"w": torch.ones(20_000_000)}
+    trainer = threading.get_ident()
+
+    def broken(into: int, source: int, size: int) -> None:
+        if threading.get_ident() != trainer:
+            raise MemoryError("in a helper")
+        helped.wait(10)
+        ctypes.memmove(into, source, size)
+
+    helped = threading.Event()
+    spoil = copying_module.Moves.spoil
+
+    def seen(moves: copying_module.Moves, error: BaseException) -> None:
+        spoil(moves, error)
+        helped.set()
+
+    monkeypatch.setattr(copying_module, "move_bytes", broken)
+    monkeypatch.setattr(copying_module.Moves, "spoil", seen)
+    with Checkpointer(job="gpt", address=daemon.address, copy_threads=2) as ckpt:
+        handle = ckpt.save(1, state)
+        assert "in a helper" in str(handle.exception(timeout=10))
+    assert daemon.memory.abandoned == ["save-0"]
+
+
 def test_a_daemon_that_dies_meanwhile_costs_the_save_and_nothing_else(tmp_path, monkeypatch):
     state = make(1)
     with FakeDaemon(tmp_path) as daemon, Checkpointer(job="gpt", address=daemon.address) as ckpt:
