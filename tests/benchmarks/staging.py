@@ -6,7 +6,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def measure(rounds: int, quick: bool, say: Callable[[str], None]) -> list[Figure
     return [
         *_threads(state, rounds, say),
         *_first(state, rounds, say),
-        *_many_small(120_000_000 if quick else 1_500_000_000, rounds, say),
+        *_many_small(60_000_000 if quick else 750_000_000, rounds, say),
         *_lazy(5 if quick else 40, rounds, say, width=256 if quick else 1024),
     ]
 
@@ -118,15 +118,15 @@ def _even_state(tensors: int, size_bytes: int) -> dict[str, Any]:
 
 
 def _many_small(size_bytes: int, rounds: int, say: Callable[[str], None]) -> list[Figure]:
-    """The same bytes in 10,000 tensors and in 40."""
-    runs: dict[int, list[float]] = {}
-    for tensors in (40, 10_000):
-        state = _even_state(tensors, size_bytes)
-        runs[tensors] = []
-        with _cluster(size_bytes) as cluster, _trainer(cluster, "small") as ckpt:
-            for step in range(1, _WARM_UP + rounds + 1):
+    """The same bytes in 10,000 tensors and in 40, in turn."""
+    states = {tensors: _even_state(tensors, size_bytes) for tensors in (40, 10_000)}
+    runs: dict[int, list[float]] = {tensors: [] for tensors in states}
+    with _cluster(2 * size_bytes) as cluster, ExitStack() as stack:
+        trainers = {t: stack.enter_context(_trainer(cluster, f"tensors-{t}")) for t in states}
+        for step in range(1, _WARM_UP + rounds + 1):
+            for tensors, state in states.items():
                 change(state)
-                blocked_ms = _save_ms(ckpt, step, state)
+                blocked_ms = _save_ms(trainers[tensors], step, state)
                 say(f"save of {tensors} tensors: {blocked_ms:.0f} ms")
                 if step > _WARM_UP:
                     runs[tensors].append(blocked_ms)
