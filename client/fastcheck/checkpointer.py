@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from fastcheck_proto.conventions import STEP_MAX
@@ -30,7 +30,9 @@ from .errors import (
     LoadFailedError,
     RegistryUnavailableError,
     SaveFailedError,
+    StateChangedError,
 )
+from .fencing import Fence
 from .following import Follower
 from .handle import SaveHandle, as_save_error
 from .pausing import FailureLog, Pause
@@ -40,10 +42,11 @@ from .replicated.whole import parse_shared
 from .staging import SharedMemory
 from .state.fill import fill
 from .state.flatten import FlatState, flatten
+from .state.forecast import missing_bytes
 from .state.header import parse
 from .state.layouts import Layouts
 from .streaming import Streams
-from .transport import Loaded, Patience, Transport
+from .transport import Loaded, Patience, Staging, Transport
 
 logger = logging.getLogger("fastcheck")
 
@@ -54,6 +57,8 @@ _SESSION_S = 5.0
 _SESSION_AGAIN_S = 1.0
 #: A load of a large state over a slow network; a daemon that hangs is noticed long before.
 _LOAD_S = 3600.0
+#: Of threads, and of steps in flight.
+_COUNT_MAX = 1024
 
 
 class Checkpointer:
@@ -126,6 +131,9 @@ class Checkpointer:
         self._pause = Pause()
         self._failures = FailureLog()
         self._followers: list[Follower] = []
+        self._fence = Fence()
+        #: Tensors that were seen to change without a fence. Bounded by the names in the caller's states.
+        self._restless: set[str] = set()
 
     @property
     def job(self) -> str:
@@ -152,8 +160,15 @@ class Checkpointer:
         """Whether what is per rank in the last load was this rank's own; a rank that joined later has rank 0's."""
         return self._loaded_own
 
-    def save(self, step: int, state: object) -> SaveHandle:
+    def save(self, step: int, state: object, *, lazy: bool = False) -> SaveHandle:
         """Hand a copy of `state` to the daemon; returns when `state` may change again.
+
+        With `lazy` it returns earlier, and what only an optimizer's step changes is copied while training goes on:
+        parameters and state of the optimizer objects in `state`. Their steps wait for it by themselves; before
+        anything else changes those tensors, call `fence()`. All else is copied before `save` returns, so without
+        an optimizer object in `state`, with `replicated` or with a daemon on another host, `lazy` changes nothing. A
+        change that did not wait fails the save with StateChangedError in the handle; only one behind torch's back
+        (`.data`, raw memory, a replayed CUDA graph) goes unseen.
 
         Raises:
             UnsupportedStateError: something in `state` cannot be saved; the message names it.
@@ -166,49 +181,114 @@ class Checkpointer:
             handle = SaveHandle(number)
             handle._finish()
             return handle
+        self._fence.settle()
+        started = time.monotonic()
+        whole: Shared | None = None
         if self._shared is None:
-            flat, whole = flatten(state, self._layouts), None
+            lazy = bool(lazy) and self._transport.lazy
+            flat = flatten(state, self._layouts, lazy=lazy, restless=self._restless)
         else:
             flat, whole = self._shared.flatten(state, self._layouts)
         handle = SaveHandle(number, flat.state_bytes)
         with self._lock:
-            error = self._pause.error or self._attempt(handle, flat, whole)
+            error = self._pause.error or self._attempt(lambda: self._begin(handle, flat, whole))
         if error is not None:
             handle._finish(as_save_error(error))
             self._ended(handle)
+        handle._block(time.monotonic() - started)
         return handle
 
-    def _attempt(self, handle: SaveHandle, flat: FlatState, whole: Shared | None) -> FastCheckError | None:
+    def prepare(self, state: object) -> None:
+        """Get memory ready for saves of states as large as this one; call it before training, the first save is as
+        fast as others then.
+
+        What optimizers will keep after their first step is estimated, for torch's own kinds. The memory is touched
+        in the background. A daemon that cannot help costs the first save time and nothing else: it is only logged.
+
+        Raises:
+            UnsupportedStateError: something in `state` cannot be saved; the message names it.
+            ClosedError: after close().
+        """
+        self._check_open()
+        if not self._identity.enabled:
+            return
+        self._fence.settle()
+        missing = missing_bytes(state)
+        if self._shared is None:
+            size = flatten(state, self._layouts).state_bytes
+        else:
+            size = self._shared.flatten(state, self._layouts)[0].state_bytes
+            missing = -(-missing // self.world_size)
+        if missing:  # a segment may be a quarter larger than the state, but not smaller
+            size += missing + size // 64
+        with self._lock:
+            error = self._attempt(lambda: self._prepare(size))
+        if error is not None:
+            logger.info("the first save will not be prepared: %s", error)
+
+    def _prepare(self, state_bytes: int) -> None:
+        request = self._request(STEP_MAX, state_bytes)
+        request.max_in_flight = _COUNT_MAX  # nothing is saved, so there is nothing to wait for
+        self._transport.prepare(request, Patience(self._pause.connect_s, self._timeout_s))
+
+    def fence(self) -> None:
+        """Returns when the state of the last lazy save may change. Optimizers' steps do this by themselves.
+
+        For loops that change parameters or optimizer state otherwise: averaging into them, clipping weights, steps
+        that were compiled or captured into a CUDA graph.
+        """
+        self._fence.hold()
+
+    def _attempt(self, action: Callable[[], None]) -> FastCheckError | None:
         error: FastCheckError | None = None
         try:
-            if self._shared is not None and whole is not None:
-                handle._error_of = self._shared.errors_of(whole)
-                flat = self._shared.compared(flat, whole, handle.step)
-                whole.let_go()
-            self._save(handle, flat)
+            action()
         except FastCheckError as found:
             error = found
         except Exception as found:
             # G4: nothing of ours ends a training loop.
-            logger.exception("saving step %d met a defect in FastCheck", handle.step)
+            logger.exception("a save met a defect in FastCheck")
             error = SaveFailedError(f"defect in FastCheck while saving: {found!r}")
         self._pause.note(error)
         return error
 
-    def _save(self, handle: SaveHandle, flat: FlatState) -> None:
+    def _request(self, step: int, state_bytes: int) -> pb.BeginSaveRequest:
         session_s = min(_SESSION_AGAIN_S if self._pause.failing else _SESSION_S, self._timeout_s)
-        session = self._open_session(Patience(self._pause.connect_s, session_s))
-        request = pb.BeginSaveRequest(
+        return pb.BeginSaveRequest(
             job=self.job,
             rank=self.rank,
             world_size=self.world_size,
-            session=session,
-            step=handle.step,
-            state_bytes=flat.state_bytes,
+            session=self._open_session(Patience(self._pause.connect_s, session_s)),
+            step=step,
+            state_bytes=state_bytes,
             max_in_flight=self._max_in_flight,
         )
-        staged = self._transport.save(request, flat, Patience(self._pause.connect_s, self._timeout_s))
-        handle._stage(staged.waited_s, staged.stage_s)
+
+    def _begin(self, handle: SaveHandle, flat: FlatState, whole: Shared | None) -> None:
+        if self._shared is not None and whole is not None:
+            handle._error_of = self._shared.errors_of(whole)
+            flat = self._shared.compared(flat, whole, handle.step)
+            whole.let_go()
+        request = self._request(handle.step, flat.state_bytes)
+        session = request.session
+        staging = self._transport.begin(request, flat, Patience(self._pause.connect_s, self._timeout_s))
+        if flat.watched:
+            self._fence.begin(handle, staging, lambda: self._finish_lazily(handle, staging, session))
+        else:
+            self._finish(handle, staging, session)
+
+    def _finish_lazily(self, handle: SaveHandle, staging: Staging, session: int) -> None:
+        """In the background. Until this ends no other save or load begins: `settle` comes first."""
+        error = self._attempt(lambda: self._finish(handle, staging, session))
+        if error is not None:
+            if isinstance(error, StateChangedError):
+                self._restless.update(error.names)
+            handle._finish(as_save_error(error))
+            self._ended(handle)
+
+    def _finish(self, handle: SaveHandle, staging: Staging, session: int) -> None:
+        staged = staging.finish()
+        handle._stage(staged.waited_s, staged.stage_s, staged.lazy_bytes)
         watch = pb.WatchSaveRequest(job=self.job, rank=self.rank, session=session, step=handle.step)
         self._followers = [f for f in self._followers if f.thread.is_alive()]
         self._followers.append(
@@ -254,6 +334,7 @@ class Checkpointer:
         if not self._identity.enabled:
             return None
         lossy = self._layouts.precision is not None if allow_lossy is None else bool(allow_lossy)
+        self._fence.settle()
         self._layouts.watch(state)
         with self._lock:
             self._loaded_provisional = False
@@ -360,9 +441,13 @@ class Checkpointer:
             raise ClosedError("this Checkpointer is closed: make a new one")
 
     def close(self) -> None:
-        """End threads, connections and mappings. Saves under way go on in the daemon, their handles end."""
+        """End threads, connections and mappings. Saves under way go on in the daemon, their handles end.
+
+        A lazy save is handed over first.
+        """
         if self._closing.is_set():
             return
+        self._fence.close()
         self._closing.set()
         self._daemon.close()
         with self._lock:
@@ -402,6 +487,6 @@ def _check_step(step: int) -> int:
 
 def _at_least(what: str, value: int, least: int) -> int:
     number = whole_number(what, value)
-    if not least <= number <= 1024:
-        raise InvalidArgumentError(f"{what} = {number} must be from {least} to 1024")
+    if not least <= number <= _COUNT_MAX:
+        raise InvalidArgumentError(f"{what} = {number} must be from {least} to {_COUNT_MAX}")
     return number

@@ -2,19 +2,23 @@
 
 Contiguous CPU tensors are cut into pieces and moved by `memmove` on a few threads: it releases the
 interpreter lock, and unlike torch's copy_ it starts no team of OpenMP threads per calling thread.
-Everything else (strided, on a GPU) goes through torch on the caller's thread, whose stream it is.
+Tensors on a GPU are the business of `gpu`; what is strided goes through torch on the caller's thread.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from .errors import SaveFailedError
+from .gpu import Cuda, Gpu, Mark, Pair
+from .pages import populate
 from .state import dtypes
 from .state.flatten import FlatState, Piece
 
@@ -22,8 +26,11 @@ _PIECE_BYTES = 16 << 20
 #: Below this, waking threads costs more than they save.
 _PARALLEL_BYTES_MIN = 32 << 20
 
-#: Destination address, source address, bytes.
+#: Destination address, source address, bytes. Without a source: the destination's pages are only made present.
 _Move = tuple[int, int, int]
+
+#: Copies one run of bytes. Tests put a gate in its place, to stop a copy in the middle.
+move_bytes = ctypes.memmove
 
 
 def default_copy_threads() -> int:
@@ -31,58 +38,145 @@ def default_copy_threads() -> int:
     return min(4, len(os.sched_getaffinity(0)))
 
 
+class Moves:
+    """Runs of bytes still to be copied; any number of threads may work them off together."""
+
+    def __init__(self, moves: Iterable[_Move]) -> None:
+        self._todo = deque(moves)
+        self._changed = threading.Condition()
+        self._workers: set[object] = set()
+        self._error: BaseException | None = None
+
+    def work(self) -> None:
+        """Copy until nothing is left to begin; others may still be at their last run."""
+        worker = object()
+        try:
+            with self._changed:
+                self._workers.add(worker)
+            while True:
+                try:
+                    move = self._todo.popleft()
+                except IndexError:
+                    return
+                if move[1]:
+                    move_bytes(*move)
+                else:
+                    populate(move[0], move[2])
+        except BaseException as error:
+            self.spoil(error)
+            raise
+        finally:
+            with self._changed:
+                self._workers.discard(worker)
+                self._changed.notify_all()
+
+    def spoil(self, error: BaseException) -> None:
+        """Something was not copied, or not as it should be: `join` will say so."""
+        self._error = self._error or error
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Begin nothing more: the memory is about to be given back."""
+        self._todo.clear()
+
+    def quiet(self) -> None:
+        """Wait until nobody copies: for as long as one run takes per thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._workers)
+
+    def join(self) -> None:
+        """Wait until nobody copies; raises SaveFailedError if not everything was copied, by whomever."""
+        self.quiet()
+        if self._error is not None:
+            raise SaveFailedError(
+                f"the copy into the segment was broken off: {self._error!r}"
+            ) from self._error
+
+
 class Copier:
     """Copies states with a fixed number of threads, the caller's included."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, gpu: Gpu | None = None) -> None:
         self._threads = threads
+        self._gpu = Cuda() if gpu is None else gpu
+        self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def copy(self, flat: FlatState, segment: torch.Tensor) -> None:
-        """Write tensors, header, and zeros between them to `segment` (flat uint8, at least state_bytes long)."""
+    def copy(self, flat: FlatState, segment: torch.Tensor, *, warm: bool = True) -> None:
+        """Write the header, all tensors but those left for later, and zeros between them.
+
+        `segment` is flat uint8, at least state_bytes long; `warm`: its pages were used before.
+        """
         assert segment.numel() >= flat.state_bytes
         plain: list[Piece] = []
-        others: list[Piece] = []
+        strided: list[Piece] = []
+        far: list[Piece] = []
         base, end = segment.data_ptr(), 0
         for piece in flat.pieces:
-            by_address = piece.tensor.is_cpu and piece.tensor.is_contiguous()
-            (plain if by_address else others).append(piece)
             if piece.offset > end:  # what an earlier state left there is no part of this one
                 ctypes.memset(base + end, 0, piece.offset - end)
             end = piece.offset + piece.bytes
-        todo = deque(_moves(plain, base))
-        helpers = []
-        if sum(piece.bytes for piece in plain) >= _PARALLEL_BYTES_MIN:
-            helpers = [self._helpers().submit(_drain, todo) for _ in range(self._threads - 1)]
+            if piece.later:
+                continue
+            if self._gpu.takes(piece.tensor):
+                far.append(piece)
+            else:
+                by_address = piece.tensor.is_cpu and piece.tensor.is_contiguous()
+                (plain if by_address else strided).append(piece)
+        moves = self.begin(plain, segment, warm=warm)
+        until: Mark = {}
         try:
-            for piece in others:
-                place = segment[piece.offset : piece.offset + piece.bytes]
-                source = piece.tensor
-                into = place.view(source.dtype).view(source.shape)
-                dtypes.carrier(into).copy_(dtypes.carrier(source))
-            _drain(todo)
+            if far:
+                pairs = [carried(piece, segment) for piece in far]
+                until = self._gpu.copy(pairs, self._gpu.mark(piece.tensor for piece in far))
+            self.help(moves, sum(piece.bytes for piece in plain))
+            for piece in strided:
+                into, source = carried(piece, segment)
+                into.copy_(source)
+            moves.work()
+            moves.join()
         finally:
-            todo.clear()  # after an error the helpers must not go on with memory that is given back
-            for helper in helpers:
-                helper.result()
+            moves.cancel()  # after an error nobody may go on with memory that is given back
+            moves.quiet()
+            self._gpu.wait(until)
         ctypes.memset(base + end, 0, flat.header_offset - end)
         ctypes.memmove(base + flat.header_offset, flat.header, len(flat.header))
         end = flat.header_offset + len(flat.header)
         ctypes.memset(base + end, 0, flat.state_bytes - end)
 
-    def _helpers(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(max(1, self._threads - 1), thread_name_prefix="fastcheck-copy")
-        return self._pool
+    def begin(self, pieces: Iterable[Piece], segment: torch.Tensor, *, warm: bool = True) -> Moves:
+        """The moves for contiguous CPU tensors; nothing is copied yet. The caller keeps the tensors alive."""
+        base = segment.data_ptr()
+        moves = _moves(pieces, base)
+        return Moves(moves if warm else _populated(moves, base + segment.numel()))
+
+    def help(self, moves: Moves, size_bytes: int) -> None:
+        """Let the helping threads work on it too, where it is large enough to be worth it."""
+        if size_bytes < _PARALLEL_BYTES_MIN or self._threads == 1:
+            return
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="fastcheck-copy")
+            for _ in range(self._threads - 1):
+                self._pool.submit(moves.work)
 
     def close(self) -> None:
         """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-            self._pool = None
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True)
 
 
-def _moves(pieces: list[Piece], base: int) -> Iterator[_Move]:
+def carried(piece: Piece, segment: torch.Tensor) -> Pair:
+    """A piece's place in the segment and its tensor, as dtypes that every copy kernel moves bit for bit."""
+    source = piece.tensor
+    place = segment[piece.offset : piece.offset + piece.bytes]
+    into = place.view(source.dtype).view(source.shape)
+    return dtypes.carrier(into), dtypes.carrier(source)
+
+
+def _moves(pieces: Iterable[Piece], base: int) -> Iterator[_Move]:
     for piece in pieces:
         source = piece.tensor.data_ptr()
         for start in range(0, piece.bytes, _PIECE_BYTES):
@@ -90,13 +184,18 @@ def _moves(pieces: list[Piece], base: int) -> Iterator[_Move]:
             yield base + piece.offset + start, source + start, size
 
 
-def _drain(todo: deque[_Move]) -> None:
-    while True:
-        try:
-            move = todo.popleft()
-        except IndexError:
-            return
-        ctypes.memmove(*move)
+def _populated(moves: Iterable[_Move], end: int) -> Iterator[_Move]:
+    """The moves, and before the first one into each block of memory one that makes its pages present.
+
+    They are so up to `end` at most. A thread that copies there already comes to no harm.
+    """
+    present = 0
+    for into, source, size in moves:
+        if into + size > present:
+            start = max(into, present)
+            present = min(max(into + size, start + _PIECE_BYTES), end)
+            yield start, 0, present - start
+        yield into, source, size
 
 
 def contiguous_bytes(tensor: torch.Tensor, piece_bytes: int) -> Iterator[bytes]:

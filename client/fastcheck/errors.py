@@ -18,6 +18,7 @@
     │   ├── NotNewerError                      a committed step is as new
     │   ├── SupersededError                    a newer step took its place
     │   ├── ReplicasDisagreeError              ranks do not hold what they should hold alike
+    │   ├── StateChangedError                  it changed while a lazy save was copying it
     │   └── ReplicationError                   too few healthy peers, or they failed on the way
     └── LoadFailedError
         ├── StepNotFoundError (LookupError)    the asked-for step is not kept
@@ -118,6 +119,17 @@ class NotNewerError(SaveFailedError):
 
 class SupersededError(SaveFailedError):
     """A newer step took this one's place before it was committed."""
+
+
+class StateChangedError(SaveFailedError):
+    """The state was changed while a lazy save was still copying it; nothing of it was kept.
+
+    `names` has the tensors that changed.
+    """
+
+    def __init__(self, message: str, names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
 
 
 class ReplicationError(SaveFailedError):

@@ -47,6 +47,8 @@ class SaveHandle:
             "encode_s": 0.0,
             "waited_s": 0.0,
             "stage_s": 0.0,
+            "blocked_s": 0.0,
+            "lazy_bytes": 0,
             "replicate_s": 0.0,
             "commit_s": 0.0,
             "copies": 0,
@@ -89,8 +91,9 @@ class SaveHandle:
         `bytes` of the state, `encoded_bytes` sent to all holders divided by the number of `copies`, their
         `ratio` (None until known), `codecs`: what each did, name → `raw_bytes` and `encoded_bytes` per copy;
         `lossy`: whether the bytes are those of a lossy coding that you asked for; `resent_shards`; `provisional`:
-        whether it was replicated while the registry did not answer; and the seconds `waited_s` (for older steps),
-        `stage_s` (copying), `encode_s` (of threads), `replicate_s` and `commit_s`. Zero until known.
+        whether it was replicated while the registry did not answer; `lazy_bytes`: copied after `save` had returned;
+        and the seconds `waited_s` (for older steps), `stage_s` (copying), `blocked_s` (that the training thread spent
+        in `save` and waiting at fences), `encode_s` (of threads), `replicate_s` and `commit_s`. Zero until known.
         """
         with self._condition:
             return MappingProxyType(dict(self._stats))
@@ -116,6 +119,21 @@ class SaveHandle:
         self._wait(timeout)
         return self._error
 
+    def wait_staged(self, timeout: float | None = None) -> SaveHandle:
+        """Wait until the daemon has the bytes, or the save has failed, and return this handle.
+
+        Either way `state` may change then. Only after `save(lazy=True)` is there anything to wait for.
+
+        Raises:
+            SaveTimeoutError: not so within `timeout` seconds; `state` must stay as it is.
+        """
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._staged or self._done, timeout):
+                raise SaveTimeoutError(
+                    f"step {self.step} is not staged after {timeout:g} s: its state must not change yet; ask again"
+                )
+        return self
+
     def _wait(self, timeout: float | None) -> bool:
         with self._condition:
             return self._condition.wait_for(lambda: self._done, timeout)
@@ -138,10 +156,16 @@ class SaveHandle:
 
     # What follows is called by the SDK only.
 
-    def _stage(self, waited_s: float, stage_s: float) -> None:
+    def _stage(self, waited_s: float, stage_s: float, lazy_bytes: int = 0) -> None:
         with self._condition:
             self._staged = True
-            self._stats.update(waited_s=waited_s, stage_s=stage_s)
+            self._stats.update(waited_s=waited_s, stage_s=stage_s, lazy_bytes=lazy_bytes)
+            self._condition.notify_all()
+
+    def _block(self, seconds: float) -> None:
+        """The training thread was held up for so long."""
+        with self._condition:
+            self._stats["blocked_s"] += seconds
 
     def _absorb(self, update: pb.WatchSaveResponse) -> None:
         """Take over what the daemon reported."""

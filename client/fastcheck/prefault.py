@@ -1,97 +1,78 @@
-"""Touching the pages of a segment before a save needs them, in the background.
-
-A page's first use costs seven times a warm copy. The kernel does it for us with the interpreter lock
-free (MADV_POPULATE_WRITE, Linux 5.14), without changing a byte; an older kernel refuses and the next
-save merely finds cold pages, as the first one does.
-"""
+"""Touching the pages of a segment before a save needs them, in the background (see `pages`)."""
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import logging
-import os
 import threading
 from collections import deque
-from collections.abc import Iterable
-
-import torch
+from collections.abc import Callable, Iterable
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from .errors import FastCheckError
-from .segments import FileIdentity, Segment, SegmentCache
+from .pages import populate
+from .segments import Segment, SegmentCache
 
 logger = logging.getLogger("fastcheck")
 
-_MADV_POPULATE_WRITE = 23
 #: One call: a few dozen milliseconds, after which closing is noticed.
 _SLICE_BYTES = 64 << 20
-_REMEMBERED_MAX = 64
-
-# Through ctypes, since mmap.madvise keeps the interpreter lock.
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Prefaulter:
-    """Warms the segments that the daemon offers, one at a time, each once."""
+    """Warms segments, each once; `warmed` is called with each that is. Safe to use from several threads."""
 
-    def __init__(self, cache: SegmentCache) -> None:
+    def __init__(self, cache: SegmentCache, warmed: Callable[[Segment], object]) -> None:
         self._cache = cache
+        self._warmed = warmed
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._waiting: deque[Segment] = deque()
-        self._thread: threading.Thread | None = None
-        self._warm: dict[FileIdentity, None] = {}
+        #: Segments with the offset of the slice to be touched; the last one of each says that it is warm.
+        self._slices: deque[tuple[Segment, int]] = deque()
+        self._threads: list[threading.Thread] = []
 
-    def offer(self, refs: Iterable[pb.SegmentRef]) -> None:
-        """Map segments and warm them in the background, unless that was done already. Any thread may call it."""
+    def offer(self, refs: Iterable[pb.SegmentRef], threads: int = 1) -> None:
+        """Map segments and warm them, unless that was done already.
+
+        One thread is enough beside training; before it, several are faster.
+        """
         for ref in refs:
             try:
                 segment = self._cache.get(ref)
             except FastCheckError as error:
-                logger.debug("not warming a spare segment: %s", error)
+                logger.debug("not warming a segment: %s", error)
                 continue
             with self._lock:
-                if self._stop.is_set() or segment.identity is None or segment.identity in self._warm:
+                if (
+                    self._stop.is_set()
+                    or segment.warm
+                    or any(segment is queued for queued, _ in self._slices)
+                ):
                     continue
-                self._remember(segment.identity)
-                self._waiting.append(segment)
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="fastcheck-prefault", daemon=True)
-                    self._thread.start()
-
-    def _remember(self, identity: FileIdentity) -> None:
-        self._warm[identity] = None
-        while len(self._warm) > _REMEMBERED_MAX:
-            del self._warm[next(iter(self._warm))]
+                self._slices.extend((segment, at) for at in range(0, segment.tensor.numel(), _SLICE_BYTES))
+                for _ in range(threads - len(self._threads)):
+                    thread = threading.Thread(target=self._run, name="fastcheck-prefault", daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                if not self._waiting or self._stop.is_set():
-                    self._thread = None
+                if not self._slices or self._stop.is_set():
+                    self._slices.clear()
+                    self._threads.remove(threading.current_thread())
                     return
-                segment = self._waiting.popleft()
-            _populate(segment.tensor, self._stop)
+                segment, at = self._slices.popleft()
+            size = segment.tensor.numel()
+            good = segment.warm or populate(segment.tensor.data_ptr() + at, min(_SLICE_BYTES, size - at))
+            if good and at + _SLICE_BYTES >= size:
+                segment.warm = True
+                self._warmed(segment)
 
     def close(self) -> None:
         """Stop within one slice."""
         self._stop.set()
         with self._lock:
-            thread = self._thread
-        if thread is not None:
+            threads = list(self._threads)
+        for thread in threads:
             thread.join(timeout=1.0)
-
-
-def _populate(tensor: torch.Tensor, stop: threading.Event) -> None:
-    start, size = tensor.data_ptr(), tensor.numel()
-    for offset in range(0, size, _SLICE_BYTES):
-        if stop.is_set():
-            return
-        if _libc.madvise(start + offset, min(_SLICE_BYTES, size - offset), _MADV_POPULATE_WRITE):
-            code = ctypes.get_errno()
-            if code != errno.EINVAL:
-                logger.debug("cannot warm the spare segment: %s", os.strerror(code))
-            return

@@ -38,6 +38,8 @@ class Segment:
     def __init__(self, mapping: mmap.mmap, identity: FileIdentity | None = None) -> None:
         self._mapping = mapping
         self.identity = identity
+        #: Whether its pages were touched through this mapping, so that a copy into it does not meet cold ones.
+        self.warm = False
         # Through a memoryview, so that the mapping knows that it is in use and refuses to be closed.
         self.tensor = torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
 

@@ -16,10 +16,13 @@ from fastcheck_proto.v1 import trainer_pb2 as pb
 from .copying import Copier
 from .daemon import Daemon
 from .errors import FastCheckError
+from .gpu import Cuda, Gpu
+from .lazy import LazyCopy
+from .pinning import Pinner
 from .prefault import Prefaulter
 from .segments import Segment, SegmentCache, map_file
 from .state.flatten import FlatState
-from .transport import Loaded, Patience, Staged, check_ready
+from .transport import Loaded, Patience, Staged, Staging, check_ready
 
 logger = logging.getLogger("fastcheck")
 
@@ -27,41 +30,58 @@ logger = logging.getLogger("fastcheck")
 class SharedMemory:
     """Bytes through mapped segments, control through the daemon's Unix socket."""
 
-    def __init__(self, daemon: Daemon, copy_threads: int) -> None:
+    lazy = True
+
+    def __init__(self, daemon: Daemon, copy_threads: int, gpu: Gpu | None = None) -> None:
         self._daemon = daemon
         self._cache = SegmentCache()
-        self._copier = Copier(copy_threads)
-        self._prefaulter = Prefaulter(self._cache)
+        self._gpu = Cuda() if gpu is None else gpu
+        self._pinner = Pinner(self._gpu)
+        self._copier = Copier(copy_threads, self._gpu)
+        self._prefaulter = Prefaulter(self._cache, self._pinner.pin_ahead)
+        self._copy_threads = copy_threads
         self._unmapping: list[threading.Thread] = []
 
-    def save(self, request: pb.BeginSaveRequest, flat: FlatState, patience: Patience) -> Staged:
-        """Reserve, copy, seal."""
+    def begin(self, request: pb.BeginSaveRequest, flat: FlatState, patience: Patience) -> Staging:
+        """Reserve a segment and copy all but what may come later."""
         begun = self._daemon.begin_save(request, connect_s=patience.connect_s, timeout_s=patience.timeout_s)
         started = time.monotonic()
         try:
             segment = self._cache.get(begun.segment)
-            self._copier.copy(flat, segment.tensor)
-            stage_s = time.monotonic() - started
-            self._daemon.seal_save(
-                pb.SealSaveRequest(
-                    save_id=begun.save_id,
-                    header_offset=flat.header_offset,
-                    header_bytes=len(flat.header),
-                    layout=flat.layout,
-                    shared=flat.shared,
-                    shared_digests=flat.shared_digests,
-                )
-            )
+            if any(self._gpu.takes(piece.tensor) for piece in flat.pieces):
+                self._pinner.pin(segment)
+            self._copier.copy(flat, segment.tensor, warm=segment.warm)
+            later = LazyCopy(flat, segment, self._copier, self._gpu)
         except BaseException:
-            self._abandon(begun.save_id)
+            self.abandon(begun.save_id)
             raise
-        return Staged(waited_s=begun.waited_s, stage_s=stage_s)
+        return _Staging(self, begun, segment, flat, later, time.monotonic() - started)
+
+    def seal(self, save_id: str, flat: FlatState) -> None:
+        """Hand a filled segment over."""
+        self._daemon.seal_save(
+            pb.SealSaveRequest(
+                save_id=save_id,
+                header_offset=flat.header_offset,
+                header_bytes=len(flat.header),
+                layout=flat.layout,
+                shared=flat.shared,
+                shared_digests=flat.shared_digests,
+            )
+        )
 
     def warm(self, spares: Sequence[pb.SegmentRef]) -> None:
         """Touch the pages of segments that later saves will get."""
         self._prefaulter.offer(spares)
 
-    def _abandon(self, save_id: str) -> None:
+    def prepare(self, request: pb.BeginSaveRequest, patience: Patience) -> None:
+        """Reserve a segment, have it warmed and give it back: the first save gets the same one."""
+        begun = self._daemon.begin_save(request, connect_s=patience.connect_s, timeout_s=patience.timeout_s)
+        self._prefaulter.offer([begun.segment], self._copy_threads)
+        self.abandon(begun.save_id)
+
+    def abandon(self, save_id: str) -> None:
+        """Give a segment back that will not be sealed."""
         try:
             self._daemon.abandon_save(save_id)
         except FastCheckError as error:
@@ -117,6 +137,47 @@ class SharedMemory:
         self._prefaulter.close()
         self._copier.close()
         self._cache.close()
+
+
+class _Staging:
+    """A save in a segment. Holds the segment, so that the mapping outlives the copy."""
+
+    def __init__(
+        self,
+        shared: SharedMemory,
+        begun: pb.BeginSaveResponse,
+        segment: Segment,
+        flat: FlatState,
+        later: LazyCopy,
+        eager_s: float,
+    ) -> None:
+        self._shared = shared
+        self._begun = begun
+        self._segment: Segment | None = segment
+        self._flat: FlatState | None = flat
+        self._later = later
+        self._eager_s = eager_s
+
+    def hold(self) -> None:
+        """Returns when what is left to copy may change."""
+        self._later.hold()
+
+    def finish(self) -> Staged:
+        """Copy what is left and seal, or give the segment back."""
+        flat, self._flat = self._flat, None
+        assert flat is not None
+        try:
+            self._later.run()
+            assert self._segment is not None
+            self._segment.warm = True
+            self._shared.seal(self._begun.save_id, flat)
+        except BaseException:
+            self._shared.abandon(self._begun.save_id)
+            raise
+        finally:
+            self._segment = None
+        stage_s = self._eager_s + self._later.seconds
+        return Staged(waited_s=self._begun.waited_s, stage_s=stage_s, lazy_bytes=self._later.bytes)
 
 
 def _answer(stream: Iterator[pb.LoadResponse]) -> pb.LoadReady | None:

@@ -18,19 +18,36 @@ from .daemon import Daemon
 from .errors import CorruptError, FastCheckError, OutOfMemoryError
 from .segments import Segment, anonymous
 from .state.flatten import FlatState
-from .transport import Loaded, Patience, Staged, check_ready
+from .transport import Loaded, Patience, Staged, Staging, check_ready
 
 #: A link slower than this is of no use; it bounds how long a push may take.
 _BYTES_PER_S_MIN = 10_000_000
 
 
+class _Sent:
+    """A save of which nothing is left to do."""
+
+    def __init__(self, staged: Staged) -> None:
+        self._staged = staged
+
+    def hold(self) -> None:
+        """Nothing is left to copy."""
+
+    def finish(self) -> Staged:
+        """How it went."""
+        return self._staged
+
+
 class Streams:
     """Bytes and control through one connection to a daemon elsewhere."""
+
+    #: The bytes go in their order, whatever may change when.
+    lazy = False
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
 
-    def save(self, request: pb.BeginSaveRequest, flat: FlatState, patience: Patience) -> Staged:
+    def begin(self, request: pb.BeginSaveRequest, flat: FlatState, patience: Patience) -> Staging:
         """Send everything; the daemon has sealed it when this returns."""
         started = time.monotonic()
         timeout_s = patience.timeout_s + flat.state_bytes / _BYTES_PER_S_MIN
@@ -39,7 +56,7 @@ class Streams:
             with self._daemon.guarded(link, call):
                 response = call.result()
         taken_s = time.monotonic() - started
-        return Staged(waited_s=response.waited_s, stage_s=max(0.0, taken_s - response.waited_s))
+        return _Sent(Staged(waited_s=response.waited_s, stage_s=max(0.0, taken_s - response.waited_s)))
 
     @contextmanager
     def load(
@@ -58,6 +75,9 @@ class Streams:
             return
         ready, buffer = received
         yield Loaded(ready, buffer.tensor[: ready.state_bytes])
+
+    def prepare(self, request: pb.BeginSaveRequest, patience: Patience) -> None:
+        """Nothing to do: there is no memory of the daemon's that this process could touch."""
 
     def warm(self, spares: Sequence[pb.SegmentRef]) -> None:
         """Nothing to do: the segments are out of reach from here."""

@@ -25,10 +25,23 @@ class Patience:
 
 @dataclass(frozen=True)
 class Staged:
-    """How long a save waited for room and how long its bytes took. Seconds."""
+    """How long a save waited for room and how long its bytes took, in seconds; how many came after `save`."""
 
     waited_s: float
     stage_s: float
+    lazy_bytes: int = 0
+
+
+class Staging(Protocol):
+    """A save whose memory is reserved; what may not wait is copied."""
+
+    def hold(self) -> None:
+        """Returns when what is left to copy may change."""
+        ...
+
+    def finish(self) -> Staged:
+        """Copy what is left; returns when the daemon has the bytes."""
+        ...
 
 
 @dataclass
@@ -42,14 +55,21 @@ class Loaded:
 class Transport(Protocol):
     """A way to hand a rank's bytes to the daemon and to get them back."""
 
-    def save(self, request: pb.BeginSaveRequest, flat: FlatState, patience: Patience) -> Staged:
-        """Returns when the daemon has the bytes."""
+    #: Whether pieces may be left for `Staging.finish`.
+    lazy: bool
+
+    def begin(self, request: pb.BeginSaveRequest, flat: FlatState, patience: Patience) -> Staging:
+        """Reserve memory and copy all pieces but those that may come later."""
         ...
 
     def load(
         self, request: pb.LoadRequest, patience: Patience, *, allow_lossy: bool
     ) -> AbstractContextManager[Loaded | None]:
         """The bytes of a committed step, valid inside the block; None when there is none."""
+        ...
+
+    def prepare(self, request: pb.BeginSaveRequest, patience: Patience) -> None:
+        """Get memory ready for the first save, in the background."""
         ...
 
     def warm(self, spares: Sequence[pb.SegmentRef]) -> None:

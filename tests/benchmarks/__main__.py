@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
-from . import codec, lossy_resume, placement
+from . import codec, lossy_resume, placement, staging
 from .codec_rows import print_rows
 from .detection import detection, soak
 from .growth import growth
@@ -189,6 +189,7 @@ PARTS = (
     "idle",
     "detection",
     "transfer",
+    "staging",
     "links",
     "placement",
     "codec",
@@ -204,41 +205,43 @@ ASKED_FOR = ("replicated", "scale", "growth", "lossy", "soak")
 def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
     """Run the parts and print their tables; everything measured, as JSON."""
     results: dict[str, Any] = {}
-    figures: list[Figure] = []
-    if "idle" in parts:
-        figures += idle(arguments.idle_seconds)
-    if "detection" in parts:
-        figures += detection(arguments.trials, say)
-    if "soak" in parts:
-        figures += soak(arguments.minutes, say, arguments.burners)
-    if "transfer" in parts:
-        figures += transfers(arguments.rounds)
-    if "replicated" in parts:
+    quick = arguments.quick
+    rounds = 1 if quick else arguments.rounds
+
+    def scaled() -> list[Figure]:
+        found, results["scale"] = scale(arguments.nodes, 3.0 if quick else arguments.idle_seconds, say)
+        return found
+
+    def grown() -> list[Figure]:
+        found, results["not_run"] = growth(2 if quick else rounds, say, quick=quick)
+        return found
+
+    def shared() -> list[Figure]:
         with local_cluster(4, "24GiB") as cluster:
-            figures += replicated(cluster, arguments.rounds, say)
-    if "links" in parts:
-        figures += links_if_root(arguments.rounds)
-    if "scale" in parts:
-        found, results["scale"] = scale(
-            arguments.nodes, 3.0 if arguments.quick else arguments.idle_seconds, say
-        )
-        figures += found
-    if "growth" in parts:
-        found, results["not_run"] = growth(
-            2 if arguments.quick else arguments.rounds, say, quick=arguments.quick
-        )
-        figures += found
-    if "placement" in parts:
-        figures += placement.measure(1 if arguments.quick else arguments.rounds, say)
+            return replicated(cluster, arguments.rounds, say)
+
+    makes_figures: dict[str, Callable[[], list[Figure]]] = {
+        "idle": lambda: idle(arguments.idle_seconds),
+        "detection": lambda: detection(arguments.trials, say),
+        "soak": lambda: soak(arguments.minutes, say, arguments.burners),
+        "transfer": lambda: transfers(arguments.rounds),
+        "replicated": shared,
+        "staging": lambda: staging.measure(arguments.rounds, quick, say),
+        "links": lambda: links_if_root(arguments.rounds),
+        "scale": scaled,
+        "growth": grown,
+        "placement": lambda: placement.measure(rounds, say),
+    }
+    figures = [figure for part, make in makes_figures.items() if part in parts for figure in make()]
     if figures:
         print_table(figures)
         results["figures"] = [f.to_json() for f in figures]
     if "codec" in parts:
-        rows = list(codec.measure(1 if arguments.quick else arguments.rounds, arguments.quick, say))
+        rows = list(codec.measure(rounds, quick, say))
         print_rows(rows)
         results["codec"] = [row.to_json() for row in rows]
     if "lossy" in parts:
-        experiment = lossy_resume.run(2 if arguments.quick else arguments.seeds, arguments.quick, say)
+        experiment = lossy_resume.run(2 if quick else arguments.seeds, quick, say)
         print_experiment(experiment)
         results["lossy"] = experiment.to_json()
     return results
@@ -262,7 +265,7 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="codec, lossy, placement, scale, growth: little of everything, one round or two, to see that it runs",
+        help="codec, lossy, placement, scale, growth, staging: little of everything, to see that it runs",
     )
     parser.add_argument("--plots", type=Path, help="write plots of this run into this folder, as SVG")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))

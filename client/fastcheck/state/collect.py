@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -18,9 +18,35 @@ from ..errors import UnsupportedStateError
 from . import dtypes
 from .dtensors import is_dtensor, layout_of, local_of
 from .header import SCHEMA, encode_int
-from .layout import Extent
+from .layout import Arrangement, Extent
 from .paths import DEPTH_MAX, Path, dotted, show
 from .tensors import view_key, why_unsupported
+
+
+class MetTensor(NamedTuple):
+    """A plain tensor: its type, how its memory is seen (see `view_key`), its slot, whether it has no elements."""
+
+    kind: type
+    view: Hashable
+    slot: int
+    empty: bool
+
+
+class MetValue(NamedTuple):
+    """A plain value and where it stands in the header."""
+
+    value: Any
+    out: pb.StateValue
+
+
+class MetContainer(NamedTuple):
+    """A container or an object: its type, and the types of a dict's keys and the keys, or a length."""
+
+    kind: type
+    content: Hashable
+
+
+Met = MetTensor | MetValue | MetContainer
 
 
 @dataclass
@@ -31,8 +57,10 @@ class Collected:
     header: pb.StateHeader = field(default_factory=lambda: pb.StateHeader(schema=SCHEMA))
     names: list[str] = field(default_factory=list)
     record_slots: list[int] = field(default_factory=list)
-    #: Per slot: the rank's local tensor, neither conjugated nor negated lazily, and what a layout needs of it.
+    #: Per slot: the rank's local tensor, neither conjugated nor negated lazily, the name of its first record, and what
+    #: a layout needs of it.
     tensors: list[torch.Tensor] = field(default_factory=list)
+    slot_names: list[str] = field(default_factory=list)
     extents: list[Extent] = field(default_factory=list)
     #: Slots by `view_key` of the local tensor; those of empty tensors are not here.
     by_view: dict[Hashable, int] = field(default_factory=dict)
@@ -42,6 +70,17 @@ class Collected:
     #: Containers in tree order, and objects by the path of what their state_dict() returned.
     containers: list[tuple[Path, Any]] = field(default_factory=list)
     objects: dict[Path, Any] = field(default_factory=dict)
+    #: What was met, in order, for `retrace`; None if something was met that cannot be retraced.
+    trace: list[Met] | None = field(default_factory=list)
+    #: The arrangement whose places its header's records have.
+    placed_by: Arrangement | None = None
+
+    def forget_tensors(self) -> None:
+        """Keep only what the next state that looks alike needs: nothing of the caller's stays alive for it."""
+        self.tensors, self.kept = [], []
+        self.by_view, self.by_id = {}, {}
+        self.containers = [(path, None) for path, _ in self.containers]
+        self.objects = dict.fromkeys(self.objects)
 
 
 def is_object(value: object) -> bool:
@@ -51,6 +90,31 @@ def is_object(value: object) -> bool:
         and callable(getattr(value, "state_dict", None))
         and callable(getattr(value, "load_state_dict", None))
     )
+
+
+def put_plain(out: pb.StateValue, value: Any) -> bool:
+    """Write a plain value; returns whether it is one.
+
+    Raises:
+        OverflowError: an integer with too many digits.
+        UnicodeEncodeError: text that is not valid Unicode.
+    """
+    kind = type(value)
+    if value is None:
+        out.none = True
+    elif kind is bool:
+        out.bool_value = value
+    elif kind is int:
+        out.int_value = encode_int(value)
+    elif isinstance(value, float):  # numpy.float64 too: the double is the same
+        out.float_value = value
+    elif kind is str:
+        out.string_value = value
+    elif kind is bytes:
+        out.bytes_value = value
+    else:
+        return False
+    return True
 
 
 def collect(state: object) -> Collected:
@@ -73,31 +137,26 @@ class _Collector:
         self._in_object = False
 
     def put(self, out: pb.StateValue, value: Any, path: Path) -> None:
-        kind = type(value)
-        if value is None:
-            out.none = True
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
             out.tensor = self._tensor(value, path)
-        elif kind is bool:
-            out.bool_value = value
-        elif kind is int:
-            try:
-                out.int_value = encode_int(value)
-            except OverflowError as error:
-                raise UnsupportedStateError(f"{show(path)} is {error}: save it as bytes") from None
-        elif isinstance(value, float):  # numpy.float64 too: the double is the same
-            out.float_value = value
-        elif kind is str:
-            try:
-                out.string_value = value
-            except UnicodeEncodeError:
-                raise UnsupportedStateError(
-                    f"{show(path)} is text that is not valid Unicode: save it as bytes"
-                ) from None
-        elif kind is bytes:
-            out.bytes_value = value
+        elif self._plain(out, value, path):
+            self._note(MetValue(value, out))
         else:
             self._container(out, value, path)
+
+    def _plain(self, out: pb.StateValue, value: Any, path: Path) -> bool:
+        try:
+            return put_plain(out, value)
+        except OverflowError as error:
+            raise UnsupportedStateError(f"{show(path)} is {error}: save it as bytes") from None
+        except UnicodeEncodeError:
+            raise UnsupportedStateError(
+                f"{show(path)} is text that is not valid Unicode: save it as bytes"
+            ) from None
+
+    def _note(self, met: Met) -> None:
+        if self.found.trace is not None:
+            self.found.trace.append(met)
 
     def _container(self, out: pb.StateValue, value: Any, path: Path) -> None:
         if id(value) in self._above:
@@ -112,6 +171,7 @@ class _Collector:
             self._dict(out.dict, value, path)
         elif isinstance(value, list | tuple):
             self.found.containers.append((path, value))
+            self._note(MetContainer(type(value), len(value)))
             items = out.list if isinstance(value, list) else out.tuple
             items.SetInParent()
             for index, item in enumerate(value):
@@ -128,11 +188,13 @@ class _Collector:
             )
         self._in_object = True
         self.found.objects[path] = value
+        self._note(MetContainer(type(value), None))
         self.put(out.object, value.state_dict(), path)
         self._in_object = False
 
     def _dict(self, out: pb.StateDict, value: dict[Any, Any], path: Path) -> None:
         out.SetInParent()
+        self._note(MetContainer(type(value), (tuple(map(type, value)), tuple(value))))
         for key, item in value.items():
             if key is not None and type(key) not in (str, int, bool):
                 raise UnsupportedStateError(
@@ -140,7 +202,7 @@ class _Collector:
                     "keys must be str, int, bool or None"
                 )
             entry = out.entries.add()
-            self.put(entry.key, key, (*path, key))
+            self._plain(entry.key, key, (*path, key))
             self.put(entry.value, item, (*path, key))
 
     def _tensor(self, tensor: torch.Tensor, path: Path) -> int:
@@ -152,16 +214,20 @@ class _Collector:
         record = found.header.tensors.add(name=name)
         if is_dtensor(tensor):
             record.dtensor.CopyFrom(layout_of(tensor))
-        slot = self._slot(tensor) if known is None else known
+        slot = self._slot(tensor, name) if known is None else known
         extent = found.extents[slot]
         record.dtype = extent.dtype
         record.shape.extend(extent.shape)
         record.bytes = extent.bytes
         found.names.append(name)
         found.record_slots.append(slot)
+        if is_dtensor(tensor) or tensor.is_conj() or tensor.is_neg():
+            found.trace = None
+        else:
+            self._note(MetTensor(type(tensor), view_key(tensor)[1], slot, not tensor.numel()))
         return len(found.names) - 1
 
-    def _slot(self, tensor: torch.Tensor) -> int:
+    def _slot(self, tensor: torch.Tensor, name: str) -> int:
         """The tensor's slot: a new one unless the very same view has one already."""
         found = self.found
         local = local_of(tensor).detach()
@@ -173,6 +239,7 @@ class _Collector:
         if slot == new:
             plain = local.resolve_conj().resolve_neg()
             found.tensors.append(plain)
+            found.slot_names.append(name)
             found.extents.append(Extent(dtype, tuple(local.shape), plain.is_contiguous()))
         # Keeps temporary tensors alive: a freed one's address could be taken by the next.
         found.kept += (tensor, local)

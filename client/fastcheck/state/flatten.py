@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,27 +12,36 @@ from fastcheck_proto.conventions import HEADER_BYTES_MAX
 from fastcheck_proto.v1 import common_pb2, layout_pb2
 
 from ..errors import UnsupportedStateError
-from .collect import Collected, collect
+from .collect import Collected
 from .layout import Arrangement, add_header, header_padding
 from .layouts import Layouts
+from .ownership import Watched, steady_slots
 
 
 class Piece(NamedTuple):
-    """A plain tensor and the byte range that its contiguous bytes take in the rank state."""
+    """A plain tensor and the byte range that its contiguous bytes take in the rank state.
+
+    `later`: it may be copied until the next step of an optimizer, for nothing else changes it.
+    """
 
     tensor: torch.Tensor
     offset: int
     bytes: int
+    later: bool = False
 
 
 @dataclass(frozen=True)
 class FlatState:
-    """A state ready to be copied: `pieces` by offset, the header, zeros between and after. Sizes in bytes."""
+    """A state ready to be copied: `pieces` by offset, the header, zeros between and after. Sizes in bytes.
+
+    `watched` are the tensors of the pieces that may be copied later.
+    """
 
     pieces: tuple[Piece, ...]
     header: bytes
     header_offset: int
     layout: layout_pb2.StateLayout
+    watched: tuple[Watched, ...] = ()
     #: Which part of a state that all ranks hold alike this is, and what was found in that; None: a state of its own.
     shared: common_pb2.SharedPart | None = None
     shared_digests: tuple[common_pb2.PartDigests, ...] = ()
@@ -42,24 +52,36 @@ class FlatState:
         return self.header_offset + len(self.header) + header_padding(len(self.header))
 
 
-def flatten(state: object, layouts: Layouts | None = None) -> FlatState:
+def flatten(
+    state: object, layouts: Layouts | None = None, *, lazy: bool = False, restless: Container[str] = ()
+) -> FlatState:
     """Lay the state out; with `layouts`, as before if its structure is known there.
 
-    The layout message belongs to `layouts` and is only good until the next state is laid out with it.
+    The layout message belongs to `layouts` and is only good until the next state is laid out with it. With
+    `lazy`, pieces that only an optimizer's step changes are marked, except those of tensors named in `restless`.
 
     Raises:
         UnsupportedStateError: something in the state cannot be saved; the message names its path.
     """
-    found = collect(state)
-    arrangement = (layouts or Layouts()).arrange(found)
+    layouts = layouts or Layouts()
+    found = layouts.collect(state)
+    arrangement = layouts.arrange(found)
+    if found.placed_by is not arrangement:
+        _place(found, arrangement)
+    header = header_of(found, arrangement.layout)
+    steady = steady_slots(found, restless) if lazy else {}
+    pieces = pieces_of(found, arrangement, steady)
+    layouts.keep(found)
+    return FlatState(pieces, header, arrangement.end, arrangement.layout, tuple(steady.values()))
+
+
+def _place(found: Collected, arrangement: Arrangement) -> None:
     for record, slot in zip(found.header.tensors, found.record_slots, strict=True):
         place = arrangement.places[slot]
         record.offset = place.offset
-        if place.piece_offsets:
-            record.piece_offsets.extend(place.piece_offsets)
-            record.piece_bytes = place.piece_bytes
-    header = header_of(found, arrangement.layout)
-    return FlatState(pieces_of(found, arrangement), header, arrangement.end, arrangement.layout)
+        record.piece_bytes = place.piece_bytes
+        record.piece_offsets[:] = place.piece_offsets
+    found.placed_by = arrangement
 
 
 def header_of(found: Collected, layout: layout_pb2.StateLayout) -> bytes:
@@ -78,8 +100,8 @@ def header_of(found: Collected, layout: layout_pb2.StateLayout) -> bytes:
     return header
 
 
-def pieces_of(found: Collected, arrangement: Arrangement) -> tuple[Piece, ...]:
-    """The tensors' pieces, by offset."""
+def pieces_of(found: Collected, arrangement: Arrangement, steady: Container[int] = ()) -> tuple[Piece, ...]:
+    """The tensors' pieces, by offset; those of `steady` slots may be copied later."""
     cut: dict[int, tuple[torch.Tensor, ...]] = {}
     for slot, elements in arrangement.piece_elements.items():
         tensor = found.tensors[slot]
@@ -88,6 +110,11 @@ def pieces_of(found: Collected, arrangement: Arrangement) -> tuple[Piece, ...]:
         else:  # its pieces are whole rows
             cut[slot] = torch.split(tensor, elements // found.extents[slot].row)
     return tuple(
-        Piece(cut[part.slot][part.number] if part.slot in cut else found.tensors[part.slot], *part[2:])
+        Piece(
+            cut[part.slot][part.number] if part.slot in cut else found.tensors[part.slot],
+            part.offset,
+            part.bytes,
+            part.slot in steady,
+        )
         for part in arrangement.parts
     )

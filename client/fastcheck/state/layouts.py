@@ -11,8 +11,9 @@ import torch
 from fastcheck_proto.conventions import MESSAGE_BYTES_MAX
 from fastcheck_proto.v1 import layout_pb2 as pb
 
-from .collect import Collected
+from .collect import Collected, collect
 from .layout import Arrangement, Extent, Group, arrange
+from .retrace import retrace
 from .roles import find_groups
 from .sources import Source, read_sources
 from .steps import StepRecorder, optimizer_steps, step_classes
@@ -35,8 +36,24 @@ class Layouts:
     def __init__(self, precision: pb.Precision | None = None) -> None:
         self.precision = precision
         self._known: OrderedDict[Hashable, Arrangement] = OrderedDict()
+        self._last: Collected | None = None
         self._recorder = StepRecorder()
         self._complained = False
+
+    def collect(self, state: object) -> Collected:
+        """Walk a state, along the last one as far as it is like it. What the walk finds is good until the next one.
+
+        Raises:
+            UnsupportedStateError: something in it cannot be saved; the message names its path.
+        """
+        last, self._last = self._last, None
+        found = retrace(last, state) if last is not None else None
+        return collect(state) if found is None else found
+
+    def keep(self, found: Collected) -> None:
+        """The state is laid out: the next one may be like it. Nothing of the caller's is kept alive."""
+        found.forget_tensors()
+        self._last = found
 
     def arrange(self, found: Collected, without: Collection[int] = ()) -> Arrangement:
         """The state's arrangement, with its optimizers' latest steps and without the header's chunks.
@@ -87,6 +104,7 @@ class Layouts:
         """Take the hooks off and forget everything."""
         self._recorder.close()
         self._known.clear()
+        self._last = None
 
 
 def _left(

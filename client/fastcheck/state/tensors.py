@@ -35,16 +35,21 @@ def why_unsupported(tensor: torch.Tensor) -> str | None:  # noqa: PLR0911  one r
     return None
 
 
-def view_key(tensor: torch.Tensor) -> Hashable:
-    """Equal for two plain tensors exactly when they are the same view of the same memory."""
+def view_key(tensor: torch.Tensor) -> tuple[int, Hashable]:
+    """Equal for two plain tensors exactly when they are the same view of the same memory.
+
+    The address, and how what lies there is seen.
+    """
     return (
-        tensor.device,
         tensor.data_ptr(),
-        tensor.dtype,
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.is_conj(),
-        tensor.is_neg(),
+        (
+            tensor.device,
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        ),
     )
 
 

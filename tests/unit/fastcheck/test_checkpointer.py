@@ -430,7 +430,7 @@ def test_warnings_come_once_per_kind(daemon, ckpt, caplog):
 
 
 def test_a_defect_of_ours_does_not_end_the_training_loop(daemon, ckpt, monkeypatch):
-    monkeypatch.setattr(ckpt._transport._copier, "copy", lambda *a: 1 / 0)
+    monkeypatch.setattr(ckpt._transport._copier, "copy", lambda *a, **k: 1 / 0)
     handle = ckpt.save(1, make_state())
     with pytest.raises(SaveFailedError, match="ZeroDivisionError"):
         handle.result(timeout=5)
@@ -497,8 +497,8 @@ def test_a_handle_fails_when_the_daemon_stays_away(tmp_path, monkeypatch):
 def test_a_daemon_that_dies_between_begin_and_seal_fails_the_handle(daemon, ckpt, monkeypatch):
     copy = ckpt._transport._copier.copy
 
-    def dies(flat, segment):
-        copy(flat, segment)
+    def dies(flat, segment, **rest):
+        copy(flat, segment, **rest)
         daemon.stop()
 
     monkeypatch.setattr(ckpt._transport._copier, "copy", dies)

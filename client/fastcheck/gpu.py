@@ -1,0 +1,111 @@
+"""All that FastCheck does with CUDA: page-locking a segment, and copies on streams of their own. Decides nothing.
+
+`Gpu` is what staging needs; a test's stand-in has the same methods. Sources are kept alive by the caller until
+`wait` has returned, which is also what keeps torch's allocator from handing their memory out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+#: A place in a segment, and the tensor whose bits go there.
+Pair = tuple[torch.Tensor, torch.Tensor]
+#: Events by device: a point in the work of some streams.
+Mark = dict[torch.device, Any]
+
+
+class Gpu(Protocol):
+    """Copies from a device into memory of this process, without holding the caller up."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is on such a device."""
+        ...
+
+    def mark(self, tensors: Iterable[torch.Tensor]) -> Mark:
+        """The point up to which this thread has given work to the tensors' devices."""
+        ...
+
+    def copy(self, pairs: Sequence[Pair], after: Mark) -> Mark:
+        """Give copies to the devices, to be done after a mark; returns the mark at which they are done."""
+        ...
+
+    def hold(self, until: Mark) -> None:
+        """Work that this thread gives to the devices from now on waits there for a mark; this thread does not."""
+        ...
+
+    def wait(self, until: Mark) -> None:
+        """This thread waits for a mark."""
+        ...
+
+    def lock(self, address: int, size_bytes: int) -> str:
+        """Page-lock memory, so that devices copy into it by themselves; returns why not, empty if it is."""
+        ...
+
+    def unlock(self, address: int) -> None:
+        """Undo `lock`."""
+        ...
+
+
+class Cuda:
+    """CUDA through torch. Makes streams when it is first used, so that a program without a GPU never notices."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is on a CUDA device."""
+        return tensor.is_cuda
+
+    def mark(self, tensors: Iterable[torch.Tensor]) -> Mark:
+        """Events on the current streams."""
+        return {
+            device: torch.cuda.current_stream(device).record_event()
+            for device in dict.fromkeys(tensor.device for tensor in tensors)
+        }
+
+    def copy(self, pairs: Sequence[Pair], after: Mark) -> Mark:
+        """Copies on one side stream per device."""
+        done: Mark = {}
+        try:
+            for device, event in after.items():
+                stream = self._stream(device)
+                stream.wait_event(event)
+                with torch.cuda.stream(stream), torch.no_grad():
+                    for into, source in pairs:
+                        if source.device == device:
+                            into.copy_(source, non_blocking=True)
+                done[device] = stream.record_event()
+        except BaseException:
+            # What was given to a device goes on writing: nobody may think that the segment is free.
+            for device in after:
+                self._stream(device).synchronize()
+            raise
+        return done
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def hold(self, until: Mark) -> None:
+        """The current streams wait."""
+        for device, event in until.items():
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def wait(self, until: Mark) -> None:
+        """The host waits."""
+        for event in until.values():
+            event.synchronize()
+
+    def lock(self, address: int, size_bytes: int) -> str:
+        """cudaHostRegister, for all devices."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = runtime.cudaHostRegister(address, size_bytes, 1)  # 1: cudaHostRegisterPortable
+        return "" if int(error) == 0 else f"cudaHostRegister answered {int(error)}"
+
+    def unlock(self, address: int) -> None:
+        """cudaHostUnregister."""
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
