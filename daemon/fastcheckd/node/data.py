@@ -67,8 +67,9 @@ class _DataRooms:
         self.lease = LeaseHolder(config.node_id, lambda: identity.incarnation)
         self.store = store
         self.hashing = ThreadPoolExecutor(config.worker_threads, thread_name_prefix="hash")
-        # Lane threads mostly wait for the network: room for several ranks' steps at full spread.
-        self.lanes = ThreadPoolExecutor(4 * config.spread * config.lane_streams, thread_name_prefix="lane")
+        # Lane threads mostly wait for the network: room for the steps of eight ranks at full spread, or for their
+        # loads, each of which takes a thread per shard and source.
+        self.lanes = ThreadPoolExecutor(8 * config.spread * config.lane_streams, thread_name_prefix="lane")
         self.codec = CodecPool(config.codec_threads, config.codec_nice)
         self.registry = registry = RegistryClient(with_remembered_voters(config), counters)
         self.view = view = ViewFollower(registry, identity, LastView(config))

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
@@ -17,13 +17,11 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 from ..config import Config
 from ..counters import Counters
 from ..errors import (
-    CorruptError,
     FastCheckdError,
     InvalidRequestError,
     LostError,
     NoQuorumError,
     NotHeldError,
-    PeerError,
     StepGoneError,
     WorldSizeError,
 )
@@ -32,7 +30,10 @@ from ..store.ram_store import HeldShard, RamStore
 from ..store.segments import Segment, staging_pool
 from ..transfer.peer_client import PeerClient
 from ..view import ViewFollower
-from .plan import ShardPlan, other_sources, plan_fetch
+from .gathering import FairTurns, Gathering
+from .plan import ShardPlan, plan_fetch
+from .pulling import Puller, Shard, settled
+from .tally import Tally
 from .verify import count_bad_chunks
 from .without_quorum import LOOKUP_TIMEOUT_S as PROVISIONAL_LOOKUP_TIMEOUT_S
 from .without_quorum import Survey
@@ -41,19 +42,6 @@ logger = logging.getLogger(__name__)
 
 LOOKUP_TIMEOUT_S = 20.0
 LIST_TIMEOUT_S = 2.0
-#: A node that is just starting refuses connections for a moment, and a channel that saw it does not try again for a
-#: second. Before a shard is called lost, those that were not reached are asked once more after this pause.
-ASK_AGAIN_AFTER_S = 1.5
-
-
-@dataclass
-class _Tally:
-    """Where the bytes of one load came from."""
-
-    local_bytes: int = 0
-    fetched_bytes: int = 0
-    bad_copies: int = 0
-    holders: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -72,21 +60,17 @@ class _Candidate:
         return self.nodes is not None
 
 
-@dataclass
-class _Hunt:
-    """Who was asked for a shard in vain."""
-
-    #: What each of them said.
-    told: list[str] = field(default_factory=list)
-    unreached: list[pb.Holder] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Loaded:
-    """A rank's state in local memory."""
+    """A rank's state in local memory, which stays put until it is closed."""
 
     ready: tpb.LoadReady
     segment: Segment
+    _pins: contextlib.ExitStack
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._pins.close()
 
 
 class RestoreRoom:
@@ -117,6 +101,8 @@ class RestoreRoom:
         self._executor = executor
         self._on_brought = on_brought
         self.survey = Survey(peers, view)
+        self._puller = Puller(config, store, peers, counters)
+        self._turns = FairTurns()
         self._locks: dict[tuple[str, int], asyncio.Lock] = {}
         #: Loads whose bytes are being brought here.
         self._bringing = 0
@@ -126,11 +112,10 @@ class RestoreRoom:
         """Whether a load is under way whose bytes are not all here. May be asked from any thread."""
         return self._bringing > 0
 
-    @contextlib.asynccontextmanager
-    async def load(self, request: tpb.LoadRequest) -> AsyncIterator[Loaded | None]:
-        """Hold the asked-for step in a local segment for as long as the context lasts.
+    async def bring(self, request: tpb.LoadRequest, tally: Tally) -> Loaded | None:
+        """Bring the asked-for step into a local segment, which stays put until `Loaded.close`; `tally` follows it.
 
-        Yields None when no step was asked for by number and none is committed.
+        None when no step was asked for by number and none is committed.
 
         Raises:
             StepGoneError: the asked-for step is not kept; the message lists what is.
@@ -141,10 +126,8 @@ class RestoreRoom:
         started = time.monotonic()
         candidates = await self._find(request)
         if not candidates:
-            yield None
-            return
+            return None
         lock = self._locks.setdefault((request.job, request.rank), asyncio.Lock())
-        tally = _Tally()
         async with lock:  # two loads of one rank must not both fetch
             self._bringing += 1
             try:
@@ -156,24 +139,21 @@ class RestoreRoom:
         record = found.record
         first, segment = shards[0].manifest, shards[0].segment
         self._counters.add("restores")
-        with pins:
-            yield Loaded(
-                tpb.LoadReady(
-                    step=record.step,
-                    segment=tpb.SegmentRef(path=str(segment.path), bytes=segment.size_bytes),
-                    state_bytes=first.state_bytes,
-                    header_offset=first.header_offset,
-                    header_bytes=first.header_bytes,
-                    local_bytes=tally.local_bytes,
-                    fetched_bytes=tally.fetched_bytes,
-                    holders=len(tally.holders),
-                    bad_copies=tally.bad_copies,
-                    restore_s=time.monotonic() - started,
-                    lossy=record.ranks[0].lossy,
-                    provisional=found.provisional,
-                ),
-                segment,
-            )
+        ready = tpb.LoadReady(
+            step=record.step,
+            segment=tpb.SegmentRef(path=str(segment.path), bytes=segment.size_bytes),
+            state_bytes=first.state_bytes,
+            header_offset=first.header_offset,
+            header_bytes=first.header_bytes,
+            local_bytes=tally.local_bytes,
+            fetched_bytes=tally.fetched_bytes,
+            holders=len(tally.holders),
+            bad_copies=tally.bad_copies,
+            restore_s=time.monotonic() - started,
+            lossy=record.ranks[0].lossy,
+            provisional=found.provisional,
+        )
+        return Loaded(ready, segment, pins)
 
     async def _find(self, request: tpb.LoadRequest) -> list[_Candidate]:
         """The steps to try, the best first: the registry's answer, or all that the nodes hold complete."""
@@ -193,7 +173,7 @@ class RestoreRoom:
         return [_Candidate(s.rank_record(request.job, request.rank), numbers, nodes) for s in steps]
 
     async def _bring_first(
-        self, job: str, candidates: list[_Candidate], tally: _Tally
+        self, job: str, candidates: list[_Candidate], tally: Tally
     ) -> tuple[_Candidate, list[HeldShard]]:
         """The first step that proves good. A single rank may go on to an older one; several have agreed on one."""
         for candidate in candidates:
@@ -233,27 +213,58 @@ class RestoreRoom:
     # --- bringing the bytes here -----------------------------------------------------------------
 
     async def _bring(
-        self, job: str, step: rpb.StepRecord, tally: _Tally, nodes: Mapping[str, rpb.NodeRecord] | None = None
+        self, job: str, step: rpb.StepRecord, tally: Tally, nodes: Mapping[str, rpb.NodeRecord] | None = None
     ) -> list[HeldShard]:
         """The rank's shards in one segment here; `nodes`: whom to ask, if not those of the registry's view."""
         record = step.ranks[0]
-        own = await self._own(job, step.step, record)
+        tally.begin(record.state_bytes)
+        own = await self._own(job, step.step, record, tally)
         if own is not None:
-            tally.local_bytes = record.state_bytes
             return own
         pool = staging_pool(job, record.rank)
         segment = await asyncio.to_thread(self._store.allocate, record.state_bytes, pool)
+        tally.segment = segment
         try:
             if nodes is None:
                 nodes = {n.node_id: n for n in (await self._nodes()).nodes}
             plans = plan_fetch(record, nodes, self._config.node_id)
-            fetches = [self._fetch(job, step.step, record, plan, segment, nodes, tally) for plan in plans]
-            manifests = await asyncio.gather(*fetches)
+            manifests = await self._gather(job, step.step, record.rank, plans, segment, nodes, tally)
             shards = await asyncio.to_thread(self._publish, manifests, segment)
         finally:
             self._store.release(segment)
         self._on_brought(shards)
         return shards
+
+    async def _gather(
+        self,
+        job: str,
+        step: int,
+        rank: int,
+        plans: list[ShardPlan],
+        segment: Segment,
+        nodes: Mapping[str, rpb.NodeRecord],
+        tally: Tally,
+    ) -> list[pb.ShardManifest]:
+        """Get all shards into their places, from wherever they are."""
+        sizes = {plan.record.shard: plan.record.bytes for plan in plans}
+        gathering = Gathering(sizes, self._turns, tally.came)
+
+        def shard(record: rpb.ShardRecord, plan: ShardPlan) -> Shard:
+            key = pb.ShardKey(job=job, step=step, rank=rank, shard=record.shard)
+            return Shard(key, plan, segment.view[record.offset : record.offset + record.bytes])
+
+        with self._turns.taking_part():
+            pulls = [
+                asyncio.create_task(self._puller.pull(shard(p.record, p), nodes, gathering, tally))
+                for p in plans
+            ]
+            try:
+                return await asyncio.gather(*pulls)
+            finally:
+                # One that failed, or a caller that is gone, ends all: the segment is given back after this.
+                for task in pulls:
+                    task.cancel()
+                await settled(pulls)
 
     async def _nodes(self) -> rpb.ClusterView:
         """The membership: the leader's if it answers, else the newest seen."""
@@ -263,7 +274,7 @@ class RestoreRoom:
             logger.info("using the last view seen: %s", error)
             return self._view.members()
 
-    async def _own(self, job: str, step: int, record: rpb.RankRecord) -> list[HeldShard] | None:
+    async def _own(self, job: str, step: int, record: rpb.RankRecord, tally: Tally) -> list[HeldShard] | None:
         """The rank's shards as this node's own bytes, checked, if they all lie in one segment here."""
         shards = []
         for wanted in record.shards:
@@ -274,8 +285,12 @@ class RestoreRoom:
             shards.append(held)
         if not shards or len({s.segment.name for s in shards}) != 1:
             return None
+        tally.segment = shards[0].segment
         checks = await asyncio.gather(*(self._is_intact(s) for s in shards))
-        return shards if all(checks) else None
+        if not all(checks):
+            return None
+        tally.local_bytes = record.state_bytes
+        return shards
 
     async def _is_intact(self, held: HeldShard) -> bool:
         """Check a replica here; a bad one is dropped and counted."""
@@ -289,104 +304,6 @@ class RestoreRoom:
         except NotHeldError:
             return False  # pruned a moment ago: as good as never here
 
-    async def _fetch(
-        self,
-        job: str,
-        step: int,
-        record: rpb.RankRecord,
-        plan: ShardPlan,
-        segment: Segment,
-        nodes: Mapping[str, rpb.NodeRecord],
-        tally: _Tally,
-    ) -> pb.ShardManifest:
-        """Get one shard into its place: from this node's own replicas, else from one peer after the other."""
-        shard = plan.record
-        key = pb.ShardKey(job=job, step=step, rank=record.rank, shard=shard.shard)
-        into = segment.view[shard.offset : shard.offset + shard.bytes]
-        manifest = await self._copy_local(key, shard, into)
-        if manifest is not None:
-            tally.local_bytes += shard.bytes
-            return manifest
-        hunt = _Hunt()
-        for source in plan.sources:
-            if (manifest := await self._pull(source, key, shard, into, tally, hunt)) is not None:
-                return manifest
-        for source in await self._who_else_has(
-            key, shard.digest, other_sources(plan, nodes, self._config.node_id)
-        ):
-            if (manifest := await self._pull(source, key, shard, into, tally, hunt)) is not None:
-                return manifest
-        if once_more := list(hunt.unreached):
-            await asyncio.sleep(ASK_AGAIN_AFTER_S)
-        for source in once_more:
-            if (manifest := await self._pull(source, key, shard, into, tally, hunt)) is not None:
-                return manifest
-        raise LostError(
-            f"shard {shard.shard} of rank {record.rank}, step {step} of job {job!r}: no good copy left "
-            f"({'; '.join(dict.fromkeys(hunt.told)) or 'none of its holders is known'})"
-        )
-
-    async def _copy_local(
-        self, key: pb.ShardKey, shard: rpb.ShardRecord, into: memoryview
-    ) -> pb.ShardManifest | None:
-        for kind in (pb.REPLICA_KIND_OWNER, pb.REPLICA_KIND_COPY):
-            held = self._store.find(key, kind)
-            if held is None or held.manifest.digest != shard.digest:
-                continue
-            try:
-                await asyncio.to_thread(self._store.copy_to, held, into)
-            except (NotHeldError, CorruptError) as error:
-                logger.info("not from this node's own memory: %s", error)
-                continue
-            return held.manifest
-        return None
-
-    async def _pull(
-        self,
-        source: pb.Holder,
-        key: pb.ShardKey,
-        shard: rpb.ShardRecord,
-        into: memoryview,
-        tally: _Tally,
-        hunt: _Hunt,
-    ) -> pb.ShardManifest | None:
-        """Pull a shard from one peer; None, counted and noted in `hunt`, when its copy is bad or gone."""
-        try:
-            manifest = await self._peers.get_shard(source, key, shard.digest, into, _unwatched)
-        except CorruptError as error:
-            tally.bad_copies += 1
-            hunt.told.append(str(error))
-        except (NotHeldError, PeerError) as error:
-            tally.bad_copies += 1
-            self._counters.add("copies_missing")
-            hunt.told.append(str(error))
-            if isinstance(error, PeerError):
-                hunt.unreached.append(source)
-        else:
-            self._counters.add("shards_fetched")
-            tally.fetched_bytes += shard.bytes
-            tally.holders.add(source.node.node_id)
-            return manifest
-        logger.warning(
-            "%s/%d/%d/%d: %s; trying the next copy", key.job, key.step, key.rank, key.shard, hunt.told[-1]
-        )
-        return None
-
-    async def _who_else_has(self, key: pb.ShardKey, digest: bytes, nodes: list[pb.Holder]) -> list[pb.Holder]:
-        async def has(node: pb.Holder) -> bool:
-            try:
-                replicas = await self._peers.list_replicas(
-                    node.data_address, key.job, key.step, LIST_TIMEOUT_S
-                )
-            except FastCheckdError:
-                return False  # it was only a chance; the named holders have been reported already
-            return any(
-                r.key.rank == key.rank and r.key.shard == key.shard and r.digest == digest for r in replicas
-            )
-
-        answers = await asyncio.gather(*(has(n) for n in nodes))
-        return [n for n, yes in zip(nodes, answers, strict=True) if yes]
-
     def _publish(self, manifests: list[pb.ShardManifest], segment: Segment) -> list[HeldShard]:
         """Keep what was brought here as this node's own copy: it serves others and the next load."""
         held = []
@@ -397,10 +314,6 @@ class RestoreRoom:
             manifest.part = 0
             held.append(self._store.publish(manifest, segment, manifest.offset, verified=True))
         return held
-
-
-def _unwatched(_received_bytes: int) -> None:
-    """Nobody follows a load byte by byte."""
 
 
 def _offer(step: int, kept: list[int]) -> str:

@@ -22,9 +22,11 @@ from .frames import (
     pack_frame,
     pack_hello,
     pack_result,
+    pack_want,
     parse_frame,
     parse_hello,
     parse_result,
+    parse_want,
 )
 from .sockets import (
     describe,
@@ -115,6 +117,22 @@ class Lane:
         """Answer to the END of a put."""
         with self._sending():
             send_all(self._sock, *pack_result(bad_chunks))
+
+    def send_want(self, chunks: Sequence[int]) -> None:
+        """As the reader of a get on demand: these chunks next."""
+        with self._sending():
+            send_all(self._sock, *pack_want(chunks))
+
+    def receive_want(self, count: int) -> list[int]:
+        """The chunks to send next, of a shard with `count`; empty when the reader has all that it wants."""
+        header = self.receive_header()
+        if header.kind == Kind.END:
+            return []
+        if header.kind != Kind.WANT:
+            raise FrameError(f"a WANT was due, not {header.kind.name}")
+        payload = bytearray(header.encoded_bytes)
+        self.receive_into(payload)
+        return parse_want(payload, count)
 
     def send_error(self, sentence: str) -> None:
         """Say why this side hangs up, if the other end still listens."""

@@ -17,7 +17,7 @@ from ..counters import Counters
 from ..digests import DIGEST_BYTES, chunk_digest
 from ..errors import CorruptError, FrameError
 from .chunk_stream import receive_chunks, send_chunks
-from .frames import RESENDS_MAX, Codec, FrameHeader, Hello
+from .frames import RESENDS_MAX, Codec, FrameHeader, Hello, check_data_frame
 from .lane import Lane
 from .put_tally import PutTally
 from .shard_source import Order, Payload, ShardSource
@@ -34,6 +34,26 @@ class ChunkGate(Protocol):
 
     def wait(self, stream: object, size_bytes: int, still_wanted: Callable[[], None]) -> None:
         """Return when the next piece may move; `still_wanted` raises when it need not any more."""
+
+
+class ChunkAsker(Protocol):
+    """Says what one connection of a get on demand is to ask for. Asked by the thread that reads it."""
+
+    def next(self, still_wanted: Callable[[], None]) -> Sequence[int] | None:
+        """Chunks to ask for now, none if enough is under way; None: it is of no more use.
+
+        Returns nothing only while something is under way: else it waits, and `still_wanted` raises when nobody
+        needs the connection any more.
+        """
+
+    def wanted(self, chunk: int) -> bool:
+        """A chunk that was asked for begins to arrive: whether it is still for its place, which then is this one's."""
+
+    def got(self, chunk: int) -> None:
+        """It is whole, and what it should be if it was for its place."""
+
+    def came_bad(self, chunk: int) -> None:
+        """It is not what it should be; raises CorruptError if there is no point in going on."""
 
 
 #: Chunks that a connection has made ready while it sends the one before.
@@ -166,6 +186,55 @@ def get_stream(
         )
     if due:
         raise FrameError(f"the sender ended with {len(due)} of {len(own)} chunks not sent")
+
+
+def get_asked(
+    lane: Lane,
+    hello: Hello,
+    *,
+    manifest: pb.ShardManifest,
+    table: ChunkTable,
+    into: memoryview,
+    counters: Counters,
+    asker: ChunkAsker,
+) -> None:
+    """Receive the chunks that `asker` has this connection ask for, each into its place; a bad one is told to it.
+
+    Those that are not for their place any more are received, and thrown away.
+
+    Raises:
+        CorruptError: `asker` gives the source up.
+        FrameError, PeerError: see `Lane`.
+    """
+    digests = manifest.chunk_digests
+    due: set[int] = set()
+    scrap = bytearray(0)
+    lane.send_hello(hello)
+    while (run := asker.next(lane.check)) is not None:
+        if run:
+            lane.send_want(run)
+            due.update(run)
+        header = lane.receive_header()
+        check_data_frame(header, table=table, first=0, stride=1)
+        index = header.chunk
+        if header.codec is not Codec.RAW or index not in due:
+            raise FrameError(f"chunk {index} comes as {header.codec.name}, or was not asked for")
+        due.discard(index)
+        start, stop = table.range(index)
+        in_place = asker.wanted(index)
+        if not in_place and len(scrap) < stop - start:
+            scrap = bytearray(stop - start)
+        with into[start:stop] if in_place else memoryview(scrap)[: stop - start] as place:
+            lane.receive_into(place)
+            good = chunk_digest(place) == digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+        counters.add("bytes_received", stop - start)
+        if good:
+            asker.got(index)
+        else:
+            counters.add("corrupt_received")
+            asker.came_bad(index)
+    if not due:
+        lane.send_end(0)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections.abc import Iterator
 
 from ..chunks import ChunkTable
 from ..counters import Counters
@@ -16,7 +17,7 @@ from ..digests import DIGEST_BYTES
 from ..errors import ConfigError, CorruptError, FastCheckdError, FrameError, PeerError
 from .chunk_stream import receive_chunks, send_chunks
 from .codec_pool import CodecPool
-from .frames import RESENDS_MAX, Codec, Hello
+from .frames import ON_DEMAND, RESENDS_MAX, Codec, Hello
 from .intake import Intake
 from .lane import Lane
 from .shard_source import Payload
@@ -189,6 +190,8 @@ class LaneServer:
             self._forget(lane)
 
     def _receive(self, lane: Lane, hello: Hello, grant: PutGrant) -> None:
+        if hello.stride == ON_DEMAND:
+            raise FrameError("the chunks of a put are not sent on demand")
         incoming = grant.incoming
         chunks = range(hello.first, len(incoming.table), hello.stride)
         intake = Intake(incoming, self._pool, self._counters, lane.check)
@@ -223,7 +226,7 @@ class LaneServer:
             raise
 
     def _send(self, lane: Lane, hello: Hello, grant: GetGrant) -> None:
-        if hello.stride != grant.streams:
+        if hello.stride not in {grant.streams, ON_DEMAND}:
             raise FrameError(
                 f"the transfer has {grant.streams} connections; stride {hello.stride} does not fit"
             )
@@ -235,9 +238,15 @@ class LaneServer:
                 start, stop = table.range(index)
                 return index, Payload(Codec.RAW, source[start:stop], ())
 
+            def wanted() -> Iterator[int]:
+                """What the reader asks for, run after run; the next request waits in the socket meanwhile."""
+                while run := lane.receive_want(len(table)):
+                    yield from run
+
+            on_demand = hello.stride == ON_DEMAND
             send_chunks(
                 lane,
-                map(chunk, range(hello.first, len(table), hello.stride)),
+                map(chunk, wanted() if on_demand else range(hello.first, len(table), hello.stride)),
                 table=table,
                 digest_of=lambda index: digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES],
                 moved=lambda count: self._counters.add("bytes_sent", count),

@@ -10,8 +10,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
@@ -21,8 +22,9 @@ from ..config import Config
 from ..counters import Counters
 from ..digests import DIGEST_BYTES, shard_digest
 from ..errors import CorruptError, FastCheckdError, InvalidRequestError, PeerError
-from .frames import TICKET_BYTES, Hello
-from .lane_client import ChunkGate, get_stream, put_stream
+from .frames import ON_DEMAND, TICKET_BYTES, Hello
+from .lane import Lane
+from .lane_client import ChunkAsker, ChunkGate, get_asked, get_stream, put_stream
 from .peer_calls import PeerCalls
 from .put_checks import chunk_table
 from .put_tally import PutOutcome, PutTally
@@ -35,6 +37,16 @@ logger = logging.getLogger(__name__)
 _FRESH_MEMORY_BYTES_PER_S = 200_000_000
 _ABORT_TIMEOUT_S = 2.0
 _REPORT_TIMEOUT_S = 5.0
+
+
+class ShardDesk(Protocol):
+    """One holder's part in bringing a shard that several may be read for."""
+
+    def describe(self, manifest: pb.ShardManifest, table: ChunkTable) -> bool:
+        """What the holder says of the shard, proved by its digest; False if it is cut in another way."""
+
+    def reader(self, end: Callable[[], None], bad: list[int]) -> AbstractContextManager[ChunkAsker]:
+        """In the thread of a connection, while it reads. `end` makes it fail soon; bad chunks are noted in `bad`."""
 
 
 class PeerClient(PeerCalls):
@@ -180,6 +192,64 @@ class PeerClient(PeerCalls):
             await self._report_corrupt(stub, key, digest, whom)
             raise CorruptError(f"{whom} has a bad copy of shard {_shown(key)}: {error}") from None
         return manifest
+
+    async def read_shard(
+        self,
+        holder: pb.Holder,
+        key: pb.ShardKey,
+        digest: bytes,
+        into: memoryview,
+        sharing: ShardDesk,
+        *,
+        streams: int,
+    ) -> None:
+        """Get those chunks of a shard from `holder` that `sharing` wants from it, over at most `streams` connections.
+
+        Several holders may be read into the same memory at once. Returns when `sharing` wants nothing more; when
+        this returns, raises or is cancelled, nobody writes to `into` for it any more. Bad chunks are told to
+        `sharing`, and in the background to the holder.
+
+        Raises:
+            NotHeldError: the holder does not have this shard with this digest.
+            CorruptError: its digests are not the committed ones, or too many chunks were bad; it has been told.
+            PeerError: it cannot be reached, stopped, or refused.
+        """
+        whom = _name(holder)
+        stub = self._stub(holder.data_address)
+        bad: list[int] = []
+        try:
+            async with hired(self._executor, min(streams, -(-len(into) // self._config.chunk_bytes))) as crew:
+                request = peer_pb2.BeginGetRequest(
+                    cluster_id=self._config.cluster_id, key=key, digest=digest, streams=crew.size
+                )
+                making_s = len(into) / _FRESH_MEMORY_BYTES_PER_S
+                begun = await self._ask(stub.BeginGet, request, whom, self._timeout_s + making_s)
+                manifest = begun.manifest
+                table = _check_manifest(manifest, key, digest, len(into), whom)
+                if not sharing.describe(manifest, table):
+                    raise PeerError(f"{whom} cuts shard {_shown(key)} into other chunks than another holder")
+
+                def work(lane: Lane, hello: Hello) -> None:
+                    with sharing.reader(lane.end, bad) as asker:
+                        get_asked(
+                            lane,
+                            Hello(first=0, stride=ON_DEMAND, ticket=hello.ticket),
+                            manifest=manifest,
+                            table=table,
+                            into=into,
+                            counters=self._counters,
+                            asker=asker,
+                        )
+
+                await self._stream(crew, holder, begun.tickets, work)
+        except CorruptError as error:
+            bad.append(-1)
+            raise CorruptError(f"{whom} has a bad copy of shard {_shown(key)}: {error}") from None
+        finally:
+            if bad:
+                self._counters.add("corrupt_reported")
+                logger.error("%s has a bad copy of shard %s", whom, _shown(key))
+                self._later(self._report_corrupt(stub, key, digest, whom))
 
     async def _stream(
         self,
