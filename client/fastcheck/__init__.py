@@ -43,6 +43,7 @@ from .errors import (
 if TYPE_CHECKING:
     from .checkpointer import Checkpointer
     from .handle import SaveHandle
+    from .progress import LoadProgress
 
 __all__ = [
     "Checkpointer",
@@ -54,6 +55,7 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidNameError",
     "LoadFailedError",
+    "LoadProgress",
     "LossyCheckpointError",
     "LostError",
     "NotNewerError",
@@ -72,7 +74,7 @@ __all__ = [
     "WorldSizeError",
 ]
 
-_LAZY = {"Checkpointer": ".checkpointer", "SaveHandle": ".handle"}
+_LAZY = {"Checkpointer": ".checkpointer", "LoadProgress": ".progress", "SaveHandle": ".handle"}
 
 
 def _version() -> str:

@@ -10,20 +10,18 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from .state import dtypes
 from .state.flatten import FlatState, Piece
+from .state.places import Move
 
 _PIECE_BYTES = 16 << 20
 #: Below this, waking threads costs more than they save.
 _PARALLEL_BYTES_MIN = 32 << 20
-
-#: Destination address, source address, bytes.
-_Move = tuple[int, int, int]
 
 
 def default_copy_threads() -> int:
@@ -70,6 +68,19 @@ class Copier:
         end = flat.header_offset + len(flat.header)
         ctypes.memset(base + end, 0, flat.state_bytes - end)
 
+    def pour(self, moves: Sequence[Move]) -> None:
+        """Move bytes from address to address, on all threads if they are many."""
+        todo = deque(_cut(moves))
+        helpers = []
+        if sum(size for _, _, size in moves) >= _PARALLEL_BYTES_MIN:
+            helpers = [self._helpers().submit(_drain, todo) for _ in range(self._threads - 1)]
+        try:
+            _drain(todo)
+        finally:
+            todo.clear()
+            for helper in helpers:
+                helper.result()
+
     def _helpers(self) -> ThreadPoolExecutor:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max(1, self._threads - 1), thread_name_prefix="fastcheck-copy")
@@ -82,7 +93,13 @@ class Copier:
             self._pool = None
 
 
-def _moves(pieces: list[Piece], base: int) -> Iterator[_Move]:
+def _cut(moves: Sequence[Move]) -> Iterator[Move]:
+    for into, source, size in moves:
+        for start in range(0, size, _PIECE_BYTES):
+            yield into + start, source + start, min(_PIECE_BYTES, size - start)
+
+
+def _moves(pieces: list[Piece], base: int) -> Iterator[Move]:
     for piece in pieces:
         source = piece.tensor.data_ptr()
         for start in range(0, piece.bytes, _PIECE_BYTES):
@@ -90,7 +107,7 @@ def _moves(pieces: list[Piece], base: int) -> Iterator[_Move]:
             yield base + piece.offset + start, source + start, size
 
 
-def _drain(todo: deque[_Move]) -> None:
+def _drain(todo: deque[Move]) -> None:
     while True:
         try:
             move = todo.popleft()

@@ -24,7 +24,8 @@ from .segments import FileIdentity, Segment, SegmentCache
 
 logger = logging.getLogger("fastcheck")
 
-_MADV_POPULATE_WRITE = 23
+MADV_POPULATE_READ = 22
+MADV_POPULATE_WRITE = 23
 #: One call: a few dozen milliseconds, after which closing is noticed.
 _SLICE_BYTES = 64 << 20
 _REMEMBERED_MAX = 64
@@ -74,7 +75,7 @@ class Prefaulter:
                     self._thread = None
                     return
                 segment = self._waiting.popleft()
-            _populate(segment.tensor, self._stop)
+            populate(segment.tensor, self._stop, MADV_POPULATE_WRITE)
 
     def close(self) -> None:
         """Stop within one slice."""
@@ -85,13 +86,14 @@ class Prefaulter:
             thread.join(timeout=1.0)
 
 
-def _populate(tensor: torch.Tensor, stop: threading.Event) -> None:
+def populate(tensor: torch.Tensor, stop: threading.Event, advice: int) -> None:
+    """Have the kernel map all pages of a tensor, slice by slice until told to stop."""
     start, size = tensor.data_ptr(), tensor.numel()
     for offset in range(0, size, _SLICE_BYTES):
         if stop.is_set():
             return
-        if _libc.madvise(start + offset, min(_SLICE_BYTES, size - offset), _MADV_POPULATE_WRITE):
+        if _libc.madvise(start + offset, min(_SLICE_BYTES, size - offset), advice):
             code = ctypes.get_errno()
             if code != errno.EINVAL:
-                logger.debug("cannot warm the spare segment: %s", os.strerror(code))
+                logger.debug("cannot warm a segment: %s", os.strerror(code))
             return
