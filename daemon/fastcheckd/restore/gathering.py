@@ -87,6 +87,11 @@ class Gathering:
         with self._changed:
             return self._sharing.was_too_slow(node_id, shard)
 
+    def is_read(self, shard: int) -> bool:
+        """Whether somebody is reading a shard now."""
+        with self._changed:
+            return self._sharing.is_read(shard)
+
     def _describe(self, shard: int, manifest: pb.ShardManifest, table: ChunkTable) -> bool:
         with self._changed:
             if fits := self._sharing.describe(shard, table):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,8 @@ SOURCES_AT_ONCE = 4
 #: A node that is just starting refuses connections for a moment, and a channel that saw it does not try again for a
 #: second. Before a shard is called lost, those that were not reached are asked once more after this pause.
 ASK_AGAIN_AFTER_S = 1.5
+#: The same for one that could not be reached while others are read.
+TRY_AGAIN_AFTER_S = 0.5
 
 
 @dataclass
@@ -159,35 +161,45 @@ class Puller:
         hunt: _Hunt,
         streams: int,
     ) -> None:
-        """Read what one peer is asked for; its failure is counted and noted in `hunt`."""
+        """Read what one peer is asked for; its failure is counted and noted in `hunt`.
+
+        One that cannot be reached, while others read, is tried once more beside them: its link may just be full.
+        """
         number, name = shard.key.shard, source.node.node_id
+        is_bad = False
+
+        def read() -> Coroutine[Any, Any, None]:
+            part = gathering.source(number, name)
+            return self._peers.read_shard(source, shard.key, shard.digest, shard.into, part, streams=streams)
+
         try:
-            await self._peers.read_shard(
-                source,
-                shard.key,
-                shard.digest,
-                shard.into,
-                gathering.source(number, name),
-                streams=streams,
-            )
-        except (CorruptError, NotHeldError, PeerError) as error:
+            try:
+                await read()
+            except PeerError as error:
+                if gathering.was_too_slow(number, name) or not gathering.is_read(number):
+                    raise
+                logger.info("%s: %s; trying it once more", _shown(shard.key), error)
+                await asyncio.sleep(TRY_AGAIN_AFTER_S)
+                await read()
+        except CorruptError as error:
+            is_bad = True
             hunt.told.append(str(error))
-            if isinstance(error, PeerError) and gathering.was_too_slow(number, name):
-                hunt.unreached.append(source)
-                logger.warning(
-                    "%s: node %s was too slow; others bring what it did not", _shown(shard.key), name
-                )
-                return
-            tally.bad_copies += 1
-            if not isinstance(error, CorruptError):
-                self._counters.add("copies_missing")
+        except (NotHeldError, PeerError) as error:
+            hunt.told.append(str(error))
             if isinstance(error, PeerError):
                 hunt.unreached.append(source)
-            logger.warning("%s: %s; others bring what it did not", _shown(shard.key), error)
-        else:
+            if gathering.was_too_slow(number, name):
+                logger.warning("%s: node %s was too slow", _shown(shard.key), name)
+            else:
+                is_bad = True
+                self._counters.add("copies_missing")
+                logger.warning("%s: %s; others bring what it did not", _shown(shard.key), error)
+        finally:
+            # Also when it was ended because the others have brought all by now.
             if bad := gathering.bad_chunks(number, name):
-                tally.bad_copies += 1
-                hunt.told.append(f"node {name} has {bad} bad chunks")
+                is_bad = True
+                hunt.told.append(f"node {name} has sent {bad} bad chunks")
+            tally.bad_copies += is_bad
 
     async def _who_else_has(self, shard: Shard, nodes: list[pb.Holder]) -> list[pb.Holder]:
         key = shard.key

@@ -109,13 +109,17 @@ class Sharing:
         if found.table == table:
             return True
         # The first to say it may have been wrong: it is believed no longer than it is of use.
-        if found.done or any(reader.shard == shard for reader in self._readers.values()):
+        if found.done or self.is_read(shard):
             return False
         found.table = table
         found.waiting = list(range(len(table)))
         found.waiting_bytes = table.shard_bytes
         found.finished = not len(table)
         return True
+
+    def is_read(self, shard: int) -> bool:
+        """Whether a shard has readers."""
+        return any(reader.shard == shard for reader in self._readers.values())
 
     def finished(self, shard: int) -> bool:
         """Whether all chunks of a shard are here."""

@@ -8,8 +8,8 @@ from fake_daemon import FakeDaemon
 from state_bytes import same, snapshot
 
 from fastcheck import Checkpointer, CorruptError, FastCheckError, OutOfMemoryError, StepNotFoundError
-from fastcheck.state.flatten import flatten
 from fastcheck.progress import Reporter
+from fastcheck.state.flatten import flatten
 from fastcheck.streaming import _messages, _receive
 from fastcheck_proto.conventions import STREAM_PIECE_BYTES
 from fastcheck_proto.v1 import common_pb2
