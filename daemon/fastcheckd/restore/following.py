@@ -38,7 +38,7 @@ class Following:
                 told = segment
                 ref = tpb.SegmentRef(path=str(segment.path), bytes=segment.size_bytes)
                 yield tpb.LoadSegment(segment=ref)
-            elif told is not None:
+            elif self._tally.total_bytes:
                 yield self._tally.look()
 
     def loaded(self) -> Loaded | None:

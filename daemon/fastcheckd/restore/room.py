@@ -44,6 +44,10 @@ LOOKUP_TIMEOUT_S = 20.0
 LIST_TIMEOUT_S = 2.0
 
 
+#: Of replicas here, begun during this load and perhaps over.
+_Checks = Mapping[HeldShard, asyncio.Task[bool]]
+
+
 @dataclass(frozen=True)
 class _Candidate:
     """A step that answers a load, this rank's part of it."""
@@ -124,18 +128,23 @@ class RestoreRoom:
             NoQuorumError: no registry answers, and the request does not allow to do without.
         """
         started = time.monotonic()
-        candidates = await self._find(request)
-        if not candidates:
-            return None
-        lock = self._locks.setdefault((request.job, request.rank), asyncio.Lock())
-        async with lock:  # two loads of one rank must not both fetch
-            self._bringing += 1
-            try:
-                found, shards = await self._bring_first(request.job, candidates, tally)
-            finally:
-                self._bringing -= 1
-            pins = contextlib.ExitStack()
-            pins.enter_context(self._store.pinned(shards[0]))  # all lie in one segment
+        checks = self._begin_checks(request, tally)
+        try:
+            candidates = await self._find(request)
+            if not candidates:
+                return None
+            lock = self._locks.setdefault((request.job, request.rank), asyncio.Lock())
+            async with lock:  # two loads of one rank must not both fetch
+                self._bringing += 1
+                try:
+                    found, shards = await self._bring_first(request.job, candidates, tally, checks)
+                finally:
+                    self._bringing -= 1
+                pins = contextlib.ExitStack()
+                pins.enter_context(self._store.pinned(shards[0]))  # all lie in one segment
+        finally:
+            # Their threads read memory that is pinned until then; where the guess was right they are done.
+            await settled(checks.values())
         record = found.record
         first, segment = shards[0].manifest, shards[0].segment
         self._counters.add("restores")
@@ -173,12 +182,12 @@ class RestoreRoom:
         return [_Candidate(s.rank_record(request.job, request.rank), numbers, nodes) for s in steps]
 
     async def _bring_first(
-        self, job: str, candidates: list[_Candidate], tally: Tally
+        self, job: str, candidates: list[_Candidate], tally: Tally, checks: _Checks
     ) -> tuple[_Candidate, list[HeldShard]]:
         """The first step that proves good. A single rank may go on to an older one; several have agreed on one."""
         for candidate in candidates:
             try:
-                return candidate, await self._bring(job, candidate.record, tally, candidate.nodes)
+                return candidate, await self._bring(job, candidate.record, tally, checks, candidate.nodes)
             except LostError as error:
                 step = candidate.record.step
                 if candidate is candidates[-1] or candidate.record.world_size > 1:
@@ -213,12 +222,17 @@ class RestoreRoom:
     # --- bringing the bytes here -----------------------------------------------------------------
 
     async def _bring(
-        self, job: str, step: rpb.StepRecord, tally: Tally, nodes: Mapping[str, rpb.NodeRecord] | None = None
+        self,
+        job: str,
+        step: rpb.StepRecord,
+        tally: Tally,
+        checks: _Checks,
+        nodes: Mapping[str, rpb.NodeRecord] | None = None,
     ) -> list[HeldShard]:
         """The rank's shards in one segment here; `nodes`: whom to ask, if not those of the registry's view."""
         record = step.ranks[0]
         tally.begin(record.state_bytes)
-        own = await self._own(job, step.step, record, tally)
+        own = await self._own(job, step.step, record, tally, checks)
         if own is not None:
             return own
         pool = staging_pool(job, record.rank)
@@ -274,7 +288,28 @@ class RestoreRoom:
             logger.info("using the last view seen: %s", error)
             return self._view.members()
 
-    async def _own(self, job: str, step: int, record: rpb.RankRecord, tally: Tally) -> list[HeldShard] | None:
+    def _begin_checks(self, request: tpb.LoadRequest, tally: Tally) -> _Checks:
+        """Begin to check what probably will be loaded, if it is here: the registry's answer takes as long as that.
+
+        A guess: the newest step that this node has whole of the rank, or the asked-for one.
+        """
+        step = request.step if request.HasField("step") else None
+        owned = [
+            held
+            for held in self._store.held(request.job, step)
+            if held.kind == pb.REPLICA_KIND_OWNER and held.key.rank == request.rank
+        ]
+        newest = max((held.key.step for held in owned), default=0)
+        shards = [held for held in owned if held.key.step == newest]
+        if not shards or len(shards) != shards[0].manifest.shard_count:
+            return {}
+        if len({held.segment.name for held in shards}) == 1:
+            tally.segment = shards[0].segment
+        return {held: asyncio.create_task(self._is_intact(held), name="check") for held in shards}
+
+    async def _own(
+        self, job: str, step: int, record: rpb.RankRecord, tally: Tally, checks: _Checks
+    ) -> list[HeldShard] | None:
         """The rank's shards as this node's own bytes, checked, if they all lie in one segment here."""
         shards = []
         for wanted in record.shards:
@@ -286,8 +321,7 @@ class RestoreRoom:
         if not shards or len({s.segment.name for s in shards}) != 1:
             return None
         tally.segment = shards[0].segment
-        checks = await asyncio.gather(*(self._is_intact(s) for s in shards))
-        if not all(checks):
+        if not all(await asyncio.gather(*(checks.get(s) or self._is_intact(s) for s in shards))):
             return None
         tally.local_bytes = record.state_bytes
         return shards
