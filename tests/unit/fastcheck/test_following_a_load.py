@@ -36,7 +36,7 @@ def near(daemon):
 
 
 def state(value=0.0):
-    return {"w": torch.full((3000,), value)}
+    return {"w": torch.full((3000,), float(value))}
 
 
 def test_progress_reaches_the_callback_in_order_and_stats_say_how_it_went(daemon, ckpt):
