@@ -32,6 +32,7 @@ from .limits import FramedTcp, Memcpy
 from .links import links
 from .machine import describe
 from .report import Figure, print_table
+from .restoring import restoring
 from .scale import scale
 from .seed_noise import print_experiment
 from .workload import change, gpt2_state, state_bytes
@@ -89,36 +90,6 @@ def saving(cluster: LocalCluster, rounds: int) -> list[Figure]:
     ]
 
 
-def restoring(cluster: LocalCluster, rounds: int) -> list[Figure]:
-    """A restarted trainer's load: from local RAM, then from the peer onto an empty node."""
-    state = gpt2_state(seed=1)
-    size = state_bytes(state)
-    memcpy = Memcpy(size)
-
-    def load() -> float:
-        with Checkpointer("bench", rank=0, world_size=1, address=cluster.address("node-0")) as ckpt:
-            ckpt.steps()  # connects; a trainer has done so long before
-            started = time.perf_counter()
-            ckpt.load(state)
-            return time.perf_counter() - started
-
-    load()
-    local, copies, far = [], [], []
-    for _ in range(rounds):
-        copies.append(memcpy.run() * 1e3)
-        local.append(load() * 1e3)
-        say(f"restore from local RAM {local[-1]:.0f} ms, memcpy {copies[-1]:.0f} ms")
-    for _ in range(max(1, rounds // 3)):
-        cluster.kill("node-0", wipe=True)
-        cluster.start("node-0")
-        far.append(size / load() / 1e9)
-        say(f"restore from one peer onto an empty node {far[-1]:.2f} GB/s")
-    return [
-        Figure("restore from local RAM, verified", "ms", local, copies, "memcpy, 1 thread", "ratio <= 1.5"),
-        Figure("restore from one peer onto an empty node (fresh memory)", "GB/s", far),
-    ]
-
-
 def idling(cluster: LocalCluster, seconds: float) -> list[Figure]:
     """CPU and memory of each kind of process of an idle cluster."""
     processes: dict[str, list[psutil.Process]] = {}
@@ -159,9 +130,16 @@ def local_cluster(nodes: int, ram_budget: str, **settings: Any) -> Any:
 
 
 def transfers(rounds: int) -> list[Figure]:
-    """Saving, replicating and restoring on three voters, as in earnest; spread 1, so that all goes to one peer."""
+    """Saving and replicating on three voters, as in earnest; spread 1, so that all goes to one peer."""
     with local_cluster(3, "7GiB", spread=1) as cluster:
-        return saving(cluster, rounds) + restoring(cluster, rounds)
+        return saving(cluster, rounds)
+
+
+def restores(rounds: int, quick: bool) -> list[Figure]:
+    """Restoring on three voters and as many more nodes as holders need."""
+    return restoring(
+        lambda holders: local_cluster(max(3, holders + 1), "7GiB", spread=holders), rounds, quick, say
+    )
 
 
 def idle(seconds: float) -> list[Figure]:
@@ -173,11 +151,13 @@ def idle(seconds: float) -> list[Figure]:
 #: What can be asked for alone, in the order in which it runs: idling first, since after gigabytes of transfers the
 #: machine itself is busy for a while. Some run only when asked for: simulated nodes take the cores that a leader is
 #: measured on, and the last two take long.
-PARTS = ("idle", "detection", "transfer", "links", "placement", "codec", "scale", "lossy", "soak")
+PARTS = ("idle", "detection", "transfer", "restore", "links", "placement", "codec", "scale", "lossy", "soak")
 ASKED_FOR = ("scale", "lossy", "soak")
 
 
-def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
+def measure(  # noqa: PLR0912  one branch per part
+    arguments: argparse.Namespace, parts: Sequence[str]
+) -> dict[str, Any]:
     """Run the parts and print their tables; everything measured, as JSON."""
     results: dict[str, Any] = {}
     figures: list[Figure] = []
@@ -189,6 +169,8 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
         figures += soak(arguments.minutes, say, arguments.burners)
     if "transfer" in parts:
         figures += transfers(arguments.rounds)
+    if "restore" in parts:
+        figures += restores(1 if arguments.quick else arguments.rounds, arguments.quick)
     if "links" in parts:
         if os.geteuid() == 0:
             figures += links(arguments.rounds)
@@ -233,7 +215,8 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="codec, lossy, placement, scale: short trainings and phases, one round, two seeds, to see that it runs",
+        help="codec, lossy, placement, restore, scale: short trainings and phases, small states, one round, two seeds, "
+        "to see that it runs",
     )
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()

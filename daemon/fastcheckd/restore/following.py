@@ -12,7 +12,8 @@ from .tally import Tally
 
 #: Between two pieces of news.
 NEWS_S = 0.25
-#: Where the bytes will be is worth knowing at once: a load from local memory takes no longer than that.
+#: Where the bytes will be is worth knowing at once: a load from local memory takes little longer. Later looks for it
+#: come at twice the pause each.
 FIRST_LOOK_S = 0.005
 
 
@@ -27,10 +28,11 @@ class Following:
     async def news(self) -> AsyncIterator[tpb.LoadProgress | tpb.LoadSegment]:
         """Until the step is here or has failed: where it will be, and how far it is; nothing unless asked for."""
         told = None
+        look_s = FIRST_LOOK_S
         while not self._bringing.done():
-            known = self._tally.segment
-            pause_s = FIRST_LOOK_S if known is None and self._follow else NEWS_S
-            await asyncio.wait({self._bringing}, timeout=pause_s)
+            is_known = told is not None and told is self._tally.segment
+            await asyncio.wait({self._bringing}, timeout=NEWS_S if is_known or not self._follow else look_s)
+            look_s = min(NEWS_S, 2 * look_s)
             if self._bringing.done() or not self._follow:
                 continue
             segment = self._tally.segment
