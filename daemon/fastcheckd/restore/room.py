@@ -108,6 +108,8 @@ class RestoreRoom:
         self._puller = Puller(config, store, peers, counters)
         self._turns = FairTurns()
         self._locks: dict[tuple[str, int], asyncio.Lock] = {}
+        #: Checks that were begun on a guess.
+        self._checking: set[asyncio.Task[bool]] = set()
         #: Loads whose bytes are being brought here.
         self._bringing = 0
 
@@ -129,22 +131,18 @@ class RestoreRoom:
         """
         started = time.monotonic()
         checks = self._begin_checks(request, tally)
-        try:
-            candidates = await self._find(request)
-            if not candidates:
-                return None
-            lock = self._locks.setdefault((request.job, request.rank), asyncio.Lock())
-            async with lock:  # two loads of one rank must not both fetch
-                self._bringing += 1
-                try:
-                    found, shards = await self._bring_first(request.job, candidates, tally, checks)
-                finally:
-                    self._bringing -= 1
-                pins = contextlib.ExitStack()
-                pins.enter_context(self._store.pinned(shards[0]))  # all lie in one segment
-        finally:
-            # Their threads read memory that is pinned until then; where the guess was right they are done.
-            await settled(checks.values())
+        candidates = await self._find(request)
+        if not candidates:
+            return None
+        lock = self._locks.setdefault((request.job, request.rank), asyncio.Lock())
+        async with lock:  # two loads of one rank must not both fetch
+            self._bringing += 1
+            try:
+                found, shards = await self._bring_first(request.job, candidates, tally, checks)
+            finally:
+                self._bringing -= 1
+            pins = contextlib.ExitStack()
+            pins.enter_context(self._store.pinned(shards[0]))  # all lie in one segment
         record = found.record
         first, segment = shards[0].manifest, shards[0].segment
         self._counters.add("restores")
@@ -305,7 +303,12 @@ class RestoreRoom:
             return {}
         if len({held.segment.name for held in shards}) == 1:
             tally.segment = shards[0].segment
-        return {held: asyncio.create_task(self._is_intact(held), name="check") for held in shards}
+        checks = {held: asyncio.create_task(self._is_intact(held), name="check") for held in shards}
+        # They pin what they read and end by themselves, whatever becomes of the load.
+        self._checking.update(checks.values())
+        for check in checks.values():
+            check.add_done_callback(self._checking.discard)
+        return checks
 
     async def _own(
         self, job: str, step: int, record: rpb.RankRecord, tally: Tally, checks: _Checks
@@ -321,7 +324,8 @@ class RestoreRoom:
         if not shards or len({s.segment.name for s in shards}) != 1:
             return None
         tally.segment = shards[0].segment
-        if not all(await asyncio.gather(*(checks.get(s) or self._is_intact(s) for s in shards))):
+        begun = (asyncio.shield(check) if (check := checks.get(s)) else self._is_intact(s) for s in shards)
+        if not all(await asyncio.gather(*begun)):
             return None
         tally.local_bytes = record.state_bytes
         return shards
