@@ -72,6 +72,9 @@ class Config:
     agent_port: int = 7450
     data_port: int = 7451
     lane_port: int = 7452
+    #: Network of the bulk lane, which shards travel on: an IP address of this machine or the name of an interface.
+    #: Peers are told this address, and connections to them come from it. Empty: `host`.
+    lane_host: str = ""
     #: The registry's voters: 1, 3 or 5 nodes, the same list on every node. Empty: this node alone.
     voters: tuple[Voter, ...] = ()
     #: File with the 32+ byte secret that voters share, mode 0600. This or TLS is required as soon as there is more
@@ -167,6 +170,7 @@ class Config:
             except ValueError as error:
                 raise ConfigError(str(error)) from None
         need(bool(self.host) and " " not in self.host, "host", "must be an address or a host name")
+        need(" " not in self.lane_host, "lane_host", "must be an IP address or the name of an interface")
         for key in ("agent_port", "data_port", "lane_port"):
             need(1 <= getattr(self, key) <= 65535, key, "must be a port from 1 to 65535")
         ports = [self.agent_port, self.data_port, self.lane_port]
@@ -278,8 +282,14 @@ class Config:
 
     @property
     def lane_address(self) -> str:
-        """host:port of this node's bulk lane."""
-        return f"{self.host}:{self.lane_port}"
+        """host:port of this node's bulk lane; `lane_host` must be an address by now (`interfaces.with_lane_host`)."""
+        host = self.effective_lane_host
+        return f"[{host}]:{self.lane_port}" if self.lane_host and ":" in host else f"{host}:{self.lane_port}"
+
+    @property
+    def effective_lane_host(self) -> str:
+        """What the lane listens on, and connects from."""
+        return self.lane_host or self.host
 
     @property
     def agent_socket(self) -> Path:

@@ -75,7 +75,7 @@ class _DataRooms:
         self.peers = peers = PeerClient(config, counters, self.lanes)
         tickets = TicketOffice()
         self.lane = LaneServer(
-            config.host, config.lane_port, tickets, counters, config.transfer_timeout_s,
+            config.effective_lane_host, config.lane_port, tickets, counters, config.transfer_timeout_s,
             pool=self.codec, congestion=config.lane_congestion,
         )  # fmt: skip
         self.desk = PutDesk(

@@ -109,7 +109,9 @@ class LaneServer:
                 self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
         except OSError as error:
-            raise ConfigError(f"config key 'host' = {self._host!r} cannot be resolved: {error}") from None
+            raise ConfigError(
+                f"config key 'lane_host' (or 'host') = {self._host!r} cannot be resolved: {error}"
+            ) from None
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
         try:

@@ -194,7 +194,13 @@ class PeerClient(PeerCalls):
             raise PeerError(f"{whom} gave {len(tickets)} lane tickets, {crew.size} are needed")
 
         def connection(first: int, ticket: bytes) -> None:
-            lane = crew.lane(holder.lane_address, whom, self._timeout_s, self._config.lane_congestion)
+            lane = crew.lane(
+                holder.lane_address,
+                whom,
+                self._timeout_s,
+                self._config.lane_congestion,
+                source=self._config.effective_lane_host,
+            )
             with lane as connected:
                 work(connected, Hello(first=first, stride=crew.size, ticket=ticket))
 

@@ -13,9 +13,12 @@ import socket
 import struct
 import time
 from pathlib import Path
+from typing import Any
 
 #: Enough for 10 Gbit/s at 3 ms.
 BUFFER_BYTES = 4 << 20
+#: From linux/in.h; Python does not name it.
+_IP_BIND_ADDRESS_NO_PORT = 24
 
 
 def tune(sock: socket.socket, congestion: str = "") -> None:
@@ -31,6 +34,22 @@ def tune(sock: socket.socket, congestion: str = "") -> None:
         # A size set by hand ends the kernel's own tuning, which reaches further than a low limit would.
         if _kernel_limit_bytes(limit) >= BUFFER_BYTES:
             sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+
+
+def bind_source(sock: socket.socket, source: str) -> None:
+    """Have a socket connect from this machine's address `source`; OSError when it is not of this machine."""
+    # The port is chosen when the other end is known: as many connections as without a bind.
+    sock.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
+    sock.bind((source, 0))
+
+
+def resolve(host: str, port: int, source: str = "") -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """Family and address of host:port, of the family of `source` where one is given; OSError if there is none."""
+    family = socket.AF_UNSPEC
+    if source:
+        family = socket.getaddrinfo(source, 0, type=socket.SOCK_STREAM)[0][0]
+    found = socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+    return found[0][0], found[0][4]
 
 
 def set_timeout(sock: socket.socket, timeout_s: float) -> None:
