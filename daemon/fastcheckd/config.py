@@ -27,6 +27,7 @@ from fastcheck_proto.conventions import check_name, default_runtime_dir
 from .errors import ConfigError
 
 LABELS_MAX = 16
+PACINGS = ("off", "adaptive")
 CODEC_POLICIES = ("auto", "always", "never")
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
@@ -116,6 +117,11 @@ class Config:
     #: TCP congestion control of the lane, one of `sysctl net.ipv4.tcp_available_congestion_control`;
     #: empty: the system's. Where that is bbr, cubic is faster on loopback.
     lane_congestion: str = ""
+    #: Most that this node sends per second to make copies of its steps; 0: no limit of its own.
+    replicate_bytes_per_s: int = 0
+    #: `adaptive`: copies give way to other traffic on the lane's interface, as far as they are still made before the
+    #: next save. `off`: they compete with it. Restores go before them in any case.
+    pacing: str = "adaptive"
     #: Threads that hash and copy in the data process. Half the cores: the trainer comes first.
     worker_threads: int = field(default_factory=lambda: max(2, (os.cpu_count() or 2) // 2))
     #: What travels: `auto` encodes what makes a step faster, `always` everything that shrinks, `never` nothing.
@@ -200,6 +206,12 @@ class Config:
             "failure_domain",
             "must be one of this node's labels",
         )
+        need(
+            self.replicate_bytes_per_s == 0 or self.replicate_bytes_per_s >= 1 << 20,
+            "replicate_bytes_per_s",
+            "must be at least 1 MiB, or 0 for no limit",
+        )
+        need(self.pacing in PACINGS, "pacing", f"must be one of {', '.join(PACINGS)}")
         need(self.repair_bytes_per_s >= 1 << 20, "repair_bytes_per_s", "must be at least 1 MiB")
         need(60 <= self.scrub_period_s <= 30 * 86400, "scrub_period_s", "must be from a minute to 30 days")
         for f in dataclasses.fields(self):

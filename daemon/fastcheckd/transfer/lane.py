@@ -6,6 +6,7 @@ Both ends use it. It knows how frames look on a socket, not which shard is on it
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -28,11 +29,13 @@ from .frames import (
 )
 from .sockets import (
     describe,
+    limit_rate,
     recv_exact_into,
     recv_exact_within,
     send_all,
     set_timeout,
     shut,
+    wire_bytes,
 )
 
 #: A peer that hung up may have said why; it says so at once or not at all.
@@ -56,12 +59,23 @@ class Lane:
         self._timeout_s = timeout_s
         self._header = bytearray(FRAME_BYTES)
         self._ended = False
+        self._limit = math.inf
         self.sending_s = 0.0
 
     def end(self) -> None:
         """Make the thread that uses the lane fail soon."""
         self._ended = True
         shut(self._sock)
+
+    def wire_bytes(self) -> tuple[int, int]:
+        """Bytes that left and came so far, as the kernel counts them. From any thread."""
+        return wire_bytes(self._sock)
+
+    def limit(self, bytes_per_s: float) -> None:
+        """Send no faster than that; infinite: as fast as it goes. From any thread."""
+        if bytes_per_s != self._limit:  # most are never limited, and pay nothing for it
+            self._limit = bytes_per_s
+            limit_rate(self._sock, bytes_per_s)
 
     def check(self) -> None:
         """For a thread that waits for something else than the lane: fail if nobody needs it any more."""

@@ -6,9 +6,11 @@ broken or hostile client costs its own connection and a count, never the daemon.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
+from collections.abc import Iterator
 
 from ..chunks import ChunkTable
 from ..counters import Counters
@@ -16,9 +18,11 @@ from ..digests import DIGEST_BYTES
 from ..errors import ConfigError, CorruptError, FastCheckdError, FrameError, PeerError
 from .chunk_stream import receive_chunks, send_chunks
 from .codec_pool import CodecPool
-from .frames import RESENDS_MAX, Codec, Hello
+from .frames import RESENDS_MAX, Codec, FrameHeader, Hello
 from .intake import Intake
 from .lane import Lane
+from .lane_client import ChunkGate, passing
+from .lane_meter import LaneMeter
 from .shard_source import Payload
 from .sockets import describe, shut, tune
 from .tickets import GetGrant, PutGrant, TicketOffice
@@ -35,7 +39,8 @@ _EXHAUSTED_PAUSE_S = 0.1
 class LaneServer:
     """Accepts lane connections on host:port until stopped. Port 0 takes a free one.
 
-    `pool` decodes what is put here; each connection keeps at most two chunks of encoded bytes in memory.
+    `pool` decodes what is put here; each connection keeps at most two chunks of encoded bytes in memory. `gate`
+    holds up the chunks of puts.
     """
 
     def __init__(
@@ -48,6 +53,8 @@ class LaneServer:
         *,
         pool: CodecPool,
         congestion: str = "",
+        meter: LaneMeter | None = None,
+        gate: ChunkGate | None = None,
         connections_max: int = CONNECTIONS_MAX,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
     ) -> None:
@@ -58,6 +65,10 @@ class LaneServer:
         self._timeout_s = transfer_timeout_s
         self._pool = pool
         self._congestion = congestion
+        self._meter = meter or LaneMeter()
+        self._gate = gate
+        #: Connections over which somebody is served who waits for the bytes.
+        self._serving = 0
         self._connections_max = connections_max
         self._hello_timeout_s = hello_timeout_s
         self._listener: socket.socket | None = None
@@ -77,6 +88,11 @@ class LaneServer:
         """Connections open now."""
         with self._lock:
             return len(self._open)
+
+    @property
+    def serving(self) -> bool:
+        """Whether somebody who waits for the bytes is served, a load. May be asked from any thread."""
+        return self._serving > 0
 
     def start(self) -> None:
         """Listen.
@@ -157,6 +173,7 @@ class LaneServer:
             )
             with self._lock:
                 self._open[lane] = thread
+            self._meter.add(lane)
             try:
                 thread.start()
             except RuntimeError as error:  # the system gives no more threads
@@ -173,9 +190,13 @@ class LaneServer:
                 self._reject(whom, str(error))
                 return
             if isinstance(grant, PutGrant):
-                self._receive(lane, hello, grant)
-            else:
+                with passing(self._gate, lane):
+                    self._receive(lane, hello, grant)
+            elif grant.background:
                 self._send(lane, hello, grant)
+            else:
+                with self._serving_one():
+                    self._send(lane, hello, grant)
         except FrameError as error:
             self._reject(whom, str(error))
             lane.send_error(str(error))
@@ -194,6 +215,12 @@ class LaneServer:
         incoming = grant.incoming
         chunks = range(hello.first, len(incoming.table), hello.stride)
         intake = Intake(incoming, self._pool, self._counters, lane.check)
+
+        def place_of(header: FrameHeader) -> memoryview:
+            if self._gate is not None:
+                self._gate.wait(lane, header.encoded_bytes, lane.check)
+            return intake.place_of(header)
+
         try:
             incoming.attach(hello.first, hello.stride, lane.end)
             try:
@@ -203,7 +230,7 @@ class LaneServer:
                         chunks,
                         table=incoming.table,
                         codecs=frozenset(Codec),
-                        place_of=intake.place_of,
+                        place_of=place_of,
                         accept=intake.accept,
                         moved=lambda count: self._counters.add("bytes_received", count),
                     )
@@ -245,11 +272,22 @@ class LaneServer:
                 moved=lambda count: self._counters.add("bytes_sent", count),
             )
 
+    @contextlib.contextmanager
+    def _serving_one(self) -> Iterator[None]:
+        with self._lock:
+            self._serving += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._serving -= 1
+
     def _reject(self, whom: str, why: str) -> None:
         self._counters.add("lane_rejected")
         logger.info("closed the lane connection of %s: %s", whom, why)
 
     def _forget(self, lane: Lane) -> None:
+        self._meter.remove(lane)
         lane.close()
         with self._lock:
             del self._open[lane]

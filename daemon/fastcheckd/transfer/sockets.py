@@ -17,6 +17,13 @@ from typing import Any
 
 #: Enough for 10 Gbit/s at 3 ms.
 BUFFER_BYTES = 4 << 20
+#: From linux/tcp.h: where struct tcp_info has two of its counters. Its fields never move.
+_BYTES_RECEIVED_AT, _BYTES_SENT_AT, _TCP_INFO_BYTES = 128, 200, 208
+#: From asm-generic/socket.h.
+_SO_MAX_PACING_RATE = 47
+_NO_LIMIT = 0xFFFFFFFF
+#: Enough for a sign of life: what a connection moves in spite of any limit.
+_RATE_BYTES_PER_S_MIN = 64 << 10
 #: From linux/in.h; Python does not name it.
 _IP_BIND_ADDRESS_NO_PORT = 24
 
@@ -126,6 +133,26 @@ def recv_exact_within(sock: socket.socket, size_bytes: int, within_s: float) -> 
             raise EOFError(f"the connection was closed after {len(data)} of {size_bytes} bytes")
         data += piece
     return bytes(data)
+
+
+def wire_bytes(sock: socket.socket) -> tuple[int, int]:
+    """TCP payload that left and came so far, as the kernel counts it; zeros for a socket that is no TCP connection."""
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    except OSError:
+        return 0, 0
+    if len(info) < _TCP_INFO_BYTES:  # before Linux 4.19
+        return 0, 0
+    (received,) = struct.unpack_from("@Q", info, _BYTES_RECEIVED_AT)
+    (sent,) = struct.unpack_from("@Q", info, _BYTES_SENT_AT)
+    return sent, received
+
+
+def limit_rate(sock: socket.socket, bytes_per_s: float) -> None:
+    """Have the kernel space what is sent to that rate; infinite: as fast as it goes."""
+    value = min(max(int(min(bytes_per_s, _NO_LIMIT)), _RATE_BYTES_PER_S_MIN), _NO_LIMIT)
+    with contextlib.suppress(OSError):  # closed meanwhile: nothing left to space
+        sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("@I", value))
 
 
 def shut(sock: socket.socket) -> None:

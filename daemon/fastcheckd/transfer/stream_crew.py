@@ -19,6 +19,7 @@ from concurrent.futures import Executor, Future
 from ..config import split_address
 from ..errors import FrameError, PeerError
 from .lane import Lane
+from .lane_meter import LaneMeter
 from .sockets import bind_source, describe, resolve, set_timeout, tune
 
 #: A thread that is free starts at once; one that is not is not waited for.
@@ -60,11 +61,19 @@ class StreamCrew:
 
     @contextlib.contextmanager
     def lane(
-        self, address: str, whom: str, timeout_s: float, congestion: str, *, source: str = ""
+        self,
+        address: str,
+        whom: str,
+        timeout_s: float,
+        congestion: str,
+        *,
+        source: str = "",
+        meter: LaneMeter | None = None,
     ) -> Iterator[Lane]:
         """In a thread of the crew: a connection to host:port that ends when the crew does.
 
-        It comes from this machine's address (or name) `source`; empty: from whatever the system takes.
+        It comes from this machine's address (or name) `source`; empty: from whatever the system takes. Its bytes
+        count in `meter`.
 
         Raises:
             PeerError: it cannot be reached, fails, or breaks the protocol; or the crew has ended.
@@ -94,10 +103,14 @@ class StreamCrew:
                         f"cannot connect to the lane of {whom} at {address}"
                         f"{f' from {source}' if source else ''}: {describe(error)}"
                     ) from None
+                if meter is not None:
+                    meter.add(lane)
                 yield lane
             except FrameError as error:
                 raise PeerError(f"{whom} broke the lane's protocol: {error}", reason=error.code) from None
             finally:
+                if meter is not None:
+                    meter.remove(lane)
                 with self._lock:
                     self._lanes.discard(lane)
 
