@@ -122,6 +122,9 @@ class Config:
     #: `adaptive`: copies give way to other traffic on the lane's interface, as far as they are still made before the
     #: next save. `off`: they compete with it. Restores go before them in any case.
     pacing: str = "adaptive"
+    #: Lanes under mutual TLS, with the certificates above. The same on all nodes. Costs cores: off where the network is
+    #: the cluster's own.
+    lane_tls: bool = False
     #: Threads that hash and copy in the data process. Half the cores: the trainer comes first.
     worker_threads: int = field(default_factory=lambda: max(2, (os.cpu_count() or 2) // 2))
     #: What travels: `auto` encodes what makes a step faster, `always` everything that shrinks, `never` nothing.
@@ -230,6 +233,7 @@ class Config:
         )
         tls = [self.tls_cert_file, self.tls_key_file, self.tls_ca_file]
         need(all(tls) or not any(tls), "tls_cert_file", "needs tls_key_file and tls_ca_file, or none of them")
+        need(not self.lane_tls or all(tls), "lane_tls", "needs tls_cert_file, tls_key_file and tls_ca_file")
         self._check_voters(need)
 
     def _check_voters(self, need: Any) -> None:
@@ -395,6 +399,10 @@ def _convert(key: str, value: Any) -> Any:  # noqa: PLR0911  one line per kind o
             return parse_size(value)
         if wanted.startswith("Path"):
             return None if value is None else Path(str(value))
+        if wanted == "bool":
+            if not isinstance(value, bool):
+                raise ValueError(f"must be on or off, not {value!r}")
+            return value
         if wanted == "int":
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"must be a whole number, not {value!r}")

@@ -49,6 +49,7 @@ from ..store.retention import what_to_drop
 from ..transfer.codec_pool import CodecPool
 from ..transfer.lane_meter import LaneMeter
 from ..transfer.lane_server import LaneServer
+from ..transfer.lane_tls import LaneTls
 from ..transfer.pacing import Gate, Pacer
 from ..transfer.peer_client import PeerClient
 from ..transfer.put_desk import PutDesk
@@ -90,7 +91,10 @@ class _DataRooms:
             meter=meter, counters=counters, chunk_bytes=config.chunk_bytes,
             transfer_timeout_s=config.transfer_timeout_s,
         )  # fmt: skip
-        self.peers = peers = PeerClient(config, counters, self.lanes, meter=meter, pacing=self.pacing)
+        tls = LaneTls(config) if config.lane_tls else None
+        self.peers = peers = PeerClient(
+            config, counters, self.lanes, meter=meter, pacing=self.pacing, tls=tls
+        )
         tickets = TicketOffice()
         incoming = Gate(
             Pacer(math.inf, burst_bytes=config.chunk_bytes, trickle_s=min(TRICKLE_S, config.transfer_timeout_s / 4)),
@@ -99,7 +103,7 @@ class _DataRooms:
         )  # fmt: skip
         self.lane = LaneServer(
             config.effective_lane_host, config.lane_port, tickets, counters, config.transfer_timeout_s,
-            pool=self.codec, congestion=config.lane_congestion, meter=meter, gate=incoming,
+            pool=self.codec, congestion=config.lane_congestion, meter=meter, gate=incoming, tls=tls,
         )  # fmt: skip
         self.desk = PutDesk(
             cluster_id=config.cluster_id, node_id=config.node_id, store=store, tickets=tickets,
@@ -164,6 +168,7 @@ class _DataRooms:
             speed_mbit_per_s=used.speed_mbit_per_s if used else 0,
             faster_interface=faster.name if faster else "",
             faster_mbit_per_s=faster.speed_mbit_per_s if faster else 0,
+            tls=self._config.lane_tls,
             pacing=self.pacing.report(),
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
+import ssl
 import time
 from collections.abc import Iterator, Sequence
 
@@ -27,8 +28,10 @@ from .frames import (
     parse_hello,
     parse_result,
 )
+from .lane_tls import LaneTls
 from .sockets import (
     describe,
+    has_hung_up,
     limit_rate,
     recv_exact_into,
     recv_exact_within,
@@ -82,8 +85,24 @@ class Lane:
         if self._ended:
             raise PeerError(f"the transfer with {self._whom} was ended")
         with self._receiving(), contextlib.suppress(BlockingIOError):
-            if not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            if has_hung_up(self._sock):
                 raise EOFError("the connection was closed")
+
+    def connect_tls(self, tls: LaneTls, node_id: str, within_s: float) -> None:
+        """Go on under TLS with that node, or PeerError."""
+        self._use(tls.connect(self._sock, node_id, within_s))
+
+    def accept_tls(self, tls: LaneTls, within_s: float) -> str:
+        """Go on under TLS; the node that connected, or PeerError."""
+        protected, node_id = tls.accept(self._sock, within_s)
+        self._use(protected)
+        return node_id
+
+    def _use(self, protected: socket.socket) -> None:
+        self._sock = protected
+        set_timeout(protected, self._timeout_s)
+        if self._ended:  # meanwhile, by another thread, which saw the socket from before
+            shut(protected)
 
     def close(self) -> None:
         """Give the socket back."""
@@ -187,6 +206,8 @@ class Lane:
                 return
             sentence = bytearray(header.encoded_bytes)
             recv_exact_into(self._sock, sentence)
+        except ssl.SSLError as error:  # it refuses us; the handshake was over for us before it could say so
+            raise PeerError(f"{self._whom} ended the connection: {describe(error)}") from None
         except (OSError, EOFError, FrameError):
             return
         raise PeerError(f"{self._whom} ended the transfer: {sentence.decode(errors='replace')}") from None

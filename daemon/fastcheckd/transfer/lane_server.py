@@ -23,13 +23,16 @@ from .intake import Intake
 from .lane import Lane
 from .lane_client import ChunkGate, passing
 from .lane_meter import LaneMeter
+from .lane_tls import LaneTls
 from .shard_source import Payload
 from .sockets import describe, shut, tune
-from .tickets import GetGrant, PutGrant, TicketOffice
+from .tickets import GetGrant, Grant, PutGrant, TicketOffice
 
 logger = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 256
+#: Of those, so many may not have shown a ticket yet: strangers do not take the places of peers.
+UNPROVED_MAX = 128
 HELLO_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 5.0
 #: Pause when the system has no descriptor or thread for a connection.
@@ -55,6 +58,7 @@ class LaneServer:
         congestion: str = "",
         meter: LaneMeter | None = None,
         gate: ChunkGate | None = None,
+        tls: LaneTls | None = None,
         connections_max: int = CONNECTIONS_MAX,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
     ) -> None:
@@ -67,6 +71,9 @@ class LaneServer:
         self._congestion = congestion
         self._meter = meter or LaneMeter()
         self._gate = gate
+        self._tls = tls
+        #: Connections that have not shown a ticket yet.
+        self._unproved = 0
         #: Connections over which somebody is served who waits for the bytes.
         self._serving = 0
         self._connections_max = connections_max
@@ -167,28 +174,35 @@ class LaneServer:
                 self._reject(whom, f"{self._connections_max} connections are open, the limit")
                 sock.close()
                 continue
+            if self._unproved >= UNPROVED_MAX:
+                self._reject(whom, f"{UNPROVED_MAX} connections have not shown a ticket yet, the limit")
+                sock.close()
+                continue
             lane = Lane(sock, whom, self._timeout_s)
             thread = threading.Thread(
                 target=self._serve, args=(lane, whom), name=f"lane-{address[1]}", daemon=True
             )
             with self._lock:
                 self._open[lane] = thread
+                self._unproved += 1
             self._meter.add(lane)
             try:
                 thread.start()
             except RuntimeError as error:  # the system gives no more threads
                 self._reject(whom, str(error))
+                self._proved()
                 self._forget(lane)
                 self._stopping.wait(_EXHAUSTED_PAUSE_S)
 
     def _serve(self, lane: Lane, whom: str) -> None:
         try:
             try:
-                hello = lane.receive_hello(self._hello_timeout_s)
-                grant = self._tickets.redeem(hello.ticket)
+                hello, grant = self._welcome(lane)
             except (FrameError, PeerError) as error:
                 self._reject(whom, str(error))
                 return
+            finally:
+                self._proved()
             if isinstance(grant, PutGrant):
                 with passing(self._gate, lane):
                     self._receive(lane, hello, grant)
@@ -210,6 +224,20 @@ class LaneServer:
             lane.send_error("internal error, see the log of this node's daemon")
         finally:
             self._forget(lane)
+
+    def _welcome(self, lane: Lane) -> tuple[Hello, Grant]:
+        """What whoever connected may do; FrameError or PeerError when that is nothing."""
+        node_id = None if self._tls is None else lane.accept_tls(self._tls, self._hello_timeout_s)
+        hello = lane.receive_hello(self._hello_timeout_s)
+        grant = self._tickets.redeem(hello.ticket)
+        if node_id is not None and isinstance(grant, PutGrant) and node_id != grant.incoming.manifest.owner:
+            grant.fail()
+            raise FrameError(f"node {node_id} came with a ticket of node {grant.incoming.manifest.owner}")
+        return hello, grant
+
+    def _proved(self) -> None:
+        with self._lock:
+            self._unproved -= 1
 
     def _receive(self, lane: Lane, hello: Hello, grant: PutGrant) -> None:
         incoming = grant.incoming

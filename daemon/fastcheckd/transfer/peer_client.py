@@ -25,6 +25,7 @@ from ..errors import CorruptError, FastCheckdError, InvalidRequestError, PeerErr
 from .frames import TICKET_BYTES, Hello
 from .lane_client import ChunkGate, get_stream, put_stream
 from .lane_meter import LaneMeter
+from .lane_tls import LaneTls
 from .peer_calls import PeerCalls
 from .put_checks import chunk_table
 from .put_pacing import PutPacing
@@ -55,6 +56,7 @@ class PeerClient(PeerCalls):
         *,
         meter: LaneMeter | None = None,
         pacing: PutPacing | None = None,
+        tls: LaneTls | None = None,
     ) -> None:
         super().__init__(config.transfer_timeout_s)
         self._config = config
@@ -62,6 +64,7 @@ class PeerClient(PeerCalls):
         self._executor = executor
         self._meter = meter or LaneMeter()
         self._pacing = pacing
+        self._tls = tls
 
     async def put_shard(
         self,
@@ -225,6 +228,8 @@ class PeerClient(PeerCalls):
                 self._config.lane_congestion,
                 source=self._config.effective_lane_host,
                 meter=self._meter,
+                tls=self._tls,
+                node_id=holder.node.node_id,
             )
             with lane as connected:
                 work(connected, Hello(first=first, stride=crew.size, ticket=ticket))

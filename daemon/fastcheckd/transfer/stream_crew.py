@@ -20,6 +20,7 @@ from ..config import split_address
 from ..errors import FrameError, PeerError
 from .lane import Lane
 from .lane_meter import LaneMeter
+from .lane_tls import LaneTls
 from .sockets import bind_source, describe, resolve, set_timeout, tune
 
 #: A thread that is free starts at once; one that is not is not waited for.
@@ -69,11 +70,13 @@ class StreamCrew:
         *,
         source: str = "",
         meter: LaneMeter | None = None,
+        tls: LaneTls | None = None,
+        node_id: str = "",
     ) -> Iterator[Lane]:
         """In a thread of the crew: a connection to host:port that ends when the crew does.
 
         It comes from this machine's address (or name) `source`; empty: from whatever the system takes. Its bytes
-        count in `meter`.
+        count in `meter`. With `tls`, the other end has to be `node_id`.
 
         Raises:
             PeerError: it cannot be reached, fails, or breaks the protocol; or the crew has ended.
@@ -105,6 +108,8 @@ class StreamCrew:
                     ) from None
                 if meter is not None:
                     meter.add(lane)
+                if tls is not None:
+                    lane.connect_tls(tls, node_id, min(timeout_s, _CONNECT_TIMEOUT_S_MAX))
                 yield lane
             except FrameError as error:
                 raise PeerError(f"{whom} broke the lane's protocol: {error}", reason=error.code) from None
@@ -113,6 +118,7 @@ class StreamCrew:
                     meter.remove(lane)
                 with self._lock:
                     self._lanes.discard(lane)
+                lane.close()
 
     def end(self) -> None:
         """End all connections, and let no new one begin."""
