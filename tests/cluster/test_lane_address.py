@@ -1,4 +1,4 @@
-"""The lane's network is the one that was chosen: peers are told, connections come from it, and a wrong one is refused."""
+"""The lane's network is the one that was chosen: peers are told, connections come from it, a wrong one is refused."""
 
 from tests.cluster.harness import Job, counters, process_of, run_module, until
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import socket
 import struct
 import threading
+from pathlib import Path
 
 import pytest
+from transfer_harness import CHUNK, running_holder, running_owner, some_bytes
 
 from fastcheckd.counters import Counters
 from fastcheckd.errors import PeerError
 from fastcheckd.transfer.lane import Lane
 from fastcheckd.transfer.lane_meter import LaneMeter, WireBytes
+from fastcheckd.transfer.pacing import Gate, Pacer
 from fastcheckd.transfer.put_pacing import Course, PutPacing, interface_bytes
 
 MB = 1_000_000
@@ -142,6 +146,26 @@ def test_what_a_put_needs_goes_by_what_is_left_and_how_much_it_shrinks() -> None
     course.sent(raw_bytes=60 * MB, sent_bytes=60 * MB)  # a resend
     assert course.needs_bytes_per_s(100.0) == 0.0
     assert Course(MB, lambda: math.inf).needs_bytes_per_s(0.0) == 0.0
+
+
+def test_a_node_that_restores_takes_the_copies_of_others_by_a_trickle(tmp_path: Path) -> None:
+    restoring = threading.Event()
+    restoring.set()
+    paused = threading.Semaphore(0)
+    gate = Gate(Pacer(math.inf, burst_bytes=CHUNK, trickle_s=3600.0), restoring.is_set, paused.release)
+
+    async def story() -> None:
+        async with running_holder(tmp_path, gate=gate) as holder, running_owner() as owner:
+            put = asyncio.create_task(owner.put(holder.ref(), some_bytes(8 * CHUNK)))
+            for _ in range(owner.client._config.lane_streams):
+                assert await asyncio.to_thread(paused.acquire, timeout=10)
+            assert holder.counters.get("bytes_received") == 0 and not put.done()
+            assert not holder.lane.serving
+            restoring.clear()
+            await put
+            assert holder.counters.get("bytes_received") == 8 * CHUNK
+
+    asyncio.run(asyncio.wait_for(story(), 60))
 
 
 @pytest.fixture
