@@ -54,6 +54,11 @@ def test_a_greedy_neighbour_keeps_nine_tenths_and_puts_keep_their_floor() -> Non
     assert link.yielding.allowance(link.now, floor=50.0).reason == "deadline"
 
 
+def test_a_full_link_is_left_within_half_a_second() -> None:
+    link = Link(lambda _: LINK).run(LOOK_S + 0.5)
+    assert link.yielding.allowance(link.now, floor=0.0).bytes_per_s <= 0.06 * LINK
+
+
 def test_what_a_modest_neighbour_leaves_is_used() -> None:
     link = Link(lambda _: 0.3 * LINK).run(30)
     assert link.others_bytes >= 0.97 * link.wanted_bytes
