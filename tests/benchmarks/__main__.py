@@ -28,6 +28,7 @@ from fastcheck.local import LocalCluster
 from . import codec, lossy_resume, placement
 from .codec_rows import print_rows
 from .detection import detection, soak
+from .lanes import lanes
 from .limits import FramedTcp, Memcpy
 from .links import links
 from .machine import describe
@@ -151,7 +152,19 @@ def idle(seconds: float) -> list[Figure]:
 #: What can be asked for alone, in the order in which it runs: idling first, since after gigabytes of transfers the
 #: machine itself is busy for a while. Some run only when asked for: simulated nodes take the cores that a leader is
 #: measured on, and the last two take long.
-PARTS = ("idle", "detection", "transfer", "restore", "links", "placement", "codec", "scale", "lossy", "soak")
+PARTS = (
+    "idle",
+    "detection",
+    "transfer",
+    "restore",
+    "lanes",
+    "links",
+    "placement",
+    "codec",
+    "scale",
+    "lossy",
+    "soak",
+)
 ASKED_FOR = ("scale", "lossy", "soak")
 
 
@@ -171,6 +184,7 @@ def measure(  # noqa: PLR0912  one branch per part
         figures += transfers(arguments.rounds)
     if "restore" in parts:
         figures += restores(1 if arguments.quick else arguments.rounds, arguments.quick)
+    figures += lanes(arguments.rounds, say) if "lanes" in parts else []
     if "links" in parts:
         if os.geteuid() == 0:
             figures += links(arguments.rounds)

@@ -39,7 +39,7 @@ class Lab:
     Args:
         folder: for logs and configs; they stay.
         nodes: how many; the first three are the voters.
-        settings: further config keys of every node.
+        settings: further config keys of every node; a function is given the node's id.
     """
 
     def __init__(self, folder: Path, nodes: int, **settings: Any) -> None:
@@ -186,7 +186,7 @@ class Lab:
             "state_dir": str(self.folder / node / "state"),
             "ram_dir": str(self.ram_dir(node)),
             "ram_budget_bytes": "256MiB",
-            **self._settings,
+            **{key: value(node) if callable(value) else value for key, value in self._settings.items()},
         }
 
     def _remove(self) -> None:

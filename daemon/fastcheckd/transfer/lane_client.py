@@ -6,8 +6,9 @@ Which connections there are, and what becomes of the shard, is decided in `peer_
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from fastcheck_proto.v1 import common_pb2 as pb
@@ -19,6 +20,7 @@ from ..errors import CorruptError, FrameError
 from .chunk_stream import receive_chunks, send_chunks
 from .frames import RESENDS_MAX, Codec, FrameHeader, Hello, check_data_frame
 from .lane import Lane
+from .put_pacing import Course
 from .put_tally import PutTally
 from .shard_source import Order, Payload, ShardSource
 
@@ -69,8 +71,12 @@ def put_stream(
     counters: Counters,
     moved: Callable[[int], None],
     tally: PutTally,
+    gate: ChunkGate | None = None,
+    course: Course | None = None,
 ) -> None:
     """Send this connection's chunks, and again, as they are, those that arrived bad.
+
+    A chunk goes when `gate` lets it pass; `course` hears of each that went.
 
     While one chunk is sent the next AHEAD are encoded, so a connection keeps at most AHEAD + 1 encoded
     chunks in memory, besides what the source keeps for all of them.
@@ -88,21 +94,48 @@ def put_stream(
     lane.send_hello(hello)
     own = range(hello.first, len(source), hello.stride)
     chunks: Sequence[int] = own
-    for sending in range(RESENDS_MAX + 1):
-        if sending:
-            counters.add("chunks_resent", len(chunks))
-        made = _made_ahead(
-            source, chunks, against_base=against_base, plain=sending > 0, tally=tally, still_wanted=lane.check
-        )
-        with contextlib.closing(made):
-            send_chunks(lane, made, table=source.table, digest_of=source.digest, moved=sent)
-        tally.sending_s(hello.first, lane.sending_s)
-        chunks = lane.receive_result(own)
-        if not chunks:
-            return
+    with passing(gate, lane):
+        for sending in range(RESENDS_MAX + 1):
+            if sending:
+                counters.add("chunks_resent", len(chunks))
+            made = _made_ahead(
+                source,
+                chunks,
+                against_base=against_base,
+                plain=sending > 0,
+                tally=tally,
+                still_wanted=lane.check,
+            )
+            let = _let_pass(made, gate=gate, course=course, lane=lane, table=source.table)
+            with contextlib.closing(made):
+                send_chunks(lane, let, table=source.table, digest_of=source.digest, moved=sent)
+            tally.sending_s(hello.first, lane.sending_s)
+            chunks = lane.receive_result(own)
+            if not chunks:
+                return
     raise CorruptError(
         f"{len(chunks)} chunks, chunk {chunks[0]} first, arrive bad however often they are sent"
     )
+
+
+def _let_pass(
+    made: Iterable[tuple[int, Payload]],
+    *,
+    gate: ChunkGate | None,
+    course: Course | None,
+    lane: Lane,
+    table: ChunkTable,
+) -> Iterator[tuple[int, Payload]]:
+    """Each payload when its turn has come. Waiting for it counts as sending: to the planner the link is that slow."""
+    for index, payload in made:
+        if gate is not None:
+            started = time.perf_counter()
+            gate.wait(lane, len(payload.data), lane.check)
+            lane.sending_s += time.perf_counter() - started
+        yield index, payload
+        if course is not None:
+            start, stop = table.range(index)
+            course.sent(raw_bytes=stop - start, sent_bytes=len(payload.data))
 
 
 def _made_ahead(
@@ -174,7 +207,7 @@ def get_stream(
         moved(count)
 
     lane.send_hello(hello)
-    with _passing(gate, lane):
+    with passing(gate, lane):
         receive_chunks(
             lane,
             own,
@@ -238,7 +271,8 @@ def get_asked(
 
 
 @contextlib.contextmanager
-def _passing(gate: ChunkGate | None, lane: Lane) -> Iterator[None]:
+def passing(gate: ChunkGate | None, lane: Lane) -> Iterator[None]:
+    """While a lane's chunks are held up by the gate, if there is one."""
     if gate is None:
         yield
         return

@@ -7,6 +7,7 @@ which shard and what to do about a failure are the saving and restore rooms' mat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
@@ -25,8 +26,11 @@ from ..errors import CorruptError, FastCheckdError, InvalidRequestError, PeerErr
 from .frames import ON_DEMAND, TICKET_BYTES, Hello
 from .lane import Lane
 from .lane_client import ChunkAsker, ChunkGate, get_asked, get_stream, put_stream
+from .lane_meter import LaneMeter
+from .lane_tls import LaneTls
 from .peer_calls import PeerCalls
 from .put_checks import chunk_table
+from .put_pacing import PutPacing
 from .put_tally import PutOutcome, PutTally
 from .shard_source import ShardSource
 from .stream_crew import LoopProgress, StreamCrew, hired
@@ -56,11 +60,23 @@ class PeerClient(PeerCalls):
     transfer, mostly waiting for the network. Transfers beyond its size wait for their turn.
     """
 
-    def __init__(self, config: Config, counters: Counters, executor: Executor) -> None:
+    def __init__(
+        self,
+        config: Config,
+        counters: Counters,
+        executor: Executor,
+        *,
+        meter: LaneMeter | None = None,
+        pacing: PutPacing | None = None,
+        tls: LaneTls | None = None,
+    ) -> None:
         super().__init__(config.transfer_timeout_s)
         self._config = config
         self._counters = counters
         self._executor = executor
+        self._meter = meter or LaneMeter()
+        self._pacing = pacing
+        self._tls = tls
 
     async def put_shard(
         self,
@@ -72,12 +88,14 @@ class PeerClient(PeerCalls):
         source: ShardSource,
         progress: Callable[[int], None],
         obsolete_steps: Collection[int] = (),
+        due: Callable[[], float] | None = None,
     ) -> PutOutcome:
         """Put a copy of the shard in `source` on `holder`, as changes of the source's base if it has that.
 
         `manifest` needs no digests. `progress` is told, on the event loop, how many payload bytes were sent
         since it was last called. `obsolete_steps` of the shard were given up and never reported. When this returns,
-        raises or is cancelled, no thread uses `source` for it any more.
+        raises or is cancelled, no thread uses `source` for it any more. Pacing may hold it up, but it should be done
+        at `due()`, by the monotonic clock.
 
         Raises:
             PeerError: the holder cannot be reached, stopped, or refused.
@@ -121,8 +139,13 @@ class PeerClient(PeerCalls):
                     counters=self._counters,
                     moved=moved,
                     tally=tally,
+                    gate=self._pacing,
                 )
-                with source.put_under_way(against_base=against_base):
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(source.put_under_way(against_base=against_base))
+                    if self._pacing is not None:
+                        course = stack.enter_context(self._pacing.put_under_way(manifest.bytes, due))
+                        work = partial(work, course=course)
                     await self._stream(crew, holder, begun.tickets, work)
                 # All computed by now, unless there was nothing to send.
                 chunk_digests = source.complete()
@@ -169,7 +192,11 @@ class PeerClient(PeerCalls):
         try:
             async with hired(self._executor, wanted) as crew:
                 request = peer_pb2.BeginGetRequest(
-                    cluster_id=self._config.cluster_id, key=key, digest=digest, streams=crew.size
+                    cluster_id=self._config.cluster_id,
+                    key=key,
+                    digest=digest,
+                    streams=crew.size,
+                    background=gate is not None,
                 )
                 # The holder may have to make it from a newer step first.
                 making_s = len(into) / _FRESH_MEMORY_BYTES_PER_S
@@ -264,7 +291,16 @@ class PeerClient(PeerCalls):
             raise PeerError(f"{whom} gave {len(tickets)} lane tickets, {crew.size} are needed")
 
         def connection(first: int, ticket: bytes) -> None:
-            lane = crew.lane(holder.lane_address, whom, self._timeout_s, self._config.lane_congestion)
+            lane = crew.lane(
+                holder.lane_address,
+                whom,
+                self._timeout_s,
+                self._config.lane_congestion,
+                source=self._config.effective_lane_host,
+                meter=self._meter,
+                tls=self._tls,
+                node_id=holder.node.node_id,
+            )
             with lane as connected:
                 work(connected, Hello(first=first, stride=crew.size, ticket=ticket))
 

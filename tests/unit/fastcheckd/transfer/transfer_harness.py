@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -135,7 +136,9 @@ class Holder:
 
 
 @contextlib.asynccontextmanager
-async def running_holder(directory: Path, *, timeout_s: float = 5.0) -> AsyncIterator[Holder]:
+async def running_holder(
+    directory: Path, *, timeout_s: float = 5.0, **lane_options: Any
+) -> AsyncIterator[Holder]:
     counters = Counters()
     store = RamStore.open(directory / "ram", budget_bytes=BUDGET, counters=counters)
     tickets = TicketOffice()
@@ -155,7 +158,7 @@ async def running_holder(directory: Path, *, timeout_s: float = 5.0) -> AsyncIte
         transfer_timeout_s=timeout_s,
     )
     codec = CodecPool(2, 1)
-    lane = LaneServer("127.0.0.1", 0, tickets, counters, timeout_s, pool=codec)
+    lane = LaneServer("127.0.0.1", 0, tickets, counters, timeout_s, pool=codec, **lane_options)
     server = grpc.aio.server(options=SERVER_OPTIONS)
     service = PeerService(
         cluster_id="fastcheck", desk=desk, store=store, tickets=tickets, counters=counters, lease=lease
@@ -213,7 +216,12 @@ class Owner:
 
 @contextlib.asynccontextmanager
 async def running_owner(
-    *, streams: int = 2, timeout_s: float = 5.0, threads: int = 8, cluster_id: str = "fastcheck"
+    *,
+    streams: int = 2,
+    timeout_s: float = 5.0,
+    threads: int = 8,
+    cluster_id: str = "fastcheck",
+    **client_options: Any,
 ) -> AsyncIterator[Owner]:
     counters = Counters()
     config = Config(
@@ -224,7 +232,7 @@ async def running_owner(
         transfer_timeout_s=timeout_s,
     )
     with ThreadPoolExecutor(threads) as executor, codec_pool() as codec:
-        client = PeerClient(config, counters, executor)
+        client = PeerClient(config, counters, executor, **client_options)
         try:
             yield Owner(client, counters, codec)
         finally:
