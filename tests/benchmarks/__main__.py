@@ -25,7 +25,7 @@ from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
-from . import codec, lossy_resume, placement
+from . import codec, lossy_resume, paper_report, placement
 from .codec_rows import print_rows
 from .detection import detection, soak
 from .limits import FramedTcp, Memcpy
@@ -170,11 +170,19 @@ def idle(seconds: float) -> list[Figure]:
         return idling(cluster, seconds)
 
 
+def shaped_links(rounds: int) -> list[Figure]:
+    """The codec over links of several rates, where they can be made."""
+    if os.geteuid() == 0:
+        return links(rounds)
+    say("links are left out: shaping them takes root, for network namespaces")
+    return []
+
+
 #: What can be asked for alone, in the order in which it runs: idling first, since after gigabytes of transfers the
 #: machine itself is busy for a while. Some run only when asked for: simulated nodes take the cores that a leader is
-#: measured on, and the last two take long.
-PARTS = ("idle", "detection", "transfer", "links", "placement", "codec", "scale", "lossy", "soak")
-ASKED_FOR = ("scale", "lossy", "soak")
+#: measured on, and the last three take long.
+PARTS = ("idle", "detection", "transfer", "links", "placement", "codec", "scale", "lossy", "soak", "paper")
+ASKED_FOR = ("scale", "lossy", "soak", "paper")
 
 
 def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
@@ -190,10 +198,7 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
     if "transfer" in parts:
         figures += transfers(arguments.rounds)
     if "links" in parts:
-        if os.geteuid() == 0:
-            figures += links(arguments.rounds)
-        else:
-            say("links are left out: shaping them takes root, for network namespaces")
+        figures += shaped_links(arguments.rounds)
     if "scale" in parts:
         found, results["scale"] = scale(
             arguments.nodes, 3.0 if arguments.quick else arguments.idle_seconds, say
@@ -212,6 +217,8 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
         experiment = lossy_resume.run(2 if arguments.quick else arguments.seeds, arguments.quick, say)
         print_experiment(experiment)
         results["lossy"] = experiment.to_json()
+    if "paper" in parts:
+        results["paper"] = paper_report.run(arguments, say)
     return results
 
 
@@ -233,8 +240,9 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="codec, lossy, placement, scale: short trainings and phases, one round, two seeds, to see that it runs",
+        help="codec, lossy, paper, placement, scale: short trainings and phases, few rounds, to see that it runs",
     )
+    paper_report.add_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()
     results = measure(
