@@ -182,11 +182,12 @@ class Experiment:
         }
 
     def _remote_target(self) -> dict[str, Any]:
-        """A place for a new checkpoint; the one before is deleted."""
+        """A folder for a new checkpoint; the one before is deleted."""
         assert self._site.storage is not None
         if self._checkpoint:
             self._site.storage.remove(self._checkpoint)
         self._checkpoint = f"step-{self._step}"
+        self._site.storage.prepare(self._checkpoint)
         return {"url": self._url(), "master": "", "world_size": 1}
 
     def _url(self) -> str:

@@ -36,7 +36,7 @@ def payload_ceiling_bytes_per_s(gbit_per_s: float) -> float:
 
 
 def reduction_percent(candidate_s: float, baseline_s: float) -> float:
-    """By how much the candidate takes less time than the baseline; negative when it takes more."""
+    """By how much less time the candidate takes than the baseline; negative when it takes more."""
     return (1 - candidate_s / baseline_s) * 100
 
 
@@ -146,6 +146,12 @@ class Comparison:
         return self.runs[0].state_bytes / self.moved_bytes
 
     @property
+    def possible(self) -> float:
+        """Percent: most that a single copy's time could shrink by, with these links and so few bytes."""
+        many = self.where.holders if self.where.links == HOLDERS and self.what != TOGETHER else 1
+        return possible_reduction_percent(many * self.codec_ratio)
+
+    @property
     def ceiling_share(self) -> float | None:
         """Received bytes per second, of what the receiver's link can carry. Only where that is the limit.
 
@@ -181,6 +187,7 @@ class Comparison:
             "met": self.met,
             "paper_percent": self.paper,
             "codec_ratio": self.codec_ratio,
+            "possible_percent": self.possible,
             "ceiling_share": self.ceiling_share,
             "holders_gain": self.holders_gain,
         }

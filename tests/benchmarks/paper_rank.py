@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fastcheck import Checkpointer
 
@@ -27,10 +29,10 @@ from .paper_training import Ensemble
 
 INTERFACE = "eth0"
 SAVE_TIMEOUT_S = 600.0
-#: fsspec sends and asks for so much at a time. Its default of 64 KiB makes each a connection of its own; and a part of
-#: a file can only be had by breaking off the transfer, so files (smaller than this) are read whole.
+#: fsspec sends so much at a time; its default of 64 KiB would make each a connection of its own.
 WRITE_BLOCK_BYTES = 16 << 20
-READ_BLOCK_BYTES = 512 << 20
+#: And takes so much from the socket at once.
+READ_BLOCK_BYTES = 1 << 20
 #: Lossy moments: no error is larger, in parts of the tensor's largest (half a step of second moments is a 16th).
 INDEX8_ERROR = 0.08
 
@@ -93,11 +95,18 @@ class Rank:
     def remote_load(self, url: str, master: str, world_size: int) -> dict[str, Any]:
         """From the call of `load` until the state is filled."""
         alone = self._join(master, world_size)
-        with self._cleared(exact=True):
+        # FTP has no reading of a range but to break off a transfer, and readers that go back would fetch a file twice:
+        # fsspec fetches each file once, into memory, and DCP reads it there.
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, self._cleared(exact=True):
+            reader = FsspecReader(
+                f"simplecache::{url}",
+                ftp={"block_size": READ_BLOCK_BYTES},
+                simplecache={"cache_storage": folder},
+            )
             # Tensors of the models and optimizers themselves: `load` fills them in place.
             state = self.ensemble.state_dict(f"rank{self._number}")
             with _measured() as figures:
-                dcp.load(state, storage_reader=FsspecReader(url, block_size=READ_BLOCK_BYTES), no_dist=alone)
+                dcp.load(state, storage_reader=reader, no_dist=alone)
         return figures
 
     def forget(self) -> dict[str, Any]:
@@ -184,7 +193,7 @@ def main() -> None:
         work: Callable[..., dict[str, Any]] = getattr(rank, command.pop("do"))
         try:
             answer = work(**command)
-        except Exception as error:  # noqa: BLE001  the asking side raises it
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  the asking side raises it
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
     rank.forget()

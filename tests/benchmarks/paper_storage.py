@@ -97,6 +97,10 @@ class Storage:
         """Of a checkpoint, for fsspec."""
         return f"ftp://{USER}:{self._password}@{self._network.address(self._name)}:{PORT}/{checkpoint}"
 
+    def prepare(self, checkpoint: str) -> None:
+        """Make a new checkpoint's folder: ranks that all want to make it at once get in each other's way."""
+        (self._folder / checkpoint).mkdir(exist_ok=True)
+
     def remove(self, checkpoint: str) -> None:
         """Delete a checkpoint, behind the server's back."""
         shutil.rmtree(self._folder / checkpoint, ignore_errors=True)
