@@ -195,10 +195,13 @@ class BeginGetRequest(google.protobuf.message.Message):
     KEY_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     STREAMS_FIELD_NUMBER: builtins.int
+    ACCEPT_ENCODED_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
     digest: builtins.bytes
     """Digest of the shard that is wanted: another one under the same key is not it."""
     streams: builtins.int
+    accept_encoded: builtins.bool
+    """The reader can decode: chunks may come encoded, without a base."""
     @property
     def key(self) -> fastcheck_proto.v1.common_pb2.ShardKey: ...
     def __init__(
@@ -208,9 +211,10 @@ class BeginGetRequest(google.protobuf.message.Message):
         key: fastcheck_proto.v1.common_pb2.ShardKey | None = ...,
         digest: builtins.bytes = ...,
         streams: builtins.int = ...,
+        accept_encoded: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "digest", b"digest", "key", b"key", "streams", b"streams"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accept_encoded", b"accept_encoded", "cluster_id", b"cluster_id", "digest", b"digest", "key", b"key", "streams", b"streams"]) -> None: ...
 
 Global___BeginGetRequest: typing_extensions.TypeAlias = BeginGetRequest
 
