@@ -72,11 +72,11 @@ class _DataRooms:
         self.codec = CodecPool(config.codec_threads, config.codec_nice)
         self.registry = registry = RegistryClient(with_remembered_voters(config), counters)
         self.view = view = ViewFollower(registry, identity, LastView(config))
-        self.peers = peers = PeerClient(config, counters, self.lanes)
+        self.peers = peers = PeerClient(config, counters, self.lanes, self.codec)
         tickets = TicketOffice()
         self.lane = LaneServer(
             config.host, config.lane_port, tickets, counters, config.transfer_timeout_s,
-            pool=self.codec, congestion=config.lane_congestion,
+            pool=self.codec, codec=config.codec, congestion=config.lane_congestion,
         )  # fmt: skip
         self.desk = PutDesk(
             cluster_id=config.cluster_id, node_id=config.node_id, store=store, tickets=tickets,

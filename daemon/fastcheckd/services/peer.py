@@ -106,7 +106,10 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
         if request.streams == 0 and held.manifest.bytes:
             raise InvalidRequestError("streams is 0 for a shard that has bytes")
         grant = GetGrant(
-            manifest=held.manifest, streams=request.streams, opened=lambda: self._opened(request)
+            manifest=held.manifest,
+            streams=request.streams,
+            opened=lambda: self._opened(request),
+            accept_encoded=request.accept_encoded,
         )
         try:
             tickets = [self._tickets.issue(grant) for _ in range(request.streams)]

@@ -14,10 +14,11 @@ from fastcheck_proto.v1 import common_pb2 as pb
 
 from ..chunks import ChunkTable
 from ..counters import Counters
-from ..digests import DIGEST_BYTES, chunk_digest
 from ..errors import CorruptError, FrameError
+from .arriving import Arriving
 from .chunk_stream import receive_chunks, send_chunks
-from .frames import RESENDS_MAX, Codec, FrameHeader, Hello
+from .codec_pool import CodecPool
+from .frames import RESENDS_MAX, FrameHeader, Hello
 from .lane import Lane
 from .put_tally import PutTally
 from .shard_source import Order, Payload, ShardSource
@@ -123,10 +124,11 @@ def get_stream(
     counters: Counters,
     moved: Callable[[int], None],
     gate: ChunkGate | None = None,
+    pool: CodecPool | None = None,
 ) -> None:
     """Receive this connection's chunks into their places; `manifest` has the proved digests.
 
-    A chunk is taken from the connection when `gate` lets it pass.
+    A chunk is taken from the connection when `gate` lets it pass. Without a `pool` to decode, none may come encoded.
 
     Raises:
         CorruptError: a chunk is not what the manifest says.
@@ -134,20 +136,21 @@ def get_stream(
     """
     own = range(hello.first, len(table), hello.stride)
     due = set(own)
-    digests = manifest.chunk_digests
+    arriving = Arriving(table, manifest.chunk_digests, pool)
 
     def place_of(header: FrameHeader) -> memoryview:
         start, stop = table.range(header.chunk)
         if gate is not None:
             gate.wait(lane, stop - start, lane.check)
-        return into[start:stop]
+        return arriving.payload_place(header, into[start:stop])
 
-    def accept(header: FrameHeader, place: memoryview) -> None:
-        index = header.chunk
-        if chunk_digest(place) != digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
-            counters.add("corrupt_received")
-            raise CorruptError(f"chunk {index} is not what was committed")
-        due.discard(index)
+    def accept(header: FrameHeader, payload: memoryview) -> None:
+        start, stop = table.range(header.chunk)
+        with into[start:stop] as place:
+            if not arriving.settle(header, payload, place, lane.check):
+                counters.add("corrupt_received")
+                raise CorruptError(f"chunk {header.chunk} is not what was committed")
+        due.discard(header.chunk)
 
     def received(count: int) -> None:
         counters.add("bytes_received", count)
@@ -159,7 +162,7 @@ def get_stream(
             lane,
             own,
             table=table,
-            codecs=frozenset({Codec.RAW}),
+            codecs=arriving.codecs,
             place_of=place_of,
             accept=accept,
             moved=received,

@@ -6,20 +6,21 @@ broken or hostile client costs its own connection and a count, never the daemon.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
 
 from ..chunks import ChunkTable
+from ..codec.get_planner import GetPlanner
 from ..counters import Counters
-from ..digests import DIGEST_BYTES
 from ..errors import ConfigError, CorruptError, FastCheckdError, FrameError, PeerError
 from .chunk_stream import receive_chunks, send_chunks
 from .codec_pool import CodecPool
 from .frames import RESENDS_MAX, Codec, Hello
 from .intake import Intake
 from .lane import Lane
-from .shard_source import Payload
+from .outgoing import Outgoing
 from .sockets import describe, shut, tune
 from .tickets import GetGrant, PutGrant, TicketOffice
 
@@ -35,7 +36,8 @@ _EXHAUSTED_PAUSE_S = 0.1
 class LaneServer:
     """Accepts lane connections on host:port until stopped. Port 0 takes a free one.
 
-    `pool` decodes what is put here; each connection keeps at most two chunks of encoded bytes in memory.
+    `pool` decodes what is put here, and encodes what is read from here as the policy `codec` has it; each connection
+    keeps at most two chunks of encoded bytes in memory, three if it is read over.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class LaneServer:
         transfer_timeout_s: float,
         *,
         pool: CodecPool,
+        codec: str = "auto",
         congestion: str = "",
         connections_max: int = CONNECTIONS_MAX,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
@@ -57,6 +60,7 @@ class LaneServer:
         self._counters = counters
         self._timeout_s = transfer_timeout_s
         self._pool = pool
+        self._planner = GetPlanner(codec, pool.threads)
         self._congestion = congestion
         self._connections_max = connections_max
         self._hello_timeout_s = hello_timeout_s
@@ -230,18 +234,19 @@ class LaneServer:
         digests = grant.manifest.chunk_digests
         table = ChunkTable.of(grant.manifest)
         with grant.opened() as source:
-
-            def chunk(index: int) -> tuple[int, Payload]:
-                start, stop = table.range(index)
-                return index, Payload(Codec.RAW, source[start:stop], ())
-
-            send_chunks(
-                lane,
-                map(chunk, range(hello.first, len(table), hello.stride)),
-                table=table,
-                digest_of=lambda index: digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES],
-                moved=lambda count: self._counters.add("bytes_sent", count),
-            )
+            outgoing = Outgoing(
+                source, table, digests, grant.manifest.key.step, pool=self._pool,
+                planner=self._planner if grant.accept_encoded else None, counters=self._counters,
+            )  # fmt: skip
+            own = range(hello.first, len(table), hello.stride)
+            with contextlib.closing(outgoing.payloads(own, lane)) as payloads:
+                send_chunks(
+                    lane,
+                    payloads,
+                    table=table,
+                    digest_of=outgoing.digest,
+                    moved=lambda count: self._counters.add("bytes_sent", count),
+                )
 
     def _reject(self, whom: str, why: str) -> None:
         self._counters.add("lane_rejected")

@@ -21,6 +21,7 @@ from ..config import Config
 from ..counters import Counters
 from ..digests import DIGEST_BYTES, shard_digest
 from ..errors import CorruptError, FastCheckdError, InvalidRequestError, PeerError
+from .codec_pool import CodecPool
 from .frames import TICKET_BYTES, Hello
 from .lane_client import ChunkGate, get_stream, put_stream
 from .peer_calls import PeerCalls
@@ -41,12 +42,16 @@ class PeerClient(PeerCalls):
     """Speaks to the data processes of other nodes. Used on one event loop.
 
     `executor` lends the threads that hash and move the bytes: `config.lane_streams` for each
-    transfer, mostly waiting for the network. Transfers beyond its size wait for their turn.
+    transfer, mostly waiting for the network. Transfers beyond its size wait for their turn. `pool` decodes what is
+    read; without it, and with `codec: never`, holders are asked for raw chunks.
     """
 
-    def __init__(self, config: Config, counters: Counters, executor: Executor) -> None:
+    def __init__(
+        self, config: Config, counters: Counters, executor: Executor, pool: CodecPool | None = None
+    ) -> None:
         super().__init__(config.transfer_timeout_s)
         self._config = config
+        self._pool = pool if config.codec != "never" else None
         self._counters = counters
         self._executor = executor
 
@@ -157,7 +162,11 @@ class PeerClient(PeerCalls):
         try:
             async with hired(self._executor, wanted) as crew:
                 request = peer_pb2.BeginGetRequest(
-                    cluster_id=self._config.cluster_id, key=key, digest=digest, streams=crew.size
+                    cluster_id=self._config.cluster_id,
+                    key=key,
+                    digest=digest,
+                    streams=crew.size,
+                    accept_encoded=self._pool is not None,
                 )
                 # The holder may have to make it from a newer step first.
                 making_s = len(into) / _FRESH_MEMORY_BYTES_PER_S
@@ -172,6 +181,7 @@ class PeerClient(PeerCalls):
                     counters=self._counters,
                     moved=moved,
                     gate=gate,
+                    pool=self._pool,
                 )
                 await self._stream(crew, holder, begun.tickets, work)
         except CorruptError as error:
