@@ -13,7 +13,8 @@ PAPER_VENV := .venv-paper
 PROTOS := $(wildcard proto/fastcheck_proto/v1/*.proto)
 BUF := @bufbuild/buf@1.75.0
 
-.PHONY: demo test test-clusters test-rest simulate lint format bench bench-paper bench-paper-server proto clean help
+.PHONY: demo test test-clusters-1 test-clusters-2 test-rest simulate lint format bench bench-paper bench-paper-server \
+	proto clean help
 
 help:
 	@echo "make demo   train on 4 nodes, lose one, resume bit for bit from the others' RAM (about 3 minutes)"
@@ -36,12 +37,14 @@ $(PROTO_READY):
 demo: $(READY)
 	$(BIN)/fastcheck demo
 
-# Real clusters mostly wait, one after the other; all other tests run beside them.
+# Real clusters mostly wait: two runs at a time, the one without clusters beside one half of those, then the other.
+CLUSTERS_1 := tests/cluster/test_[a-j]*.py
+CLUSTERS_2 := tests/cluster/test_[k-z]*.py
 test: $(READY)
-	$(MAKE) --no-print-directory --keep-going --jobs=2 test-clusters test-rest
+	$(MAKE) --no-print-directory --keep-going --jobs=2 test-clusters-1 test-rest test-clusters-2
 
-test-clusters: $(READY)
-	$(BIN)/python -m pytest -p no:cacheprovider --durations=15 tests/cluster tests/netlab
+test-clusters-1 test-clusters-2: test-clusters-%: $(READY)
+	$(BIN)/python -m pytest -p no:cacheprovider --durations=15 $(CLUSTERS_$*) $(if $(filter 2,$*),tests/netlab)
 
 test-rest: $(READY)
 	$(BIN)/python -m pytest --durations=5 --ignore=tests/cluster --ignore=tests/netlab
