@@ -8,10 +8,13 @@ READY := $(VENV)/.ready
 # The stub generator is old on purpose (docs/protocol.md) and would pull the runtime down with it.
 PROTO_VENV := .venv-proto
 PROTO_READY := $(PROTO_VENV)/.ready
+# The storage server of the paper's experiment: nothing else needs it.
+PAPER_VENV := .venv-paper
 PROTOS := $(wildcard proto/fastcheck_proto/v1/*.proto)
 BUF := @bufbuild/buf@1.75.0
 
-.PHONY: demo test test-clusters-1 test-clusters-2 test-rest simulate lint format bench proto clean help
+.PHONY: demo test test-clusters-1 test-clusters-2 test-rest simulate lint format bench bench-paper bench-paper-server \
+	proto clean help
 
 help:
 	@echo "make demo   train on 4 nodes, lose one, resume bit for bit from the others' RAM (about 3 minutes)"
@@ -70,6 +73,14 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m tests.benchmarks
 
+bench-paper-server:
+	$(PYTHON) -m venv $(PAPER_VENV)
+	$(PAPER_VENV)/bin/pip install --quiet --disable-pip-version-check \
+		--requirement tests/benchmarks/paper-requirements.txt
+
+bench-paper: $(READY) bench-paper-server
+	$(BIN)/python -m tests.benchmarks --only paper
+
 proto: $(PROTO_READY)
 	$(call generate,proto)
 
@@ -79,5 +90,5 @@ define generate
 endef
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) .stubs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) $(PROTO_VENV) $(PAPER_VENV) .stubs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -127,8 +127,9 @@ class Config:
     lane_tls: bool = False
     #: Threads that hash and copy in the data process. Half the cores: the trainer comes first.
     worker_threads: int = field(default_factory=lambda: max(2, (os.cpu_count() or 2) // 2))
-    #: What travels: `auto` encodes what makes a step faster, `always` everything that shrinks, `never` nothing.
-    #: Auto: whether encoding pays depends on the link and the cores, and both are measured (codec/planner.py).
+    #: What travels to holders and readers: `auto` encodes what makes it faster, `always` everything that shrinks,
+    #: `never` nothing. Auto: whether encoding pays depends on the link and the cores, and both are measured
+    #: (codec/planner.py, codec/get_planner.py).
     codec: str = "auto"
     #: Threads that encode and decode. Half the cores: the trainer comes first.
     codec_threads: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) // 2))

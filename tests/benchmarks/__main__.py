@@ -25,7 +25,7 @@ from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
-from . import codec, lossy_resume, placement
+from . import codec, lossy_resume, paper_report, placement
 from .codec_rows import print_rows
 from .detection import detection, soak
 from .lanes import lanes
@@ -149,9 +149,17 @@ def idle(seconds: float) -> list[Figure]:
         return idling(cluster, seconds)
 
 
+def shaped_links(rounds: int) -> list[Figure]:
+    """The codec over links of several rates, where they can be made."""
+    if os.geteuid() == 0:
+        return links(rounds)
+    say("links are left out: shaping them takes root, for network namespaces")
+    return []
+
+
 #: What can be asked for alone, in the order in which it runs: idling first, since after gigabytes of transfers the
 #: machine itself is busy for a while. Some run only when asked for: simulated nodes take the cores that a leader is
-#: measured on, and the last two take long.
+#: measured on, and the last three take long.
 PARTS = (
     "idle",
     "detection",
@@ -164,13 +172,12 @@ PARTS = (
     "scale",
     "lossy",
     "soak",
+    "paper",
 )
-ASKED_FOR = ("scale", "lossy", "soak")
+ASKED_FOR = ("scale", "lossy", "soak", "paper")
 
 
-def measure(  # noqa: PLR0912  one branch per part
-    arguments: argparse.Namespace, parts: Sequence[str]
-) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
     """Run the parts and print their tables; everything measured, as JSON."""
     results: dict[str, Any] = {}
     figures: list[Figure] = []
@@ -186,10 +193,7 @@ def measure(  # noqa: PLR0912  one branch per part
         figures += restores(1 if arguments.quick else arguments.rounds, arguments.quick)
     figures += lanes(arguments.rounds, say) if "lanes" in parts else []
     if "links" in parts:
-        if os.geteuid() == 0:
-            figures += links(arguments.rounds)
-        else:
-            say("links are left out: shaping them takes root, for network namespaces")
+        figures += shaped_links(arguments.rounds)
     if "scale" in parts:
         found, results["scale"] = scale(
             arguments.nodes, 3.0 if arguments.quick else arguments.idle_seconds, say
@@ -208,6 +212,8 @@ def measure(  # noqa: PLR0912  one branch per part
         experiment = lossy_resume.run(2 if arguments.quick else arguments.seeds, arguments.quick, say)
         print_experiment(experiment)
         results["lossy"] = experiment.to_json()
+    if "paper" in parts:
+        results["paper"] = paper_report.run(arguments, say)
     return results
 
 
@@ -229,9 +235,10 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="codec, lossy, placement, restore, scale: short trainings and phases, small states, one round, two seeds, "
-        "to see that it runs",
+        help="codec, lossy, paper, placement, restore, scale: short trainings and phases, small states, few rounds, "
+        "two seeds, to see that it runs",
     )
+    paper_report.add_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()
     results = measure(

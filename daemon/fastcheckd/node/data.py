@@ -94,7 +94,7 @@ class _DataRooms:
         )  # fmt: skip
         tls = LaneTls(config) if config.lane_tls else None
         self.peers = peers = PeerClient(
-            config, counters, self.lanes, meter=meter, pacing=self.pacing, tls=tls
+            config, counters, self.lanes, self.codec, meter=meter, pacing=self.pacing, tls=tls
         )
         tickets = TicketOffice()
         incoming = Gate(
@@ -104,7 +104,8 @@ class _DataRooms:
         )  # fmt: skip
         self.lane = LaneServer(
             config.effective_lane_host, config.lane_port, tickets, counters, config.transfer_timeout_s,
-            pool=self.codec, congestion=config.lane_congestion, meter=meter, gate=incoming, tls=tls,
+            pool=self.codec, codec=config.codec, congestion=config.lane_congestion, meter=meter, gate=incoming,
+            tls=tls,
         )  # fmt: skip
         self.desk = PutDesk(
             cluster_id=config.cluster_id, node_id=config.node_id, store=store, tickets=tickets,

@@ -112,6 +112,7 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
             streams=request.streams,
             opened=lambda: self._opened(request),
             background=request.background,
+            accept_encoded=request.accept_encoded,
         )
         try:
             tickets = [self._tickets.issue(grant) for _ in range(request.streams)]

@@ -15,10 +15,11 @@ from fastcheck_proto.v1 import common_pb2 as pb
 
 from ..chunks import ChunkTable
 from ..counters import Counters
-from ..digests import DIGEST_BYTES, chunk_digest
 from ..errors import CorruptError, FrameError
+from .arriving import Arriving
 from .chunk_stream import receive_chunks, send_chunks
-from .frames import RESENDS_MAX, Codec, FrameHeader, Hello, check_data_frame
+from .codec_pool import CodecPool
+from .frames import RESENDS_MAX, FrameHeader, Hello, check_data_frame
 from .lane import Lane
 from .put_pacing import Course
 from .put_tally import PutTally
@@ -176,10 +177,11 @@ def get_stream(
     counters: Counters,
     moved: Callable[[int], None],
     gate: ChunkGate | None = None,
+    pool: CodecPool | None = None,
 ) -> None:
     """Receive this connection's chunks into their places; `manifest` has the proved digests.
 
-    A chunk is taken from the connection when `gate` lets it pass.
+    A chunk is taken from the connection when `gate` lets it pass. Without a `pool` to decode, none may come encoded.
 
     Raises:
         CorruptError: a chunk is not what the manifest says.
@@ -187,20 +189,21 @@ def get_stream(
     """
     own = range(hello.first, len(table), hello.stride)
     due = set(own)
-    digests = manifest.chunk_digests
+    arriving = Arriving(table, manifest.chunk_digests, pool)
 
     def place_of(header: FrameHeader) -> memoryview:
         start, stop = table.range(header.chunk)
         if gate is not None:
             gate.wait(lane, stop - start, lane.check)
-        return into[start:stop]
+        return arriving.payload_place(header, into[start:stop])
 
-    def accept(header: FrameHeader, place: memoryview) -> None:
-        index = header.chunk
-        if chunk_digest(place) != digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
-            counters.add("corrupt_received")
-            raise CorruptError(f"chunk {index} is not what was committed")
-        due.discard(index)
+    def accept(header: FrameHeader, payload: memoryview) -> None:
+        start, stop = table.range(header.chunk)
+        with into[start:stop] as place:
+            if not arriving.settle(header, payload, place, lane.check):
+                counters.add("corrupt_received")
+                raise CorruptError(f"chunk {header.chunk} is not what was committed")
+        due.discard(header.chunk)
 
     def received(count: int) -> None:
         counters.add("bytes_received", count)
@@ -212,7 +215,7 @@ def get_stream(
             lane,
             own,
             table=table,
-            codecs=frozenset({Codec.RAW}),
+            codecs=arriving.codecs,
             place_of=place_of,
             accept=accept,
             moved=received,
@@ -230,16 +233,18 @@ def get_asked(
     into: memoryview,
     counters: Counters,
     asker: ChunkAsker,
+    pool: CodecPool | None = None,
 ) -> None:
     """Receive the chunks that `asker` has this connection ask for, each into its place; a bad one is told to it.
 
-    Those that are not for their place any more are received, and thrown away.
+    Those that are not for their place any more are received, and thrown away. Without a `pool` to decode, none may come
+    encoded.
 
     Raises:
         CorruptError: `asker` gives the source up.
         FrameError, PeerError: see `Lane`.
     """
-    digests = manifest.chunk_digests
+    arriving = Arriving(table, manifest.chunk_digests, pool)
     due: set[int] = set()
     scrap = bytearray(0)
     lane.send_hello(hello)
@@ -250,17 +255,20 @@ def get_asked(
         header = lane.receive_header()
         check_data_frame(header, table=table, first=0, stride=1)
         index = header.chunk
-        if header.codec is not Codec.RAW or index not in due:
+        if header.codec not in arriving.codecs or index not in due:
             raise FrameError(f"chunk {index} comes as {header.codec.name}, or was not asked for")
         due.discard(index)
         start, stop = table.range(index)
         in_place = asker.wanted(index)
         if not in_place and len(scrap) < stop - start:
             scrap = bytearray(stop - start)
-        with into[start:stop] if in_place else memoryview(scrap)[: stop - start] as place:
-            lane.receive_into(place)
-            good = chunk_digest(place) == digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-        counters.add("bytes_received", stop - start)
+        with (
+            into[start:stop] if in_place else memoryview(scrap)[: stop - start] as place,
+            arriving.payload_place(header, place) as payload,
+        ):
+            lane.receive_into(payload)
+            good = arriving.settle(header, payload, place, lane.check)
+        counters.add("bytes_received", header.encoded_bytes)
         if good:
             asker.got(index)
         else:

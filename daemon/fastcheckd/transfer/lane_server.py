@@ -10,11 +10,11 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from ..chunks import ChunkTable
+from ..codec.get_planner import GetPlanner
 from ..counters import Counters
-from ..digests import DIGEST_BYTES
 from ..errors import ConfigError, CorruptError, FastCheckdError, FrameError, PeerError
 from .chunk_stream import receive_chunks, send_chunks
 from .codec_pool import CodecPool
@@ -24,6 +24,7 @@ from .lane import Lane
 from .lane_client import ChunkGate, passing
 from .lane_meter import LaneMeter
 from .lane_tls import LaneTls
+from .outgoing import Outgoing
 from .shard_source import Payload
 from .sockets import describe, shut, tune
 from .tickets import GetGrant, Grant, PutGrant, TicketOffice
@@ -42,8 +43,8 @@ _EXHAUSTED_PAUSE_S = 0.1
 class LaneServer:
     """Accepts lane connections on host:port until stopped. Port 0 takes a free one.
 
-    `pool` decodes what is put here; each connection keeps at most two chunks of encoded bytes in memory. `gate`
-    holds up the chunks of puts.
+    `pool` decodes what is put here, and encodes what is read from here as the policy `codec` has it; each connection
+    keeps at most two chunks of encoded bytes in memory, three if it is read over. `gate` holds up the chunks of puts.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class LaneServer:
         transfer_timeout_s: float,
         *,
         pool: CodecPool,
+        codec: str = "auto",
         congestion: str = "",
         meter: LaneMeter | None = None,
         gate: ChunkGate | None = None,
@@ -68,6 +70,7 @@ class LaneServer:
         self._counters = counters
         self._timeout_s = transfer_timeout_s
         self._pool = pool
+        self._planner = GetPlanner(codec, pool.threads)
         self._congestion = congestion
         self._meter = meter or LaneMeter()
         self._gate = gate
@@ -289,24 +292,28 @@ class LaneServer:
         digests = grant.manifest.chunk_digests
         table = ChunkTable.of(grant.manifest)
         with grant.opened() as source:
+            outgoing = Outgoing(
+                source, table, digests, grant.manifest.key.step, pool=self._pool,
+                planner=self._planner if grant.accept_encoded else None, counters=self._counters,
+            )  # fmt: skip
 
-            def chunk(index: int) -> tuple[int, Payload]:
-                start, stop = table.range(index)
-                return index, Payload(Codec.RAW, source[start:stop], ())
-
-            def wanted() -> Iterator[int]:
+            def asked_for() -> Generator[tuple[int, Payload], None, None]:
                 """What the reader asks for, run after run; the next request waits in the socket meanwhile."""
                 while run := lane.receive_want(len(table)):
-                    yield from run
+                    # Made ahead within a run only: nobody knows whether there will be another one.
+                    with contextlib.closing(outgoing.payloads(run, lane)) as payloads:
+                        yield from payloads
 
+            own = range(hello.first, len(table), max(1, hello.stride))
             on_demand = hello.stride == ON_DEMAND
-            send_chunks(
-                lane,
-                map(chunk, wanted() if on_demand else range(hello.first, len(table), hello.stride)),
-                table=table,
-                digest_of=lambda index: digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES],
-                moved=lambda count: self._counters.add("bytes_sent", count),
-            )
+            with contextlib.closing(asked_for() if on_demand else outgoing.payloads(own, lane)) as payloads:
+                send_chunks(
+                    lane,
+                    payloads,
+                    table=table,
+                    digest_of=outgoing.digest,
+                    moved=lambda count: self._counters.add("bytes_sent", count),
+                )
 
     @contextlib.contextmanager
     def _serving_one(self) -> Iterator[None]:

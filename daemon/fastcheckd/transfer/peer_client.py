@@ -23,6 +23,7 @@ from ..config import Config
 from ..counters import Counters
 from ..digests import DIGEST_BYTES, shard_digest
 from ..errors import CorruptError, FastCheckdError, InvalidRequestError, PeerError
+from .codec_pool import CodecPool
 from .frames import ON_DEMAND, TICKET_BYTES, Hello
 from .lane import Lane
 from .lane_client import ChunkAsker, ChunkGate, get_asked, get_stream, put_stream
@@ -57,7 +58,8 @@ class PeerClient(PeerCalls):
     """Speaks to the data processes of other nodes. Used on one event loop.
 
     `executor` lends the threads that hash and move the bytes: `config.lane_streams` for each
-    transfer, mostly waiting for the network. Transfers beyond its size wait for their turn.
+    transfer, mostly waiting for the network. Transfers beyond its size wait for their turn. `pool` decodes what is
+    read; without it, and with `codec: never`, holders are asked for raw chunks.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class PeerClient(PeerCalls):
         config: Config,
         counters: Counters,
         executor: Executor,
+        pool: CodecPool | None = None,
         *,
         meter: LaneMeter | None = None,
         pacing: PutPacing | None = None,
@@ -72,6 +75,7 @@ class PeerClient(PeerCalls):
     ) -> None:
         super().__init__(config.transfer_timeout_s)
         self._config = config
+        self._pool = pool if config.codec != "never" else None
         self._counters = counters
         self._executor = executor
         self._meter = meter or LaneMeter()
@@ -197,6 +201,7 @@ class PeerClient(PeerCalls):
                     digest=digest,
                     streams=crew.size,
                     background=gate is not None,
+                    accept_encoded=self._pool is not None,
                 )
                 # The holder may have to make it from a newer step first.
                 making_s = len(into) / _FRESH_MEMORY_BYTES_PER_S
@@ -211,6 +216,7 @@ class PeerClient(PeerCalls):
                     counters=self._counters,
                     moved=moved,
                     gate=gate,
+                    pool=self._pool,
                 )
                 await self._stream(crew, holder, begun.tickets, work)
         except CorruptError as error:
@@ -247,7 +253,11 @@ class PeerClient(PeerCalls):
         try:
             async with hired(self._executor, min(streams, -(-len(into) // self._config.chunk_bytes))) as crew:
                 request = peer_pb2.BeginGetRequest(
-                    cluster_id=self._config.cluster_id, key=key, digest=digest, streams=crew.size
+                    cluster_id=self._config.cluster_id,
+                    key=key,
+                    digest=digest,
+                    streams=crew.size,
+                    accept_encoded=self._pool is not None,
                 )
                 making_s = len(into) / _FRESH_MEMORY_BYTES_PER_S
                 begun = await self._ask(stub.BeginGet, request, whom, self._timeout_s + making_s)
@@ -266,6 +276,7 @@ class PeerClient(PeerCalls):
                             into=into,
                             counters=self._counters,
                             asker=asker,
+                            pool=self._pool,
                         )
 
                 await self._stream(crew, holder, begun.tickets, work)

@@ -43,6 +43,8 @@ class GetGrant:
     opened: Callable[[], AbstractContextManager[memoryview]]
     #: Nobody waits for the bytes.
     background: bool = False
+    #: The reader takes chunks that are encoded without a base.
+    accept_encoded: bool = False
 
 
 Grant = PutGrant | GetGrant

@@ -196,12 +196,15 @@ class BeginGetRequest(google.protobuf.message.Message):
     DIGEST_FIELD_NUMBER: builtins.int
     STREAMS_FIELD_NUMBER: builtins.int
     BACKGROUND_FIELD_NUMBER: builtins.int
+    ACCEPT_ENCODED_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
     digest: builtins.bytes
     """Digest of the shard that is wanted: another one under the same key is not it."""
     streams: builtins.int
     background: builtins.bool
     """A copy is made anew; nobody waits for the bytes, so the holder's own work goes before them."""
+    accept_encoded: builtins.bool
+    """The reader can decode: chunks may come encoded, without a base."""
     @property
     def key(self) -> fastcheck_proto.v1.common_pb2.ShardKey: ...
     def __init__(
@@ -212,9 +215,10 @@ class BeginGetRequest(google.protobuf.message.Message):
         digest: builtins.bytes = ...,
         streams: builtins.int = ...,
         background: builtins.bool = ...,
+        accept_encoded: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["background", b"background", "cluster_id", b"cluster_id", "digest", b"digest", "key", b"key", "streams", b"streams"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accept_encoded", b"accept_encoded", "background", b"background", "cluster_id", b"cluster_id", "digest", b"digest", "key", b"key", "streams", b"streams"]) -> None: ...
 
 Global___BeginGetRequest: typing_extensions.TypeAlias = BeginGetRequest
 

@@ -137,7 +137,7 @@ class Holder:
 
 @contextlib.asynccontextmanager
 async def running_holder(
-    directory: Path, *, timeout_s: float = 5.0, **lane_options: Any
+    directory: Path, *, timeout_s: float = 5.0, codec: str = "auto", **lane_options: Any
 ) -> AsyncIterator[Holder]:
     counters = Counters()
     store = RamStore.open(directory / "ram", budget_bytes=BUDGET, counters=counters)
@@ -157,15 +157,15 @@ async def running_holder(
         budget_bytes=BUDGET,
         transfer_timeout_s=timeout_s,
     )
-    codec = CodecPool(2, 1)
-    lane = LaneServer("127.0.0.1", 0, tickets, counters, timeout_s, pool=codec, **lane_options)
+    pool = CodecPool(2, 1)
+    lane = LaneServer("127.0.0.1", 0, tickets, counters, timeout_s, pool=pool, codec=codec, **lane_options)
     server = grpc.aio.server(options=SERVER_OPTIONS)
     service = PeerService(
         cluster_id="fastcheck", desk=desk, store=store, tickets=tickets, counters=counters, lease=lease
     )
     peer_pb2_grpc.add_PeerServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
-    holder = Holder(counters, store, tickets, desk, lane, f"127.0.0.1:{port}", codec, lease)
+    holder = Holder(counters, store, tickets, desk, lane, f"127.0.0.1:{port}", pool, lease)
     desk.start()
     lane.start()
     await server.start()
@@ -175,7 +175,7 @@ async def running_holder(
         await server.stop(0)
         lane.stop()
         desk.close()
-        codec.close()
+        pool.close()
         store.close()
 
 
@@ -221,6 +221,7 @@ async def running_owner(
     timeout_s: float = 5.0,
     threads: int = 8,
     cluster_id: str = "fastcheck",
+    decodes: bool = False,
     **client_options: Any,
 ) -> AsyncIterator[Owner]:
     counters = Counters()
@@ -232,7 +233,7 @@ async def running_owner(
         transfer_timeout_s=timeout_s,
     )
     with ThreadPoolExecutor(threads) as executor, codec_pool() as codec:
-        client = PeerClient(config, counters, executor, **client_options)
+        client = PeerClient(config, counters, executor, codec if decodes else None, **client_options)
         try:
             yield Owner(client, counters, codec)
         finally:
