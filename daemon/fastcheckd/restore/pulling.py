@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
@@ -27,6 +28,8 @@ from .plan import ShardPlan, other_sources
 from .tally import Tally
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 LIST_TIMEOUT_S = 2.0
 #: Nodes that one shard is read from at a time; further ones take the place of those that fail.
@@ -107,12 +110,7 @@ class Puller:
             if held is None or held.manifest.digest != shard.digest:
                 continue
             try:
-                copying = asyncio.ensure_future(asyncio.to_thread(self._store.copy_to, held, shard.into))
-                try:
-                    await asyncio.shield(copying)
-                except asyncio.CancelledError:
-                    await settled({copying})  # memory must not change hands behind the thread's back
-                    raise
+                await to_its_end(partial(self._store.copy_to, held, shard.into))
             except (NotHeldError, CorruptError) as error:
                 logger.info("not from this node's own memory: %s", error)
                 continue
@@ -230,6 +228,23 @@ async def settled(tasks: Collection[asyncio.Future[Any]]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+async def to_its_end(work: Callable[[], R], undo: Callable[[R], object] | None = None) -> R:
+    """As `asyncio.to_thread`, but the work has ended when this has: memory must not change hands behind its back.
+
+    What it returns after a cancellation is given to `undo`.
+    """
+    running = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        try:
+            await settled({running})
+        finally:
+            if not running.cancelled() and running.exception() is None and undo is not None:
+                undo(running.result())
+        raise
 
 
 def _shown(key: pb.ShardKey) -> str:

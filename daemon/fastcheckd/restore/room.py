@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
@@ -32,7 +33,7 @@ from ..transfer.peer_client import PeerClient
 from ..view import ViewFollower
 from .gathering import FairTurns, Gathering
 from .plan import ShardPlan, plan_fetch
-from .pulling import Puller, Shard, settled
+from .pulling import Puller, Shard, settled, to_its_end
 from .tally import Tally
 from .verify import count_bad_chunks
 from .without_quorum import LOOKUP_TIMEOUT_S as PROVISIONAL_LOOKUP_TIMEOUT_S
@@ -234,14 +235,16 @@ class RestoreRoom:
         if own is not None:
             return own
         pool = staging_pool(job, record.rank)
-        segment = await asyncio.to_thread(self._store.allocate, record.state_bytes, pool)
+        segment = await to_its_end(
+            partial(self._store.allocate, record.state_bytes, pool), undo=self._store.release
+        )
         tally.segment = segment
         try:
             if nodes is None:
                 nodes = {n.node_id: n for n in (await self._nodes()).nodes}
             plans = plan_fetch(record, nodes, self._config.node_id)
             manifests = await self._gather(job, step.step, record.rank, plans, segment, nodes, tally)
-            shards = await asyncio.to_thread(self._publish, manifests, segment)
+            shards = await to_its_end(partial(self._publish, manifests, segment))
         finally:
             self._store.release(segment)
         self._on_brought(shards)

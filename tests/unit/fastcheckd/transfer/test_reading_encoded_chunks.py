@@ -1,4 +1,4 @@
-"""One connection's encoded chunks at both ends: a wrong one is seen, and what is called off touches no memory any more."""
+"""One connection's encoded chunks, at both ends: a wrong one is seen, and what is called off touches no memory."""
 
 from __future__ import annotations
 
