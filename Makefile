@@ -8,6 +8,8 @@ READY := $(VENV)/.ready
 # The stub generator is old on purpose (docs/protocol.md) and would pull the runtime down with it.
 PROTO_VENV := .venv-proto
 PROTO_READY := $(PROTO_VENV)/.ready
+# The storage server of the paper's experiment: nothing else needs it.
+PAPER_VENV := .venv-paper
 PROTOS := $(wildcard proto/fastcheck_proto/v1/*.proto)
 # The libraries that benchmarks compare with stay out of the dev environment.
 PEERS := tests/benchmarks/peers
@@ -17,6 +19,7 @@ TORCHSTORE_VENV := .venv-peers-torchstore
 BUF := @bufbuild/buf@1.75.0
 
 .PHONY: demo test test-clusters-1 test-clusters-2 test-rest simulate lint format bench bench-peers peers-torchstore \
+	bench-paper bench-paper-server \
 	proto clean help
 
 help:
@@ -91,6 +94,14 @@ peers-torchstore:
 	$(PYTHON) -m venv $(TORCHSTORE_VENV)
 	$(TORCHSTORE_VENV)/bin/pip install --quiet --disable-pip-version-check --requirement $(PEERS)/requirements-torchstore.txt
 
+bench-paper-server:
+	$(PYTHON) -m venv $(PAPER_VENV)
+	$(PAPER_VENV)/bin/pip install --quiet --disable-pip-version-check \
+		--requirement tests/benchmarks/paper-requirements.txt
+
+bench-paper: $(READY) bench-paper-server
+	$(BIN)/python -m tests.benchmarks --only paper
+
 proto: $(PROTO_READY)
 	$(call generate,proto)
 
@@ -100,5 +111,6 @@ define generate
 endef
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) $(PEERS_VENV) $(TORCHSTORE_VENV) .stubs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) $(PROTO_VENV) $(PEERS_VENV) $(TORCHSTORE_VENV) $(PAPER_VENV) .stubs .mypy_cache .ruff_cache .pytest_cache \
+		.hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -45,6 +45,7 @@ from .errors import (
 if TYPE_CHECKING:
     from .checkpointer import Checkpointer
     from .handle import SaveHandle
+    from .progress import LoadProgress
 
 __all__ = [
     "Checkpointer",
@@ -56,6 +57,7 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidNameError",
     "LoadFailedError",
+    "LoadProgress",
     "LossyCheckpointError",
     "LostError",
     "NotNewerError",
@@ -76,7 +78,7 @@ __all__ = [
     "WorldSizeError",
 ]
 
-_LAZY = {"Checkpointer": ".checkpointer", "SaveHandle": ".handle"}
+_LAZY = {"Checkpointer": ".checkpointer", "LoadProgress": ".progress", "SaveHandle": ".handle"}
 
 
 def _version() -> str:

@@ -9,7 +9,7 @@ import datetime
 from collections.abc import Iterable
 from typing import Any
 
-from fastcheck_proto.v1 import admin_pb2, common_pb2, node_pb2, registry_pb2
+from fastcheck_proto.v1 import admin_pb2, common_pb2, node_pb2, peer_pb2, registry_pb2
 
 Json = dict[str, Any]
 
@@ -55,6 +55,8 @@ def node(report: admin_pb2.NodeReport) -> Json:
         "state": node_state(record.state),
         "incarnation": record.incarnation,
         "address": record.agent_address,
+        "lane_address": record.lane_address,
+        "lane": _lane(report.lane) if report.HasField("lane") else None,
         "voter": record.voter,
         "ram_used_bytes": record.ram_used_bytes,
         "ram_budget_bytes": record.ram_budget_bytes,
@@ -65,6 +67,22 @@ def node(report: admin_pb2.NodeReport) -> Json:
         "labels": dict(sorted(record.labels.items())),
         "reachable": report.reachable,
         "counters": dict(sorted(report.counters.items())),
+    }
+
+
+def _lane(found: peer_pb2.LaneReport) -> Json:
+    """How a node's bulk lane is reached, and how fast its puts may go now."""
+    return {
+        "interface": found.interface or None,
+        "speed_mbit_per_s": found.speed_mbit_per_s or None,
+        "faster_interface": found.faster_interface or None,
+        "tls": found.tls,
+        "pacing": {
+            "bytes_per_s": found.pacing.bytes_per_s or None,
+            "reason": found.pacing.reason,
+            "foreign_bytes_per_s": found.pacing.foreign_bytes_per_s,
+            "capacity_bytes_per_s": found.pacing.capacity_bytes_per_s or None,
+        },
     }
 
 

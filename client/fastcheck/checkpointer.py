@@ -11,8 +11,9 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import Any
 
 from fastcheck_proto.conventions import STEP_MAX
 from fastcheck_proto.v1 import trainer_pb2 as pb
@@ -37,6 +38,7 @@ from .following import Follower
 from .handle import SaveHandle, as_save_error
 from .pausing import FailureLog, Pause
 from .precision import parse_precision
+from .progress import CallbackFailedError, LoadProgress, Reporter
 from .replicated.sharing import Shared, SharedSaves
 from .replicated.whole import parse_shared
 from .staging import SharedMemory
@@ -128,6 +130,7 @@ class Checkpointer:
         self._session: int | None = None
         self._loaded_provisional = False
         self._loaded_own = True
+        self._load_stats: dict[str, Any] = {}
         self._pause = Pause()
         self._failures = FailureLog()
         self._followers: list[Follower] = []
@@ -159,6 +162,16 @@ class Checkpointer:
     def loaded_own(self) -> bool:
         """Whether what is per rank in the last load was this rank's own; a rank that joined later has rank 0's."""
         return self._loaded_own
+
+    @property
+    def load_stats(self) -> Mapping[str, Any]:
+        """How the last `load` that brought a step went; empty before.
+
+        `step`; `bytes` of the state, of which `local_bytes` were in this node's memory and `fetched_bytes` came from
+        `holders` other nodes; `bad_copies` that were bad or gone on the way; and the seconds `restore_s` (until the
+        daemon had all of it, checked) and `total_s` (until the state was filled).
+        """
+        return MappingProxyType(dict(self._load_stats))
 
     def save(self, step: int, state: object, *, lazy: bool = False) -> SaveHandle:
         """Hand a copy of `state` to the daemon; returns when `state` may change again.
@@ -307,6 +320,7 @@ class Checkpointer:
         *,
         allow_lossy: bool | None = None,
         allow_provisional: bool = False,
+        progress: Callable[[LoadProgress], None] | None = None,
     ) -> int | None:
         """Fill `state` in place with a committed step and return its number; None when there is none.
 
@@ -318,6 +332,10 @@ class Checkpointer:
         complete is taken, whether or not it was committed; `loaded_provisional` then says so. Of several ranks all
         must allow it: they agree on the step through torch.distributed, or `step` is given. What was loaded so can
         be saved again once the registry answers. While it does answer, the argument changes nothing.
+
+        `progress` is called on this thread, a few times a second while bytes are brought to this node and once when
+        all are here, before anything is filled; what it raises ends the load. Without it, a load that takes longer
+        than a second shows a line on a terminal, and nothing elsewhere. `load_stats` tells afterwards how it went.
 
         Raises:
             LossyCheckpointError: the step is not exact, and exactness is asked for.
@@ -351,17 +369,28 @@ class Checkpointer:
                 world_size=self.world_size,
                 step=wanted,
                 allow_provisional=allow_provisional,
+                follow=True,
             )
-            try:
-                with self._transport.load(request, Patience(CONNECT_S, _LOAD_S), allow_lossy=lossy) as loaded:
-                    if loaded is None:
-                        return None
-                    number = _fill(state, loaded)
-                    self._note_loaded(loaded.ready)
-                    return number
-            except SaveFailedError as error:
-                # Codes about peers are the same in both directions.
-                raise LoadFailedError(str(error)) from None
+            return self._load(state, request, lossy, Reporter(progress))
+
+    def _load(self, state: object, request: pb.LoadRequest, lossy: bool, reporter: Reporter) -> int | None:
+        patience = Patience(CONNECT_S, _LOAD_S)
+        started = time.monotonic()
+        try:
+            with self._transport.load(request, patience, allow_lossy=lossy, reporter=reporter) as loaded:
+                if loaded is None:
+                    return None
+                number = _fill(state, loaded)
+                self._note_loaded(loaded.ready, time.monotonic() - started)
+                return number
+        except SaveFailedError as error:
+            # Codes about peers are the same in both directions.
+            raise LoadFailedError(str(error)) from None
+        except CallbackFailedError as error:
+            assert error.__cause__ is not None
+            raise error.__cause__ from None
+        finally:
+            reporter.close()
 
     def _prepare_load(self, allow_provisional: bool) -> None:
         """Find the daemon and take the rank's place; without a registry nobody can, and nobody else did."""
@@ -382,7 +411,7 @@ class Checkpointer:
         found = self._daemon.list_steps(request, connect_s=CONNECT_S, timeout_s=self._timeout_s)
         return list(found.steps), found.provisional
 
-    def _note_loaded(self, ready: pb.LoadReady) -> None:
+    def _note_loaded(self, ready: pb.LoadReady, total_s: float) -> None:
         self._loaded_own = not ready.parts or ready.header_rank == self.rank
         if not self._loaded_own:
             logger.warning(
@@ -394,6 +423,16 @@ class Checkpointer:
                 ready.header_rank,
             )
         self._loaded_provisional = ready.provisional
+        self._load_stats = {
+            "step": ready.step,
+            "bytes": ready.state_bytes,
+            "local_bytes": ready.local_bytes,
+            "fetched_bytes": ready.fetched_bytes,
+            "holders": ready.holders,
+            "bad_copies": ready.bad_copies,
+            "restore_s": ready.restore_s,
+            "total_s": total_s,
+        }
         if ready.provisional:
             logger.warning(
                 "step %d of job %s was loaded without the registry: it is complete and checked, but a newer step may "
@@ -474,7 +513,7 @@ def _fill(state: object, loaded: Loaded) -> int:
     header = loaded.state[ready.header_offset : ready.header_offset + ready.header_bytes]
     data = b"".join(contiguous_bytes(header, max(1, ready.header_bytes)))
     parsed = parse_shared(data, ready) if ready.parts else parse(data, ready.state_bytes)
-    fill(state, parsed, loaded.state)
+    fill(state, parsed, loaded.state, loaded.pour)
     return ready.step
 
 

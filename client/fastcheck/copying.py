@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -21,13 +21,11 @@ from .gpu import Cuda, Gpu, Mark, Pair
 from .pages import populate
 from .state import dtypes
 from .state.flatten import FlatState, Piece
+from .state.places import Move
 
 _PIECE_BYTES = 16 << 20
 #: Below this, waking threads costs more than they save.
 _PARALLEL_BYTES_MIN = 32 << 20
-
-#: Destination address, source address, bytes. Without a source: the destination's pages are only made present.
-_Move = tuple[int, int, int]
 
 #: Copies one run of bytes. Tests put a gate in its place, to stop a copy in the middle.
 move_bytes = ctypes.memmove
@@ -41,7 +39,8 @@ def default_copy_threads() -> int:
 class Moves:
     """Runs of bytes still to be copied; any number of threads may work them off together."""
 
-    def __init__(self, moves: Iterable[_Move]) -> None:
+    def __init__(self, moves: Iterable[Move]) -> None:
+        #: Destination, source, bytes. Without a source: the destination's pages are only made present.
         self._todo = deque(moves)
         self._changed = threading.Condition()
         self._workers: set[object] = set()
@@ -160,6 +159,17 @@ class Copier:
             for _ in range(self._threads - 1):
                 self._pool.submit(moves.work)
 
+    def pour(self, moves: Sequence[Move]) -> None:
+        """Move bytes from address to address, on all threads if they are many."""
+        todo = Moves(_cut(moves))
+        try:
+            self.help(todo, sum(size for _, _, size in moves))
+            todo.work()
+            todo.join()
+        finally:
+            todo.cancel()
+            todo.quiet()
+
     def close(self) -> None:
         """End the threads."""
         with self._lock:
@@ -176,7 +186,13 @@ def carried(piece: Piece, segment: torch.Tensor) -> Pair:
     return dtypes.carrier(into), dtypes.carrier(source)
 
 
-def _moves(pieces: Iterable[Piece], base: int) -> Iterator[_Move]:
+def _cut(moves: Sequence[Move]) -> Iterator[Move]:
+    for into, source, size in moves:
+        for start in range(0, size, _PIECE_BYTES):
+            yield into + start, source + start, min(_PIECE_BYTES, size - start)
+
+
+def _moves(pieces: Iterable[Piece], base: int) -> Iterator[Move]:
     for piece in pieces:
         source = piece.tensor.data_ptr()
         for start in range(0, piece.bytes, _PIECE_BYTES):
@@ -184,7 +200,7 @@ def _moves(pieces: Iterable[Piece], base: int) -> Iterator[_Move]:
             yield base + piece.offset + start, source + start, size
 
 
-def _populated(moves: Iterable[_Move], end: int) -> Iterator[_Move]:
+def _populated(moves: Iterable[Move], end: int) -> Iterator[Move]:
     """The moves, and before the first one into each block of memory one that makes its pages present.
 
     They are so up to `end` at most. A thread that copies there already comes to no harm.

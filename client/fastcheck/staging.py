@@ -13,6 +13,7 @@ import torch
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
+from .ahead import MappedAhead
 from .copying import Copier
 from .daemon import Daemon
 from .errors import FastCheckError
@@ -20,7 +21,8 @@ from .gpu import Cuda, Gpu
 from .lazy import LazyCopy
 from .pinning import Pinner
 from .prefault import Prefaulter
-from .segments import Segment, SegmentCache, map_file
+from .progress import Reporter
+from .segments import Segment, SegmentCache
 from .state.flatten import FlatState
 from .transport import Loaded, Patience, Staged, Staging, check_ready
 
@@ -90,38 +92,42 @@ class SharedMemory:
 
     @contextmanager
     def load(
-        self, request: pb.LoadRequest, patience: Patience, *, allow_lossy: bool
+        self, request: pb.LoadRequest, patience: Patience, *, allow_lossy: bool, reporter: Reporter
     ) -> Iterator[Loaded | None]:
         """The checkpoint's bytes, valid inside the block; None when there is no committed step."""
+        ahead = MappedAhead()
         with self._daemon.errors(patience.connect_s) as link:
             # The segment stays put for as long as this stream is open.
             stream = link.trainer.Load(request, timeout=patience.timeout_s)
-            with self._daemon.guarded(link, stream):
-                ready = _answer(stream)
+            try:
+                with self._daemon.guarded(link, stream):
+                    ready = _answer(stream, ahead, reporter)
+            except BaseException:
+                stream.cancel()
+                ahead.release()
+                raise
         if ready is None:
             stream.cancel()
+            ahead.release()
             yield None
             return
-        segment: Segment | None = None
         try:
             check_ready(ready, request, allow_lossy=allow_lossy)
-            segment = map_file(ready.segment, private=True)
-            loaded = Loaded(ready, segment.tensor[: ready.state_bytes])
+            segment = ahead.take(ready.segment)
+            loaded = Loaded(ready, segment.tensor[: ready.state_bytes], self._copier.pour)
             try:
                 yield loaded
             finally:
                 loaded.state = torch.empty(0, dtype=torch.uint8)
+                del segment
         finally:
-            if segment is None:
-                stream.cancel()
-            else:
-                self._let_go(segment, stream)
+            self._let_go(ahead, stream)
 
-    def _let_go(self, segment: Segment, stream: grpc.Call) -> None:
+    def _let_go(self, ahead: MappedAhead, stream: grpc.Call) -> None:
         """Unmap in the background, since that takes a fifth of the copy's time; only then may the daemon reuse it."""
 
         def unmap() -> None:
-            if not segment.release():
+            if not ahead.release():
                 logger.debug("an object kept a view of the checkpoint's bytes; it has its own copy now")
             stream.cancel()
 
@@ -180,8 +186,18 @@ class _Staging:
         return Staged(waited_s=self._begun.waited_s, stage_s=stage_s, lazy_bytes=self._later.bytes)
 
 
-def _answer(stream: Iterator[pb.LoadResponse]) -> pb.LoadReady | None:
-    message = next(stream, None)
-    if message is None or message.WhichOneof("event") is None:
-        raise FastCheckError("the daemon ended a load without an answer: see its log")
-    return message.ready if message.HasField("ready") else None
+def _answer(stream: Iterator[pb.LoadResponse], ahead: MappedAhead, reporter: Reporter) -> pb.LoadReady | None:
+    for message in stream:
+        event = message.WhichOneof("event")
+        if event == "progress":
+            reporter.news(message.progress)
+        elif event == "segment":
+            ahead.expect(message.segment.segment)
+        elif event == "ready":
+            reporter.all_here(message.ready)
+            return message.ready
+        elif event == "nothing":
+            return None
+        else:
+            break
+    raise FastCheckError("the daemon ended a load without an answer: see its log")

@@ -16,6 +16,7 @@ from fastcheck_proto.v1 import trainer_pb2 as pb
 from .copying import contiguous_bytes
 from .daemon import Daemon
 from .errors import CorruptError, FastCheckError, OutOfMemoryError
+from .progress import Reporter
 from .segments import Segment, anonymous
 from .state.flatten import FlatState
 from .transport import Loaded, Patience, Staged, Staging, check_ready
@@ -60,14 +61,14 @@ class Streams:
 
     @contextmanager
     def load(
-        self, request: pb.LoadRequest, patience: Patience, *, allow_lossy: bool
+        self, request: pb.LoadRequest, patience: Patience, *, allow_lossy: bool, reporter: Reporter
     ) -> Iterator[Loaded | None]:
         """Receive everything into memory of our own."""
         with self._daemon.errors(patience.connect_s) as link:
             stream = link.trainer.Pull(pb.PullRequest(load=request), timeout=patience.timeout_s)
             try:
                 with self._daemon.guarded(link, stream):
-                    received = _receive(stream, request, allow_lossy=allow_lossy)
+                    received = _receive(stream, request, allow_lossy=allow_lossy, reporter=reporter)
             finally:
                 stream.cancel()
         if received is None:
@@ -119,9 +120,12 @@ def _ordered_bytes(flat: FlatState) -> Iterator[bytes]:
 
 
 def _receive(
-    stream: Iterator[pb.PullResponse], request: pb.LoadRequest, *, allow_lossy: bool
+    stream: Iterator[pb.PullResponse], request: pb.LoadRequest, *, allow_lossy: bool, reporter: Reporter
 ) -> tuple[pb.LoadReady, Segment] | None:
     first = next(stream, None)
+    while first is not None and first.HasField("progress"):
+        reporter.news(first.progress)
+        first = next(stream, None)
     if first is None or first.HasField("data") or first.WhichOneof("part") is None:
         raise FastCheckError("the daemon did not begin a load with what it will send: see its log")
     if first.HasField("nothing"):
@@ -145,4 +149,5 @@ def _receive(
         raise CorruptError(
             f"the daemon sent {position} of the {ready.state_bytes} bytes of step {ready.step}"
         )
+    reporter.all_here(ready)
     return ready, buffer

@@ -12,7 +12,9 @@ import torch
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from .errors import CorruptError, LossyCheckpointError
+from .progress import Reporter
 from .state.flatten import FlatState
+from .state.places import Pour, pour_plainly
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Loaded:
 
     ready: pb.LoadReady
     state: torch.Tensor
+    #: Moves bytes out of it.
+    pour: Pour = pour_plainly
 
 
 class Transport(Protocol):
@@ -63,9 +67,9 @@ class Transport(Protocol):
         ...
 
     def load(
-        self, request: pb.LoadRequest, patience: Patience, *, allow_lossy: bool
+        self, request: pb.LoadRequest, patience: Patience, *, allow_lossy: bool, reporter: Reporter
     ) -> AbstractContextManager[Loaded | None]:
-        """The bytes of a committed step, valid inside the block; None when there is none."""
+        """The bytes of a committed step, valid inside the block; None when there is none. Tells `reporter`."""
         ...
 
     def prepare(self, request: pb.BeginSaveRequest, patience: Patience) -> None:

@@ -27,6 +27,7 @@ from fastcheck_proto.conventions import check_name, default_runtime_dir
 from .errors import ConfigError
 
 LABELS_MAX = 16
+PACINGS = ("off", "adaptive")
 CODEC_POLICIES = ("auto", "always", "never")
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
@@ -72,6 +73,9 @@ class Config:
     agent_port: int = 7450
     data_port: int = 7451
     lane_port: int = 7452
+    #: Network of the bulk lane, which shards travel on: an IP address of this machine or the name of an interface.
+    #: Peers are told this address, and connections to them come from it. Empty: `host`.
+    lane_host: str = ""
     #: The registry's voters: 1, 3 or 5 nodes, the same list on every node. Empty: this node alone.
     voters: tuple[Voter, ...] = ()
     #: File with the 32+ byte secret that voters share, mode 0600. This or TLS is required as soon as there is more
@@ -113,10 +117,19 @@ class Config:
     #: TCP congestion control of the lane, one of `sysctl net.ipv4.tcp_available_congestion_control`;
     #: empty: the system's. Where that is bbr, cubic is faster on loopback.
     lane_congestion: str = ""
+    #: Most that this node sends per second to make copies of its steps; 0: no limit of its own.
+    replicate_bytes_per_s: int = 0
+    #: `adaptive`: copies give way to other traffic on the lane's interface, as far as they are still made before the
+    #: next save. `off`: they compete with it. Restores go before them in any case.
+    pacing: str = "adaptive"
+    #: Lanes under mutual TLS, with the certificates above. The same on all nodes. Costs cores: off where the network is
+    #: the cluster's own.
+    lane_tls: bool = False
     #: Threads that hash and copy in the data process. Half the cores: the trainer comes first.
     worker_threads: int = field(default_factory=lambda: max(2, (os.cpu_count() or 2) // 2))
-    #: What travels: `auto` encodes what makes a step faster, `always` everything that shrinks, `never` nothing.
-    #: Auto: whether encoding pays depends on the link and the cores, and both are measured (codec/planner.py).
+    #: What travels to holders and readers: `auto` encodes what makes it faster, `always` everything that shrinks,
+    #: `never` nothing. Auto: whether encoding pays depends on the link and the cores, and both are measured
+    #: (codec/planner.py, codec/get_planner.py).
     codec: str = "auto"
     #: Threads that encode and decode. Half the cores: the trainer comes first.
     codec_threads: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) // 2))
@@ -167,6 +180,7 @@ class Config:
             except ValueError as error:
                 raise ConfigError(str(error)) from None
         need(bool(self.host) and " " not in self.host, "host", "must be an address or a host name")
+        need(" " not in self.lane_host, "lane_host", "must be an IP address or the name of an interface")
         for key in ("agent_port", "data_port", "lane_port"):
             need(1 <= getattr(self, key) <= 65535, key, "must be a port from 1 to 65535")
         ports = [self.agent_port, self.data_port, self.lane_port]
@@ -196,6 +210,12 @@ class Config:
             "failure_domain",
             "must be one of this node's labels",
         )
+        need(
+            self.replicate_bytes_per_s == 0 or self.replicate_bytes_per_s >= 1 << 20,
+            "replicate_bytes_per_s",
+            "must be at least 1 MiB, or 0 for no limit",
+        )
+        need(self.pacing in PACINGS, "pacing", f"must be one of {', '.join(PACINGS)}")
         need(self.repair_bytes_per_s >= 1 << 20, "repair_bytes_per_s", "must be at least 1 MiB")
         need(60 <= self.scrub_period_s <= 30 * 86400, "scrub_period_s", "must be from a minute to 30 days")
         for f in dataclasses.fields(self):
@@ -214,6 +234,7 @@ class Config:
         )
         tls = [self.tls_cert_file, self.tls_key_file, self.tls_ca_file]
         need(all(tls) or not any(tls), "tls_cert_file", "needs tls_key_file and tls_ca_file, or none of them")
+        need(not self.lane_tls or all(tls), "lane_tls", "needs tls_cert_file, tls_key_file and tls_ca_file")
         self._check_voters(need)
 
     def _check_voters(self, need: Any) -> None:
@@ -278,8 +299,14 @@ class Config:
 
     @property
     def lane_address(self) -> str:
-        """host:port of this node's bulk lane."""
-        return f"{self.host}:{self.lane_port}"
+        """host:port of this node's bulk lane; `lane_host` must be an address by now (`interfaces.with_lane_host`)."""
+        host = self.effective_lane_host
+        return f"[{host}]:{self.lane_port}" if self.lane_host and ":" in host else f"{host}:{self.lane_port}"
+
+    @property
+    def effective_lane_host(self) -> str:
+        """What the lane listens on, and connects from."""
+        return self.lane_host or self.host
 
     @property
     def agent_socket(self) -> Path:
@@ -373,6 +400,10 @@ def _convert(key: str, value: Any) -> Any:  # noqa: PLR0911  one line per kind o
             return parse_size(value)
         if wanted.startswith("Path"):
             return None if value is None else Path(str(value))
+        if wanted == "bool":
+            if not isinstance(value, bool):
+                raise ValueError(f"must be on or off, not {value!r}")
+            return value
         if wanted == "int":
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"must be a whole number, not {value!r}")

@@ -24,6 +24,8 @@ NAMES: dict[str, str] = {
     "chunks_resent": "chunks sent again because the holder found them bad",
     "chunks_encoded": "chunks encoded for sending",
     "chunks_mispredicted": "chunks sent again without prediction because decoding gave something else",
+    "puts_paced": "chunks of puts that waited for the cap, or gave way to other traffic",
+    "puts_for_restore": "chunks of puts that waited for a restore",
     "encode_cpu_ms": "milliseconds that threads spent on encoding",
     "bytes_saved": "bytes that the codec kept off the network: of acknowledged copies, raw minus sent",
     "patches_applied": "copies made by changing an older replica in place",

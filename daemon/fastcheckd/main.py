@@ -21,6 +21,7 @@ from pathlib import Path
 from . import __version__
 from .config import Config, load_config
 from .errors import ConfigError, FastCheckdError
+from .interfaces import interfaces, with_lane_host
 from .log import configure
 from .supervise import CHILD_CONFIG, CHILD_PARENT, EXIT_CONFIG, die_with_parent
 
@@ -34,9 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "child":
             return _run_child(arguments.process)
         config = load_config(arguments.config, environment=os.environ, overrides=arguments.set or ())
+        config = with_lane_host(config, interfaces())  # once, before the children get it
         if arguments.command == "validate":
             print(
-                f"valid: node {config.node_id} of cluster {config.cluster_id}, agent at {config.agent_address}"
+                f"valid: node {config.node_id} of cluster {config.cluster_id}, agent at {config.agent_address}, "
+                f"lane at {config.lane_address}"
             )
             return 0
         return _run("agent", config)

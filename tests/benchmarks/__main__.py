@@ -25,16 +25,18 @@ from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
-from . import codec, lossy_resume, placement, staging
+from . import codec, lossy_resume, paper_report, placement, staging
 from .codec_rows import print_rows
 from .detection import detection, soak
 from .growth import growth
+from .lanes import lanes
 from .limits import FramedTcp, Memcpy
 from .links import links
 from .machine import describe
 from .plots import write_plots
 from .replicated import replicated
 from .report import Figure, print_table
+from .restoring import restoring
 from .scale import scale
 from .seed_noise import print_experiment
 from .workload import change, gpt2_state, state_bytes
@@ -92,36 +94,6 @@ def saving(cluster: LocalCluster, rounds: int) -> list[Figure]:
     ]
 
 
-def restoring(cluster: LocalCluster, rounds: int) -> list[Figure]:
-    """A restarted trainer's load: from local RAM, then from the peer onto an empty node."""
-    state = gpt2_state(seed=1)
-    size = state_bytes(state)
-    memcpy = Memcpy(size)
-
-    def load() -> float:
-        with Checkpointer("bench", rank=0, world_size=1, address=cluster.address("node-0")) as ckpt:
-            ckpt.steps()  # connects; a trainer has done so long before
-            started = time.perf_counter()
-            ckpt.load(state)
-            return time.perf_counter() - started
-
-    load()
-    local, copies, far = [], [], []
-    for _ in range(rounds):
-        copies.append(memcpy.run() * 1e3)
-        local.append(load() * 1e3)
-        say(f"restore from local RAM {local[-1]:.0f} ms, memcpy {copies[-1]:.0f} ms")
-    for _ in range(max(1, rounds // 3)):
-        cluster.kill("node-0", wipe=True)
-        cluster.start("node-0")
-        far.append(size / load() / 1e9)
-        say(f"restore from one peer onto an empty node {far[-1]:.2f} GB/s")
-    return [
-        Figure("restore from local RAM, verified", "ms", local, copies, "memcpy, 1 thread", "ratio <= 1.5"),
-        Figure("restore from one peer onto an empty node (fresh memory)", "GB/s", far),
-    ]
-
-
 def idling(cluster: LocalCluster, seconds: float) -> list[Figure]:
     """CPU and memory of each kind of process of an idle cluster."""
     processes: dict[str, list[psutil.Process]] = {}
@@ -162,9 +134,16 @@ def local_cluster(nodes: int, ram_budget: str, **settings: Any) -> Any:
 
 
 def transfers(rounds: int) -> list[Figure]:
-    """Saving, replicating and restoring on three voters, as in earnest; spread 1, so that all goes to one peer."""
+    """Saving and replicating on three voters, as in earnest; spread 1, so that all goes to one peer."""
     with local_cluster(3, "7GiB", spread=1) as cluster:
-        return saving(cluster, rounds) + restoring(cluster, rounds)
+        return saving(cluster, rounds)
+
+
+def restores(rounds: int, quick: bool) -> list[Figure]:
+    """Restoring on three voters and as many more nodes as holders need."""
+    return restoring(
+        lambda holders: local_cluster(max(3, holders + 1), "7GiB", spread=holders), rounds, quick, say
+    )
 
 
 def idle(seconds: float) -> list[Figure]:
@@ -173,8 +152,8 @@ def idle(seconds: float) -> list[Figure]:
         return idling(cluster, seconds)
 
 
-def links_if_root(rounds: int) -> list[Figure]:
-    """Shaped links, where they can be made."""
+def shaped_links(rounds: int) -> list[Figure]:
+    """The codec over links of several rates, where they can be made."""
     if os.geteuid() == 0:
         return links(rounds)
     say("links are left out: shaping them takes root, for network namespaces")
@@ -183,13 +162,15 @@ def links_if_root(rounds: int) -> list[Figure]:
 
 #: What can be asked for alone, in the order in which it runs: idling first, since after gigabytes of transfers the
 #: machine itself is busy for a while. Some run only when asked for: simulated nodes take the cores that a leader is
-#: measured on, growth needs 24 GB of memory, replicated 60 (four ranks that save a whole state each), and the last two
-#: take long.
+#: measured on, growth needs 24 GB of memory, replicated 60 (four ranks that save a whole state each), and the last
+#: three take long.
 PARTS = (
     "idle",
     "detection",
     "transfer",
     "staging",
+    "restore",
+    "lanes",
     "links",
     "placement",
     "codec",
@@ -198,8 +179,9 @@ PARTS = (
     "growth",
     "lossy",
     "soak",
+    "paper",
 )
-ASKED_FOR = ("replicated", "scale", "growth", "lossy", "soak")
+ASKED_FOR = ("replicated", "scale", "growth", "lossy", "soak", "paper")
 
 
 def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
@@ -225,9 +207,11 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
         "detection": lambda: detection(arguments.trials, say),
         "soak": lambda: soak(arguments.minutes, say, arguments.burners),
         "transfer": lambda: transfers(arguments.rounds),
+        "restore": lambda: restores(rounds, quick),
+        "lanes": lambda: lanes(arguments.rounds, say),
         "replicated": shared,
         "staging": lambda: staging.measure(arguments.rounds, quick, say),
-        "links": lambda: links_if_root(arguments.rounds),
+        "links": lambda: shaped_links(arguments.rounds),
         "scale": scaled,
         "growth": grown,
         "placement": lambda: placement.measure(rounds, say),
@@ -244,6 +228,8 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
         experiment = lossy_resume.run(2 if quick else arguments.seeds, quick, say)
         print_experiment(experiment)
         results["lossy"] = experiment.to_json()
+    if "paper" in parts:
+        results["paper"] = paper_report.run(arguments, say)
     return results
 
 
@@ -265,9 +251,10 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="codec, lossy, placement, scale, growth, staging: little of everything, to see that it runs",
+        help="codec, growth, lossy, paper, placement, restore, scale, staging: little of everything, to see that it runs",
     )
     parser.add_argument("--plots", type=Path, help="write plots of this run into this folder, as SVG")
+    paper_report.add_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()
     results = measure(

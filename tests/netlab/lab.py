@@ -39,14 +39,27 @@ class Lab:
     Args:
         folder: for logs and configs; they stay.
         nodes: how many; the first three are the voters, of two the first.
-        settings: further config keys of every node.
+        network: one that exists, has these nodes among its machines and outlives this cluster; by default the cluster
+            makes its own.
+        voter_ports: of the registry's two listeners; others for a second cluster on the same machines.
+        settings: further config keys of every node; a function is given the node's id.
     """
 
-    def __init__(self, folder: Path, nodes: int, **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int,
+        *,
+        network: Network | None = None,
+        voter_ports: tuple[int, int] = (REGISTRY_PORT, RAFT_PORT),
+        **settings: Any,
+    ) -> None:
         self.folder = folder
         self.node_ids = [f"node-{i}" for i in range(nodes)]
         self.voters = self.node_ids[: 3 if nodes >= 3 else 1]
-        self.network = Network(self.node_ids)
+        self._network_is_mine = network is None
+        self.network = network or Network(self.node_ids)
+        self._voter_ports = voter_ports
         self._settings = settings
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
         #: Sockets and RAM: short paths, and memory. Names say whose they are, as those of namespaces do.
@@ -56,7 +69,8 @@ class Lab:
     def __enter__(self) -> Lab:
         with contextlib.ExitStack() as stack:
             stack.callback(self._remove)
-            stack.enter_context(self.network)
+            if self._network_is_mine:
+                stack.enter_context(self.network)
             _remove_leftovers()
             (self.folder / "raft.key").write_bytes(secrets.token_bytes(32))
             (self.folder / "raft.key").chmod(0o600)
@@ -67,7 +81,8 @@ class Lab:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self.network.close()
+        if self._network_is_mine:
+            self.network.close()
         self._remove()
 
     # As of a local cluster.
@@ -176,8 +191,8 @@ class Lab:
             "voters": [
                 {
                     "node_id": voter,
-                    "registry_address": f"{self.network.address(voter)}:{REGISTRY_PORT}",
-                    "raft_address": f"{self.network.address(voter)}:{RAFT_PORT}",
+                    "registry_address": f"{self.network.address(voter)}:{self._voter_ports[0]}",
+                    "raft_address": f"{self.network.address(voter)}:{self._voter_ports[1]}",
                 }
                 for voter in self.voters
             ],
@@ -186,7 +201,7 @@ class Lab:
             "state_dir": str(self.folder / node / "state"),
             "ram_dir": str(self.ram_dir(node)),
             "ram_budget_bytes": "256MiB",
-            **self._settings,
+            **{key: value(node) if callable(value) else value for key, value in self._settings.items()},
         }
 
     def _remove(self) -> None:

@@ -105,6 +105,47 @@ def test_a_delay_and_a_rate_are_kept_to(network):
     server.wait(10)
 
 
+def test_a_rate_of_both_directions_holds_for_what_others_send_and_ends_with_healing(network):
+    sink = (
+        "import socket\n"
+        "server = socket.create_server(('0.0.0.0', 9999))\n"
+        "print('ready', flush=True)\n"
+        "while True:\n"
+        "    link, _ = server.accept()\n"
+        "    while link.recv(65536):\n"
+        "        pass\n"
+        "    link.sendall(b'1')\n"
+        "    link.close()\n"
+    )
+    one_way = (
+        "import socket, sys, time\n"
+        "link = socket.create_connection((sys.argv[1], 9999), timeout=10)\n"
+        "start = time.monotonic()\n"
+        "link.sendall(bytes(2 << 20))\n"
+        "link.shutdown(socket.SHUT_WR)\n"
+        "link.recv(1)\n"
+        "print(time.monotonic() - start)\n"
+    )
+
+    def one_way_s(sender, receiver):
+        address = network.address(receiver)
+        return float(run(*network.command(sender, sys.executable, "-c", one_way, address)))
+
+    servers = [
+        subprocess.Popen(network.command(name, sys.executable, "-c", sink), stdout=subprocess.PIPE, text=True)
+        for name in ("a", "b")
+    ]
+    assert all(server.stdout.readline() == "ready\n" for server in servers)
+    network.shape_both("b", 8)
+    assert one_way_s("a", "b") >= 1.0, "2 MiB at 1 MB/s, less what the bucket holds"
+    assert one_way_s("b", "a") >= 1.0
+    network.heal()
+    assert one_way_s("a", "b") < 1.0
+    for server in servers:
+        server.kill()
+        server.wait(10)
+
+
 def test_a_network_is_gone_with_all_that_ran_in_it_also_when_its_maker_was_killed():
     maker = (
         "import os, signal, subprocess, sys\n"

@@ -114,6 +114,8 @@ class Network:
         self._switch = f"{self._key}-switch"
         self._delayer: subprocess.Popen[str] | None = None
         self._shaped: set[str] = set()
+        #: Machines whose port at the bridge is shaped, too.
+        self._shaped_in: set[str] = set()
 
     def __enter__(self) -> Network:
         remove_leftovers()
@@ -170,9 +172,14 @@ class Network:
 
     def shape(self, name: str, mbit_per_s: float) -> None:
         """What the machine sends goes at that rate at most."""
-        rate = ["rate", f"{mbit_per_s:g}mbit", "burst", "256kb", "latency", "100ms"]
-        run(*self.command(name, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate))
+        run(*self.command(name, "tc", *_tbf("eth0", mbit_per_s)))
         self._shaped.add(name)
+
+    def shape_both(self, name: str, mbit_per_s: float) -> None:
+        """What the machine sends, and what is sent to it by all others together, goes at that rate at most."""
+        self.shape(name, mbit_per_s)
+        self._on_switch(" ".join(["tc", *_tbf(self._port(name), mbit_per_s)]))
+        self._shaped_in.add(name)
 
     def heal(self) -> None:
         """Every wire is whole, fast and prompt again."""
@@ -181,6 +188,8 @@ class Network:
         for name in self._shaped:
             run(*self.command(name, "tc", "qdisc", "del", "dev", "eth0", "root"))
         self._shaped.clear()
+        self._on_switch(*(f"tc qdisc del dev {self._port(name)} root" for name in self._shaped_in))
+        self._shaped_in.clear()
 
     def close(self) -> None:
         """End all that runs in the namespaces, and remove them. Repeatable."""
@@ -195,18 +204,21 @@ class Network:
     def _hardware(self, name: str) -> str:
         return f"02:fc:00:00:00:{self.names.index(name) + 1:02x}"
 
+    def _port(self, name: str) -> str:
+        return f"port{self.names.index(name)}"
+
     def _build(self) -> None:
         run("ip", "netns", "add", self._switch)
         self._on_switch("ip link add br0 type bridge", "ip link set br0 up")
-        for index, name in enumerate(self.names):
+        for name in self.names:
             space = self.namespace(name)
             run("ip", "netns", "add", space)
-            peer = ["type", "veth", "peer", "name", f"port{index}", "netns", self._switch]
+            peer = ["type", "veth", "peer", "name", self._port(name), "netns", self._switch]
             run("ip", "link", "add", "name", "eth0", "address", self._hardware(name), "netns", space, *peer)
             run("ip", "-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 run("ip", "-n", space, "link", "set", device, "up")
-            self._plug(f"port{index}", self._hardware(name))
+            self._plug(self._port(name), self._hardware(name))
         self.heal()
 
     def _plug(self, port: str, hardware: str) -> None:
@@ -253,6 +265,13 @@ class Network:
             f"fcntl.ioctl(socket.socket(), {_SIOCETHTOOL}, request)\n"
         )
         run(*self.command(name, sys.executable, "-c", program))
+
+
+def _tbf(device: str, mbit_per_s: float) -> list[str]:
+    """Arguments of tc. The bucket holds a millisecond: fast links would wait for the timer that fills it."""
+    burst_kb = max(256, round(mbit_per_s / 8))
+    rate = ["rate", f"{mbit_per_s:g}mbit", "burst", f"{burst_kb}kb", "latency", "100ms"]
+    return ["qdisc", "replace", "dev", device, "root", "tbf", *rate]
 
 
 def unreachable(network: Network, sender: str, receivers: Iterable[str], port: int) -> set[str]:

@@ -108,8 +108,8 @@ def nodes(result: Json) -> RenderableType:
     """Members with their state and memory."""
     now = datetime.datetime.now(datetime.UTC)
     table = columns(
-        "NODE", "STATE", ">SINCE", "REASON", ">HEARD", "DATA", ">INCARNATION", "ADDRESS", "VOTER", ">HELD", ">BUDGET",
-        ">USED %", "LABELS",
+        "NODE", "STATE", ">SINCE", "REASON", ">HEARD", "DATA", ">INCARNATION", "ADDRESS", "LANE", "VOTER", ">HELD",
+        ">BUDGET", ">USED %", "LABELS",
     )  # fmt: skip
     for node in result["nodes"]:
         used, budget = node["ram_used_bytes"], node["ram_budget_bytes"]
@@ -126,6 +126,7 @@ def nodes(result: Json) -> RenderableType:
             "" if node["data"] in ("OK", "UNSPECIFIED") else Text(node["data"], style="yellow"),
             str(node["incarnation"]),
             node["address"],
+            _lane(node),
             "yes" if node["voter"] else "",
             human_bytes(used),
             human_bytes(budget),
@@ -133,6 +134,23 @@ def nodes(result: Json) -> RenderableType:
             ", ".join(f"{name}={value}" for name, value in node["labels"].items()),
         )
     return or_note(table, "no node has registered yet")
+
+
+def _lane(node: Json) -> Text:
+    """Where the bulk lane is, by which interface, and what holds puts back, if anything does."""
+    lane = node["lane"]
+    text = Text(node["lane_address"])
+    if lane is None:
+        return text
+    if lane["interface"]:
+        text.append(f" {lane['interface']}", style="yellow" if lane["faster_interface"] else "")
+    if lane["tls"]:
+        text.append(" TLS")
+    pacing = lane["pacing"]
+    if pacing["reason"] != "none":
+        rate = f" {human_bytes(pacing['bytes_per_s'])}/s" if pacing["bytes_per_s"] else ""
+        text.append(f" ({pacing['reason']}{rate})", style="yellow")
+    return text
 
 
 def _since(unix_ms: int | None, now: datetime.datetime) -> str:

@@ -21,7 +21,7 @@ from .dtensors import layout_mismatch, local_of
 from .header import entries, is_plain_tree, materialize, plain
 from .objects import ObjectFill, prepare
 from .paths import Path, show
-from .places import copy_record, fresh, is_cut, same_place, whole
+from .places import Move, Pour, copy_record, fresh, is_cut, moves, pour_plainly, same_place, whole
 from .tensors import equal_bits, is_expanded, is_repeated, view_key, why_unsupported
 
 _NUMBERS = ("bool_value", "int_value", "float_value")
@@ -42,15 +42,17 @@ _WORDS = {
 _Replacement = Callable[[], Any]
 
 
-def fill(state: object, header: pb.StateHeader, segment: torch.Tensor) -> None:
+def fill(state: object, header: pb.StateHeader, segment: torch.Tensor, pour: Pour = pour_plainly) -> None:
     """Fill `state` from a parsed header and the rank state's bytes (flat uint8, on the CPU, aligned).
+
+    `pour` moves the bytes of all that can be filled by address.
 
     Raises:
         UnsupportedStateError: the state holds something that cannot be filled. Nothing was changed.
         StateMismatchError: state and checkpoint do not fit. Nothing was changed.
         PartialLoadError: an object refused its state after other parts were filled.
     """
-    plan = Plan(header, segment)
+    plan = Plan(header, segment, pour)
     try:
         plan.check(state)
         plan.apply()
@@ -61,9 +63,13 @@ def fill(state: object, header: pb.StateHeader, segment: torch.Tensor) -> None:
 class Plan:
     """What has to be done to fill one state, and what stands against it."""
 
-    def __init__(self, header: pb.StateHeader, segment: torch.Tensor) -> None:
+    def __init__(self, header: pb.StateHeader, segment: torch.Tensor, pour: Pour = pour_plainly) -> None:
         self.header = header
         self.segment = segment
+        self._pour = pour
+        #: What `later` gathered, with the tensors, so that they live until then.
+        self._moves: list[Move] = []
+        self._poured: list[torch.Tensor] = []
         self.mismatches: list[str] = []
         self._copies: list[tuple[torch.Tensor, int]] = []
         self._objects: list[ObjectFill] = []
@@ -84,7 +90,8 @@ class Plan:
     def apply(self) -> None:
         """Fill what was checked."""
         for target, index in self._copies:
-            self.copy(target, index)
+            self.later(target, index)
+        self.flush()
         for item in self._objects:
             item.apply()
         for assign in self._assignments:
@@ -93,6 +100,8 @@ class Plan:
     def close(self) -> None:
         """Let go of all views of the segment: the plan and its parts refer to each other."""
         self._copies.clear()
+        self._moves.clear()
+        self._poured.clear()
         self._objects.clear()
         self._assignments.clear()
         self.segment = torch.empty(0, dtype=torch.uint8)
@@ -108,6 +117,26 @@ class Plan:
     def copy(self, target: torch.Tensor, index: int) -> None:
         """Copy a record's bits into a plain tensor that fits."""
         copy_record(target, self.header.tensors[index], self.segment)
+
+    def later(self, target: torch.Tensor, index: int) -> None:
+        """As `copy`, but what can be moved by address is done by `flush`, all at once."""
+        found = moves(target, self.header.tensors[index], self.segment)
+        if found is None:
+            self.copy(target, index)
+        else:
+            self._moves += found
+            self._poured.append(target)
+
+    def flush(self) -> None:
+        """Do what `later` has put off."""
+        self._pour(self._moves)
+        with torch.no_grad():
+            for target in self._poured:
+                # Autograd has to notice the change, as it does of a copy_.
+                if not target.is_inference():
+                    torch.autograd.graph.increment_version(target)
+        self._moves.clear()
+        self._poured.clear()
 
     def is_cut(self, index: int) -> bool:
         """Whether a record's tensor lies in several pieces."""

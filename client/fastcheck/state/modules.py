@@ -1,7 +1,8 @@
-"""Filling an nn.Module: its own load_state_dict copies straight out of the segment, so bytes move once.
+"""Filling an nn.Module: bytes move once, on several threads.
 
-What lies in several pieces is no view of the segment: that is filled in place before, and load_state_dict is
-given the very same tensor, onto which it then copies nothing.
+Its tensors are filled in place before, and load_state_dict is given the very same tensors, onto which it then copies
+nothing. Where a module or a hook may do something of its own in loading, it is given views of the segment instead and
+copies straight out of it.
 """
 
 from __future__ import annotations
@@ -68,14 +69,15 @@ class ModuleFill(ObjectFill):
                 state_dict[key] = self._source(self._template[key], own.get(key), item.tensor)
             else:
                 state_dict[key] = materialize(item, self.fresh, (*self.path, key))
+        self.plan.flush()
         state_dict._metadata = self._metadata  # type: ignore[attr-defined]
         self.load(state_dict)
         for tensor in _tensors(self.target):
             _take_away(tensor, self.plan.segment)
 
     def _source(self, current: torch.Tensor, own: torch.Tensor | None, index: int) -> torch.Tensor:
-        if self.plan.is_cut(index) and own is not None and _same_memory(own, current):
-            self.plan.copy(local_of(own), index)
+        if own is not None and _same_memory(own, current):
+            self.plan.later(local_of(own), index)
             return own
         view = self.plan.view(index)
         if not is_dtensor(current):
@@ -90,9 +92,12 @@ class ModuleFill(ObjectFill):
 def _own_tensors(module: torch.nn.Module) -> dict[Key, torch.Tensor]:
     """Tensors that may be filled before load_state_dict sees them, by their keys.
 
-    A module that loads in a way of its own might clear its tensors first.
+    A module that loads in a way of its own might clear its tensors first, and a hook that runs before may look at
+    what was there, or leave it so.
     """
     found: dict[Key, torch.Tensor] = {}
+    if any(part._load_state_dict_pre_hooks for part in module.modules()):
+        return found
     plain = torch.nn.Module._load_from_state_dict
     for name, part in module.named_modules(remove_duplicate=False):
         if type(part)._load_from_state_dict is plain and "_load_from_state_dict" not in vars(part):

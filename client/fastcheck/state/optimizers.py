@@ -125,6 +125,7 @@ class OptimizerFill(ObjectFill):
         }
         for group, current in zip(rest["param_groups"], self.target.param_groups, strict=True):
             _move_to_devices_of(current, group)
+        self.plan.flush()
         self.load({**rest, "state": built})
         for parameter, name, made in exact:
             # torch casts state to its parameter's dtype: float32 state of a bfloat16 parameter is rounded.
@@ -136,7 +137,7 @@ class OptimizerFill(ObjectFill):
         record = self.plan.header.tensors[index]
         current = self._existing(parameter, name)
         if current is not None:
-            self.plan.copy(local_of(current), index)
+            self.plan.later(local_of(current), index)
             return current
         local = local_of(parameter)
         if name == "step":
@@ -147,7 +148,7 @@ class OptimizerFill(ObjectFill):
                 made = torch.empty_like(local, dtype=dtype, requires_grad=False)
             else:
                 made = torch.empty(shape, dtype=dtype, device=local.device)
-            self.plan.copy(made, index)
+            self.plan.later(made, index)
         return wrap(made, parameter) if record.HasField("dtensor") and is_dtensor(parameter) else made
 
 

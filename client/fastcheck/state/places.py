@@ -5,7 +5,9 @@ The header was checked, so every piece lies within the segment, a flat uint8 ten
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,6 +15,11 @@ from fastcheck_proto.v1 import state_pb2 as pb
 
 from . import dtypes
 from .tensors import copy_exact, is_expanded
+
+#: Destination address, source address, bytes.
+Move = tuple[int, int, int]
+#: Does moves whose destinations do not overlap, unless with the same bytes.
+Pour = Callable[[Sequence[Move]], None]
 
 
 def is_cut(record: pb.TensorRecord) -> bool:
@@ -61,6 +68,29 @@ def copy_record(target: torch.Tensor, record: pb.TensorRecord, segment: torch.Te
         return
     for place, piece in zip(slices, _pieces(record, segment), strict=True):
         copy_exact(place, piece.view(into.dtype).view(place.shape))
+
+
+def moves(target: torch.Tensor, record: pb.TensorRecord, segment: torch.Tensor) -> list[Move] | None:
+    """How to fill a tensor of the record's shape and dtype by addresses; None where that is not possible."""
+    if not target.is_cpu or not target.is_contiguous() or target.is_conj() or target.is_neg():
+        return None
+    if target.numel() * target.dtype.itemsize != record.bytes:
+        return None
+    into, base = target.data_ptr(), segment.data_ptr()
+    if not is_cut(record):
+        return [(into, base + record.offset, record.bytes)] if record.bytes else []
+    found, left = [], record.bytes
+    for offset in record.piece_offsets:
+        size = min(record.piece_bytes, left)
+        found.append((into + record.bytes - left, base + offset, size))
+        left -= size
+    return found
+
+
+def pour_plainly(moves: Sequence[Move]) -> None:
+    """Do moves one after the other."""
+    for move in moves:
+        ctypes.memmove(*move)
 
 
 def _pieces(record: pb.TensorRecord, segment: torch.Tensor) -> list[torch.Tensor]:

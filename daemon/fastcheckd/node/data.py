@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import grpc.aio
 
 from fastcheck_proto.v1 import (
     node_pb2_grpc,
+    peer_pb2,
     peer_pb2_grpc,
     registry_pb2,
     trainer_pb2_grpc,
@@ -29,6 +31,7 @@ from ..errors import (
 )
 from ..health.lease import LeaseHolder
 from ..identity import Identity
+from ..interfaces import faster_than, interface_of, interfaces
 from ..last_view import LastView
 from ..registry import wire
 from ..registry.client import RegistryClient
@@ -44,9 +47,13 @@ from ..store.manifests import replica_id
 from ..store.ram_store import HeldShard, RamStore
 from ..store.retention import what_to_drop
 from ..transfer.codec_pool import CodecPool
+from ..transfer.lane_meter import LaneMeter
 from ..transfer.lane_server import LaneServer
+from ..transfer.lane_tls import LaneTls
+from ..transfer.pacing import Gate, Pacer
 from ..transfer.peer_client import PeerClient
 from ..transfer.put_desk import PutDesk
+from ..transfer.put_pacing import TRICKLE_S, PutPacing
 from ..transfer.tickets import TicketOffice
 from ..upkeep.room import UpkeepRoom
 from ..view import ViewFollower
@@ -67,16 +74,38 @@ class _DataRooms:
         self.lease = LeaseHolder(config.node_id, lambda: identity.incarnation)
         self.store = store
         self.hashing = ThreadPoolExecutor(config.worker_threads, thread_name_prefix="hash")
-        # Lane threads mostly wait for the network: room for several ranks' steps at full spread.
-        self.lanes = ThreadPoolExecutor(4 * config.spread * config.lane_streams, thread_name_prefix="lane")
+        # Lane threads mostly wait for the network: room for the steps of eight ranks at full spread, or for their
+        # loads, each of which takes a thread per shard and source.
+        self.lanes = ThreadPoolExecutor(8 * config.spread * config.lane_streams, thread_name_prefix="lane")
         self.codec = CodecPool(config.codec_threads, config.codec_nice)
         self.registry = registry = RegistryClient(with_remembered_voters(config), counters)
         self.view = view = ViewFollower(registry, identity, LastView(config))
-        self.peers = peers = PeerClient(config, counters, self.lanes)
+        present = interfaces()
+        self._interface = interface_of(config.effective_lane_host, present)
+        self._faster_interface = faster_than(self._interface, present)
+        self._log_lane()
+        meter = LaneMeter()
+        self.pacing = PutPacing(
+            cap_bytes_per_s=config.replicate_bytes_per_s,
+            interface=self._shared_interface(),
+            restoring=lambda: restore.bringing or self.lane.serving,
+            meter=meter, counters=counters, chunk_bytes=config.chunk_bytes,
+            transfer_timeout_s=config.transfer_timeout_s,
+        )  # fmt: skip
+        tls = LaneTls(config) if config.lane_tls else None
+        self.peers = peers = PeerClient(
+            config, counters, self.lanes, self.codec, meter=meter, pacing=self.pacing, tls=tls
+        )
         tickets = TicketOffice()
+        incoming = Gate(
+            Pacer(math.inf, burst_bytes=config.chunk_bytes, trickle_s=min(TRICKLE_S, config.transfer_timeout_s / 4)),
+            lambda: restore.bringing,
+            paused=lambda: counters.add("puts_for_restore"),
+        )  # fmt: skip
         self.lane = LaneServer(
-            config.host, config.lane_port, tickets, counters, config.transfer_timeout_s,
-            pool=self.codec, congestion=config.lane_congestion,
+            config.effective_lane_host, config.lane_port, tickets, counters, config.transfer_timeout_s,
+            pool=self.codec, codec=config.codec, congestion=config.lane_congestion, meter=meter, gate=incoming,
+            tls=tls,
         )  # fmt: skip
         self.desk = PutDesk(
             cluster_id=config.cluster_id, node_id=config.node_id, store=store, tickets=tickets,
@@ -100,16 +129,50 @@ class _DataRooms:
         self.upkeep = UpkeepRoom(
             config=config, identity=identity, store=store, registry=registry, peers=peers, view=view,
             counters=counters, executor=self.hashing, require_lease=self.lease.require,
-            busy=lambda: self.saving.replicating or self.desk.transfers > 0 or restore.bringing,
+            busy=lambda: (
+                self.saving.replicating or self.desk.transfers > 0 or restore.bringing or self.lane.serving
+            ),
         )  # fmt: skip
         self.peer_service = PeerService(
             cluster_id=config.cluster_id, desk=self.desk, store=store, tickets=tickets, counters=counters,
             upkeep=self.upkeep,
-            lease=self.lease,
+            lease=self.lease, lane_report=self._lane_report,
         )  # fmt: skip
         self.trainer_service = TrainerService(config, self.saving, restore, registry)
         self._resumed = False
         view.on_change(self._on_view)
+
+    def _shared_interface(self) -> str:
+        """The interface to whose other traffic puts give way; empty: to none."""
+        used = self._interface
+        # All nodes of this machine and whatever else it says to itself share the loopback: nobody's link is full there.
+        if self._config.pacing == "off" or used is None or "127.0.0.1" in used.addresses:
+            return ""
+        return used.name
+
+    def _log_lane(self) -> None:
+        logger.info(
+            "the lane is at %s, on %s",
+            self._config.lane_address,
+            self._interface or "no interface that is known here",
+        )
+        if self._faster_interface is not None:
+            logger.warning(
+                "the lane does not use the fastest interface that is up, %s: see lane_host",
+                self._faster_interface,
+            )
+
+    def _lane_report(self) -> peer_pb2.LaneReport:
+        used, faster = self._interface, self._faster_interface
+        return peer_pb2.LaneReport(
+            address=self._config.lane_address,
+            interface=used.name if used else "",
+            speed_mbit_per_s=used.speed_mbit_per_s if used else 0,
+            faster_interface=faster.name if faster else "",
+            faster_mbit_per_s=faster.speed_mbit_per_s if faster else 0,
+            tls=self._config.lane_tls,
+            pacing=self.pacing.report(),
+        )
 
     async def _on_view(self, seen: registry_pb2.ClusterView) -> None:
         """Free what the registry no longer keeps."""
@@ -172,13 +235,17 @@ async def run(config: Config) -> None:
     try:
         async with listening(far), listening(near, config.data_socket):
             following = asyncio.create_task(rooms.view.run(), name="view")
+            pacing = asyncio.create_task(rooms.pacing.run(), name="pacing")
             rooms.upkeep.start()
             logger.info("%d shards adopted from %s", len(store.held()), config.ram_dir)
-            await asyncio.wait({stopping, following}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stopping, following, pacing}, return_when=asyncio.FIRST_COMPLETED)
             following.cancel()
+            pacing.cancel()
             await rooms.upkeep.stop()
             await rooms.saving.stop()
-            await asyncio.gather(following, return_exceptions=True)
+            await asyncio.gather(following, pacing, return_exceptions=True)
+        if not pacing.cancelled():
+            pacing.result()  # a defect: this process starts anew rather than go on without a rate
     finally:
         await rooms.close()
 

@@ -1,8 +1,6 @@
-"""Mutual TLS 1.3 between voters: who speaks is who a certificate says, and nobody else can read it.
+"""TLS between voters (see `certificates.py`): a socket for those that never block.
 
-A node's certificate names it with one URI in its SAN, `spiffe://CLUSTER/fastcheck/node/NODE`; the same
-authority signs all of them. Whether a node may speak as a voter is decided in `raft_transport`. Standard
-library only. Knows nothing of Raft, and of connections only sockets that never block.
+Whether a node may speak as a voter is decided in `raft_transport`. Knows nothing of Raft.
 """
 
 from __future__ import annotations
@@ -11,13 +9,12 @@ import errno
 import logging
 import socket
 import ssl
-import stat
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ..config import Config
-from ..errors import ConfigError
+from ..certificates import Certificates, named_node, node_uri
+from ..certificates import reason as _reason
+
+__all__ = ["HANDSHAKE_BYTES_MAX", "WRITE_BYTES_MAX", "Tls", "TlsSocket", "named_node", "node_uri"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,160 +23,14 @@ HANDSHAKE_BYTES_MAX = 64 << 10
 #: Encrypted at a time. Bounds what waits for the network, in addition to the sender's own buffer.
 WRITE_BYTES_MAX = 1 << 20
 _READ_BYTES = 1 << 18
-_OURS = "spiffe://"
 
 
-def node_uri(cluster_id: str, node_id: str) -> str:
-    """The name of a node in its certificate."""
-    return f"spiffe://{cluster_id}/fastcheck/node/{node_id}"
-
-
-def named_node(certificate: Any, cluster_id: str) -> str | None:
-    """The node that a verified certificate (as `getpeercert` gives it) names; None when it names none.
-
-    One name only: a certificate of several nodes would let one of them speak as another.
-    """
-    names = (certificate or {}).get("subjectAltName", ())
-    uris = [value for kind, value in names if kind == "URI" and value.startswith(_OURS)]
-    prefix = node_uri(cluster_id, "")
-    if len(uris) != 1 or not uris[0].startswith(prefix):
-        return None
-    return str(uris[0][len(prefix) :]) or None
-
-
-@dataclass(frozen=True)
-class _Contexts:
-    accepting: ssl.SSLContext
-    connecting: ssl.SSLContext
-
-
-class Tls:
-    """This node's certificate, read again when its files change; a new connection takes the newest that is good.
-
-    Args:
-        config: with all three `tls_*` keys.
-
-    Raises:
-        ConfigError: a file that the operator has to look at.
-    """
-
-    def __init__(self, config: Config) -> None:
-        assert config.tls_cert_file and config.tls_key_file and config.tls_ca_file
-        self._cert, self._key, self._ca = config.tls_cert_file, config.tls_key_file, config.tls_ca_file
-        self.cluster_id = config.cluster_id
-        self._own_uri = node_uri(config.cluster_id, config.node_id)
-        self._node_id = config.node_id
-        self._seen = self._signature()
-        self._contexts = self._load()
+class Tls(Certificates):
+    """A voter's certificate."""
 
     def protect(self, sock: socket.socket, *, accepting: bool) -> TlsSocket:
         """Put a connected, non-blocking socket under TLS."""
-        self._refresh()
-        context = self._contexts.accepting if accepting else self._contexts.connecting
-        return TlsSocket(sock, context, accepting=accepting)
-
-    def _signature(self) -> list[tuple[int, ...] | None]:
-        found: list[tuple[int, ...] | None] = []
-        for path in (self._cert, self._key, self._ca):
-            try:
-                status = path.stat()
-            except OSError:
-                found.append(None)
-            else:
-                found.append((status.st_mtime_ns, status.st_size, status.st_ino))
-        return found
-
-    def _refresh(self) -> None:
-        seen = self._signature()
-        if seen == self._seen:
-            return
-        self._seen = seen
-        try:
-            self._contexts = self._load()
-        except ConfigError as error:
-            # Between the first and the last file of a rotation, for example: each change is looked at.
-            logger.warning("registry: the changed TLS files are not used: %s", error)
-        else:
-            logger.info("registry: the TLS files have changed; new connections use them")
-
-    def _load(self) -> _Contexts:
-        for key, path in (
-            ("tls_cert_file", self._cert),
-            ("tls_key_file", self._key),
-            ("tls_ca_file", self._ca),
-        ):
-            _check_readable(key, path)
-        if self._key.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(
-                f"config key 'tls_key_file': others may read {self._key}; run: chmod 600 {self._key}"
-            )
-        contexts = _Contexts(self._context(ssl.PROTOCOL_TLS_SERVER), self._context(ssl.PROTOCOL_TLS_CLIENT))
-        try:
-            certificate = _shake_hands_with_oneself(contexts)
-        except ssl.SSLCertVerificationError as error:
-            raise ConfigError(
-                f"config key 'tls_cert_file': {self._cert} does not pass: {error.verify_message}. It must be valid "
-                f"now, signed by the authority in {self._ca} (tls_ca_file), and fit for clients and servers"
-            ) from None
-        except ssl.SSLError as error:
-            raise ConfigError(
-                f"config key 'tls_cert_file': TLS 1.3 does not work with {self._cert}: {error.reason or error}"
-            ) from None
-        if named_node(certificate, self.cluster_id) != self._node_id:
-            raise ConfigError(
-                f"config key 'tls_cert_file': {self._cert} must name this node, and no other, in its SAN: one URI, "
-                f"{self._own_uri}; make a certificate with it, or check cluster_id and node_id"
-            )
-        return contexts
-
-    def _context(self, protocol: Any) -> ssl.SSLContext:
-        context = ssl.SSLContext(protocol)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # nodes have names of their own, see `named_node`
-        context.verify_mode = ssl.CERT_REQUIRED
-        try:
-            context.load_verify_locations(cafile=self._ca)
-        except ssl.SSLError as error:
-            raise ConfigError(
-                f"config key 'tls_ca_file': {self._ca} holds no PEM certificate ({error.reason or error})"
-            ) from None
-        try:
-            context.load_cert_chain(self._cert, self._key, password=lambda: "")
-        except ssl.SSLError as error:
-            raise ConfigError(
-                f"config key 'tls_key_file': {self._key} is not the key of {self._cert} "
-                f"({error.reason or error}); both must be PEM, the key without a password"
-            ) from None
-        if protocol == ssl.PROTOCOL_TLS_SERVER:
-            context.num_tickets = 0  # every connection shows its certificate anew
-        return context
-
-
-def _check_readable(key: str, path: Path) -> None:
-    try:
-        path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"config key '{key}': cannot read {path}: {error.strerror}") from None
-
-
-def _shake_hands_with_oneself(contexts: _Contexts) -> Any:
-    """Both ends of a connection with the own certificate: what would fail later, fails here."""
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = [
-        contexts.connecting.wrap_bio(to_client, to_server, server_side=False),
-        contexts.accepting.wrap_bio(to_server, to_client, server_side=True),
-    ]
-    open_ends = list(ends)
-    for _ in range(8):  # TLS 1.3 needs two turns
-        for end in list(open_ends):
-            try:
-                end.do_handshake()
-            except ssl.SSLWantReadError:
-                continue
-            open_ends.remove(end)
-        if not open_ends:
-            return ends[0].getpeercert()
-    raise ssl.SSLError("the handshake did not end")
+        return TlsSocket(sock, self.context(accepting=accepting), accepting=accepting)
 
 
 class TlsSocket:
@@ -307,9 +158,3 @@ class TlsSocket:
     def close(self) -> None:
         """Close the socket; what it has not taken is lost."""
         self._socket.close()
-
-
-def _reason(error: ssl.SSLError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate does not pass: {error.verify_message}"
-    return f"TLS: {error.reason or error}"

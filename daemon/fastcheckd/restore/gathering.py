@@ -1,142 +1,188 @@
-"""A state that all ranks hold alike, brought together from the parts that each of them saved (docs/replicated.md).
+"""The chunks of one load, gathered by the threads of many connections: `sharing` behind a lock and a clock.
 
-All parts go into one segment, one rank's after the other's. It belongs to nobody's rank: several loads of the step, by
-ranks of this node, read the same one, and the last of them lets it go. Nothing in it is published: the node would
-otherwise keep the whole state in addition to its own parts.
+Also the node's loads among each other: each may have an equal part of what is asked for on this node at a time, so
+that ranks which restore together share its link.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from fastcheck_proto.v1 import common_pb2 as pb
-from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheck_proto.v1 import trainer_pb2 as tpb
 
-from ..store.ram_store import RamStore
-from ..store.segments import PAGE_BYTES, Segment
+from ..chunks import ChunkTable
+from ..errors import CorruptError
+from .sharing import Sharing
+
+#: Asked for at once by all loads of a node: a quarter second of a link of 4 Gbit/s, and more than that of none.
+IN_FLIGHT_BYTES = 128 << 20
+#: A reader without work looks again this often, whether somebody has become slow.
+_LOOK_AGAIN_S = 0.1
 
 
-class Bytes(Protocol):
-    """Memory that a rank's state is brought into: a segment, or a window of one."""
+class FairTurns:
+    """How much each of the node's loads may ask for at a time. Entered and left on the event loop, read by threads."""
+
+    def __init__(self, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
+        self._in_flight_bytes = in_flight_bytes
+        self._loads = 0
+
+    @contextlib.contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """A load is under way."""
+        self._loads += 1
+        try:
+            yield
+        finally:
+            self._loads -= 1
 
     @property
-    def view(self) -> memoryview:
-        """All of it, writable."""
-        ...
+    def allowance_bytes(self) -> int:
+        """An equal part for each load."""
+        return self._in_flight_bytes // max(1, self._loads)
 
 
-@dataclass(frozen=True)
-class Window:
-    """A stretch of a segment."""
+class Gathering:
+    """One load's shards on their way here. Thread-safe.
 
-    view: memoryview
+    Args:
+        shards: size in bytes of each shard that may have to be fetched, by its number.
+        on_bytes: told how many good bytes came from which node; called by the threads that read them, one at a time.
+    """
 
+    def __init__(
+        self,
+        shards: dict[int, int],
+        turns: FairTurns,
+        on_bytes: Callable[[str, int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sharing = Sharing(shards)
+        self._turns = turns
+        self._on_bytes = on_bytes
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._ends: dict[int, Callable[[], None]] = {}
+        self._manifests: dict[int, pb.ShardManifest] = {}
 
-@dataclass(frozen=True)
-class Place:
-    """Where one rank's state lies in the gathered segment, and its header in there."""
+    def source(self, shard: int, node_id: str) -> Source:
+        """One node's part in bringing a shard."""
+        return Source(self, shard, node_id)
 
-    offset: int
-    bytes: int
-    shared: pb.SharedPart
+    def manifest(self, shard: int) -> pb.ShardManifest | None:
+        """What its holders say of a shard, once all of its chunks are here."""
+        with self._changed:
+            return self._manifests[shard] if self._sharing.finished(shard) else None
 
+    def bad_chunks(self, shard: int, node_id: str) -> int:
+        """How many of a shard's chunks came bad from a node."""
+        with self._changed:
+            return self._sharing.bad_chunks(node_id, shard)
 
-#: Brings one rank's state into memory and returns the manifest of one of its shards.
-Bring = Callable[[rpb.RankRecord, Bytes], Awaitable[pb.ShardManifest]]
+    def was_too_slow(self, shard: int, node_id: str) -> bool:
+        """Whether a node's connection was ended so that others could take over what it was asked for."""
+        with self._changed:
+            return self._sharing.was_too_slow(node_id, shard)
 
+    def is_read(self, shard: int) -> bool:
+        """Whether somebody is reading a shard now."""
+        with self._changed:
+            return self._sharing.is_read(shard)
 
-def is_gathered(record: rpb.StepRecord) -> bool:
-    """Whether a step's ranks saved parts of one state."""
-    return any(rank.HasField("shared") for rank in record.ranks)
+    def _describe(self, shard: int, manifest: pb.ShardManifest, table: ChunkTable) -> bool:
+        with self._changed:
+            if fits := self._sharing.describe(shard, table):
+                self._manifests[shard] = manifest
+            return fits
 
-
-def places(ranks: Sequence[rpb.RankRecord]) -> list[Place]:
-    """One rank's state after the other's, by rank, each at a page's start."""
-    found = []
-    offset = 0
-    for rank in ranks:
-        found.append(Place(offset, rank.state_bytes, rank.shared))
-        offset += -(-rank.state_bytes // PAGE_BYTES) * PAGE_BYTES
-    return found
-
-
-@dataclass(eq=False)
-class Gathered:
-    """All parts of a step, for as long as somebody reads them."""
-
-    segment: Segment
-    places: list[Place]
-    #: Of each rank, one manifest: it says where the rank's header lies.
-    manifests: list[pb.ShardManifest] = field(default_factory=list)
-    readers: int = 0
-
-    def ready(self, rank: int) -> tpb.LoadReady:
-        """What a load by `rank` is told of it: its own header if it has a part, else that of rank 0."""
-        header_rank = rank if rank < len(self.places) else 0
-        place, manifest = self.places[header_rank], self.manifests[header_rank]
-        last = self.places[-1]
-        return tpb.LoadReady(
-            segment=tpb.SegmentRef(path=str(self.segment.path), bytes=self.segment.size_bytes),
-            state_bytes=last.offset + last.bytes,
-            header_offset=place.offset + manifest.header_offset,
-            header_bytes=manifest.header_bytes,
-            parts=[tpb.LoadedPart(offset=p.offset, bytes=p.bytes, shared=p.shared) for p in self.places],
-            header_rank=header_rank,
-        )
-
-
-class Gatherings:
-    """What is gathered at present. Owned by the event loop's thread."""
-
-    def __init__(self, store: RamStore) -> None:
-        self._store = store
-        self._locks: dict[str, asyncio.Lock] = {}
-        self._gathered: dict[tuple[str, int, bytes], Gathered] = {}
-
-    @contextlib.asynccontextmanager
-    async def gathered(self, record: rpb.StepRecord, bring: Bring) -> AsyncIterator[Gathered]:
-        """The step's parts in one segment for as long as the context lasts; brought here if nobody reads them yet.
-
-        Raises:
-            LostError: a part cannot be had.
-            OverBudgetError, StoreFullError: there is no room for the whole state.
-        """
-        digests = hashlib.sha256(b"".join(shard.digest for rank in record.ranks for shard in rank.shards))
-        key = (record.job, record.step, digests.digest())
-        async with self._locks.setdefault(record.job, asyncio.Lock()):
-            found = self._gathered.get(key)
-            if found is None:
-                found = await self._gather(record, bring)
-                self._gathered[key] = found
-            found.readers += 1
+    @contextlib.contextmanager
+    def _reader(self, source: Source, end: Callable[[], None], bad: list[int]) -> Iterator[_Reader]:
+        with self._changed:
+            number = self._sharing.join(source.shard, source.node_id, self._clock())
+            self._ends[number] = end
         try:
-            yield found
+            yield _Reader(self, source, number, bad)
         finally:
-            found.readers -= 1
-            if not found.readers:
-                del self._gathered[key]
-                self._store.discard(found.segment)
+            with self._changed:
+                del self._ends[number]
+                self._sharing.leave(number)
+                self._changed.notify_all()
 
-    async def _gather(self, record: rpb.StepRecord, bring: Bring) -> Gathered:
-        ranks = sorted(record.ranks, key=lambda rank: rank.rank)
-        where = places(ranks)
-        size = where[-1].offset + where[-1].bytes
-        segment = await asyncio.to_thread(self._store.allocate_new, size, f"gathered.{record.job}")
-        try:
-            found = Gathered(segment, where)
-            found.manifests += await asyncio.gather(
-                *(
-                    bring(rank, Window(segment.view[place.offset : place.offset + place.bytes]))
-                    for rank, place in zip(ranks, where, strict=True)
-                )
-            )
-        except BaseException:
-            self._store.discard(segment)
-            raise
-        return found
+    def _next(self, number: int, still_wanted: Callable[[], None], *, idle: bool) -> Sequence[int] | None:
+        while True:
+            with self._changed:
+                turn = self._sharing.turn(number, self._clock(), self._turns.allowance_bytes)
+                if turn.end is not None:
+                    self._ends[turn.end]()
+                if turn.over:
+                    self._changed.notify_all()
+                    return None
+                if turn.ask or not idle:
+                    return turn.ask
+                self._changed.wait(_LOOK_AGAIN_S)
+            still_wanted()
+
+    def _wanted(self, number: int, chunk: int) -> bool:
+        with self._changed:
+            return self._sharing.wanted(number, chunk)
+
+    def _got(self, number: int, source: Source, chunk: int) -> None:
+        with self._changed:
+            size = self._sharing.got(number, chunk, self._clock())
+            if size:
+                self._on_bytes(source.node_id, size)
+            self._changed.notify_all()
+
+    def _came_bad(self, number: int, chunk: int) -> bool:
+        with self._changed:
+            self._changed.notify_all()
+            return self._sharing.came_bad(number, chunk, self._clock())
+
+
+class Source:
+    """What `PeerClient.read_shard` asks about one node and one shard."""
+
+    def __init__(self, gathering: Gathering, shard: int, node_id: str) -> None:
+        self._gathering = gathering
+        self.shard = shard
+        self.node_id = node_id
+
+    def describe(self, manifest: pb.ShardManifest, table: ChunkTable) -> bool:
+        """See `ShardDesk`."""
+        return self._gathering._describe(self.shard, manifest, table)
+
+    def reader(self, end: Callable[[], None], bad: list[int]) -> contextlib.AbstractContextManager[_Reader]:
+        """See `ShardDesk`."""
+        return self._gathering._reader(self, end, bad)
+
+
+class _Reader:
+    """One connection's questions; see `ChunkAsker`. Used by its thread."""
+
+    def __init__(self, gathering: Gathering, source: Source, number: int, bad: list[int]) -> None:
+        self._gathering = gathering
+        self._source = source
+        self._number = number
+        self._bad = bad
+        self._under_way = 0
+
+    def next(self, still_wanted: Callable[[], None]) -> Sequence[int] | None:
+        run = self._gathering._next(self._number, still_wanted, idle=self._under_way == 0)
+        self._under_way += len(run or ())
+        return run
+
+    def wanted(self, chunk: int) -> bool:
+        return self._gathering._wanted(self._number, chunk)
+
+    def got(self, chunk: int) -> None:
+        self._under_way -= 1
+        self._gathering._got(self._number, self._source, chunk)
+
+    def came_bad(self, chunk: int) -> None:
+        self._under_way -= 1
+        self._bad.append(chunk)
+        if not self._gathering._came_bad(self._number, chunk):
+            raise CorruptError(f"chunk {chunk} is the last of too many that are not what was committed")

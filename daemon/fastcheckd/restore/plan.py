@@ -1,8 +1,8 @@
 """Which copy of each shard to ask, in which order. Pure.
 
-The commit names the holders and the owner; those that are UP come first, each shard starting with
-another one so that the load spreads. Nodes that the view holds DOWN come last instead of never: the view
-may lag, and a refused connection costs little against a lost step.
+The commit names the holders and the owner; those that are UP are asked together, each shard starting with
+another one so that the load spreads where a shard has more sources than are asked at once. Nodes that the view holds
+DOWN come last instead of never: the view may lag, and a refused connection costs little against a lost step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ class ShardPlan:
 
     record: rpb.ShardRecord
     sources: tuple[pb.Holder, ...]
+    #: Of these so many may be asked together, the first ones; the others only when nobody is left.
+    at_once: int
 
 
 def plan_fetch(
@@ -40,7 +42,8 @@ def plan_fetch(
         names.append(record.owner.node_id)
         known = [nodes[n] for n in dict.fromkeys(names) if n in nodes and n != own_node_id]
         known.sort(key=lambda n: n.state == rpb.NODE_STATE_DOWN)
-        plans.append(ShardPlan(shard, tuple(_holder(n) for n in known)))
+        up = sum(n.state != rpb.NODE_STATE_DOWN for n in known)
+        plans.append(ShardPlan(shard, tuple(_holder(n) for n in known), up))
     return plans
 
 

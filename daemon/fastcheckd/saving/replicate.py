@@ -44,6 +44,7 @@ from ..transfer.shard_source import ShardSource
 from ..view import ViewFollower
 from .holders import Quarantine, pick_holders
 from .placing import REGISTRY_TIMEOUT_S, RETRY_PAUSE_MAX_S, RETRY_PAUSE_S, Placed, Placing
+from .rhythm import Rhythm
 from .save import Save
 from .shards import Bases, Copy, Preparation, Shard, uses_per_copy
 
@@ -84,12 +85,15 @@ class Replicator:
         self._planner = planner
         #: Shards being sent, of all saves.
         self._at_once = 0
+        self.rhythm = Rhythm(config.commit_timeout_s / 2)
         self._quarantine = Quarantine(config.quarantine_s)
         self._placing = Placing(config, identity, registry, view, self._quarantine)
 
     async def run(self, save: Save) -> None:
         """Bring a staged save to COMMITTED; raises what stopped it."""
         started = time.monotonic()
+        self.rhythm.sealed((save.key.job, save.key.rank), started)
+        save.sealed_at = started
         placed = await self._placing.place(save)
         if save.after is not None:
             # Step by step: what is being sent now is the next one's base.
@@ -247,6 +251,7 @@ class Replicator:
                 source=shard.source,
                 progress=save.moved,
                 obsolete_steps=save.obsolete() if shard.manifest.provisional else (),
+                due=lambda: self.rhythm.due((save.key.job, save.key.rank), save.sealed_at),
             )
         )
         gone = asyncio.create_task(self._view.until_gone(holder.node))

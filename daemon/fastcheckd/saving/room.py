@@ -206,6 +206,7 @@ class SavingRoom:
                 await self._give_up(oldest, request.step)
                 continue
             waited = True
+            self._replicator.rhythm.awaited((request.job, request.rank), loop.time())
             done = asyncio.create_task(oldest.until_done())
             await asyncio.wait({done}, timeout=STALL_CHECK_S)
             done.cancel()

@@ -76,6 +76,8 @@ class Save:
     #: How often ranks of the job had been taken over when it was placed; 0: not known.
     generation: int = 0
 
+    #: By the monotonic clock.
+    sealed_at: float = 0.0
     state: State = tpb.SAVE_STATE_UNSPECIFIED
     error: FastCheckdError | None = None
     #: Bytes that went over the network for all acknowledged copies, divided by their number.

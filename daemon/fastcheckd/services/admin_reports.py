@@ -42,6 +42,8 @@ def node_reports(
         if answer is not None:
             report.reachable = True
             report.counters.update(answer.counters)
+            if answer.HasField("lane"):
+                report.lane.CopyFrom(answer.lane)
             report.record.ram_used_bytes = answer.ram_used_bytes
             report.record.ram_budget_bytes = answer.ram_budget_bytes
         reports.append(report)

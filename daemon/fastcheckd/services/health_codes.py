@@ -192,6 +192,15 @@ def _data_codes(
         )
     if stats is None:
         return
+    if stats.lane.faster_interface:
+        yield admin_pb2.HealthCode(
+            code="LANE_SLOW_INTERFACE",
+            severity=OK,
+            detail=f"the lane of {name} goes over {stats.lane.interface} ({stats.lane.speed_mbit_per_s} Mbit/s), while "
+            f"{stats.lane.faster_interface} ({stats.lane.faster_mbit_per_s} Mbit/s) is up as well",
+            remedy=f"set lane_host: {stats.lane.faster_interface} on {node.node_id}, if the other nodes can be "
+            "reached there, and restart fastcheckd",
+        )
     late_ms = SCRUB_LATE_PERIODS * setup.scrub_period_s * 1000
     if stats.HasField("scrub_age_ms") and stats.scrub_age_ms > late_ms:
         yield admin_pb2.HealthCode(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc.aio
@@ -48,6 +48,7 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
         counters: Counters,
         lease: LeaseHolder,
         upkeep: UpkeepRoom | None = None,
+        lane_report: Callable[[], peer_pb2.LaneReport] | None = None,
     ) -> None:
         self._cluster_id = cluster_id
         self._lease = lease
@@ -56,6 +57,7 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
         self._tickets = tickets
         self._counters = counters
         self._upkeep = upkeep
+        self._lane_report = lane_report
         #: One check of a reported replica at a time: reports must not take all cores.
         self._checking = asyncio.Semaphore(1)
 
@@ -106,7 +108,11 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
         if request.streams == 0 and held.manifest.bytes:
             raise InvalidRequestError("streams is 0 for a shard that has bytes")
         grant = GetGrant(
-            manifest=held.manifest, streams=request.streams, opened=lambda: self._opened(request)
+            manifest=held.manifest,
+            streams=request.streams,
+            opened=lambda: self._opened(request),
+            background=request.background,
+            accept_encoded=request.accept_encoded,
         )
         try:
             tickets = [self._tickets.issue(grant) for _ in range(request.streams)]
@@ -174,6 +180,7 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
             ram_budget_bytes=usage.budget_bytes,
             counters=self._counters.snapshot(),
             scrub_age_ms=None if self._upkeep is None else self._upkeep.scrub_age_ms(),
+            lane=None if self._lane_report is None else self._lane_report(),
         )
 
     async def _await_lease(self) -> None:

@@ -16,6 +16,7 @@ from fastcheck_proto.v1 import trainer_pb2_grpc as tpb_grpc
 from ..config import Config
 from ..errors import FastCheckdError, InvalidRequestError, NoQuorumError, OverBudgetError
 from ..registry.client import RegistryClient
+from ..restore.following import Following
 from ..restore.room import RestoreRoom
 from ..restore.without_quorum import LOOKUP_TIMEOUT_S as PROVISIONAL_LOOKUP_TIMEOUT_S
 from ..rpc import abort, answers
@@ -120,12 +121,22 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
         """Bring a step here and keep it while the stream is open."""
         try:
             _check_rank(request.job, request.rank, request.world_size)
-            async with self._restore.load(request) as loaded:
+            following = Following(self._restore, request)
+            try:
+                async for news in following.news():
+                    yield (
+                        tpb.LoadResponse(segment=news)
+                        if isinstance(news, tpb.LoadSegment)
+                        else tpb.LoadResponse(progress=news)
+                    )
+                loaded = following.loaded()
                 if loaded is None:
                     yield tpb.LoadResponse(nothing=tpb.LoadNothing())
                     return
                 yield tpb.LoadResponse(ready=loaded.ready)
                 await asyncio.Event().wait()  # until the trainer cancels or dies
+            finally:
+                await following.close()
         except FastCheckdError as error:
             await abort(context, error)
 
@@ -168,7 +179,12 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
         try:
             load = request.load
             _check_rank(load.job, load.rank, load.world_size)
-            async with self._restore.load(load) as loaded:
+            following = Following(self._restore, load)
+            try:
+                async for news in following.news():
+                    if isinstance(news, tpb.LoadProgress):
+                        yield tpb.PullResponse(progress=news)
+                loaded = following.loaded()
                 if loaded is None:
                     yield tpb.PullResponse(nothing=tpb.LoadNothing())
                     return
@@ -178,6 +194,8 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
                 for low in range(0, ready.state_bytes, STREAM_PIECE_BYTES):
                     high = min(low + STREAM_PIECE_BYTES, ready.state_bytes)
                     yield tpb.PullResponse(data=bytes(loaded.segment.view[low:high]))
+            finally:
+                await following.close()
         except FastCheckdError as error:
             await abort(context, error)
 

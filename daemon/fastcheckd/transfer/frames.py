@@ -26,8 +26,11 @@ CHUNK_BYTES_MAX = CHUNK_LENGTH_MAX
 #: What a codec may add to a chunk that does not compress.
 CODEC_OVERHEAD_BYTES_MAX = OVERHEAD_BYTES_MAX
 ERROR_BYTES_MAX = 1024
-#: Most indexes that a RESULT lists; the header still counts all bad chunks.
+#: Most indexes that a RESULT lists; the header still counts all bad chunks. A WANT names no more than that.
 RESULT_INDEXES_MAX = 1024
+WANT_INDEXES_MAX = 1024
+#: Stride of a get whose reader asks for chunks one run after the other.
+ON_DEMAND = 0
 #: Connections of one transfer.
 STREAMS_MAX = 16
 #: Times that bad chunks are sent again on a connection.
@@ -52,6 +55,8 @@ class Kind(IntEnum):
     END = 2
     RESULT = 3
     ERROR = 4
+    #: From the reader of a get on demand: send these chunks.
+    WANT = 5
 
 
 class Codec(IntEnum):
@@ -64,7 +69,10 @@ class Codec(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First words of a connection: the ticket, and which chunks travel here."""
+    """First words of a connection: the ticket, and which chunks travel here.
+
+    A stride of ON_DEMAND says that the reader of a get will ask for them.
+    """
 
     first: int
     stride: int
@@ -73,7 +81,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """One frame's header; for END `chunk` is a number of chunks, for RESULT the number of bad ones."""
+    """One frame's header; for END and WANT `chunk` is a number of chunks, for RESULT the number of bad ones."""
 
     kind: Kind
     chunk: int = 0
@@ -100,8 +108,8 @@ def parse_hello(data: bytes | bytearray | memoryview) -> Hello:
     _, version, reserved_a, first, stride, reserved_b, ticket = _HELLO.unpack(body)
     _need(version == _HELLO_VERSION, f"hello has version {version}, this side speaks {_HELLO_VERSION}")
     _need(reserved_a == 0 and reserved_b == 0, "hello has reserved bits set")
-    _need(1 <= stride <= STREAMS_MAX, f"hello's stride {stride} is not from 1 to {STREAMS_MAX}")
-    _need(first < stride, f"hello's first chunk {first} is not below its stride {stride}")
+    _need(stride <= STREAMS_MAX, f"hello's stride {stride} is not from 0 to {STREAMS_MAX}")
+    _need(first < max(stride, 1), f"hello's first chunk {first} is not below its stride {stride}")
     return Hello(first=first, stride=stride, ticket=ticket)
 
 
@@ -193,6 +201,29 @@ def parse_result(payload: bytes | bytearray, chunks: range) -> list[int]:
     return listed
 
 
+def pack_want(chunks: Sequence[int]) -> tuple[bytes, bytes]:
+    """Header and payload of a WANT of 1 to WANT_INDEXES_MAX chunks."""
+    assert 1 <= len(chunks) <= WANT_INDEXES_MAX
+    payload = struct.pack(f"<{len(chunks)}I", *chunks)
+    size = len(payload)
+    header = FrameHeader(kind=Kind.WANT, chunk=len(chunks), raw_bytes=size, encoded_bytes=size)
+    return pack_frame(header), payload
+
+
+def parse_want(payload: bytes | bytearray, count: int) -> list[int]:
+    """Indexes that a WANT names, of a shard with `count` chunks, none twice.
+
+    Raises:
+        FrameError: a chunk does not exist or is named twice.
+    """
+    named = list(struct.unpack(f"<{len(payload) // 4}I", payload))
+    _need(
+        len(set(named)) == len(named) and max(named) < count,
+        f"WANT names a chunk twice, or one that a shard of {count} chunks does not have",
+    )
+    return named
+
+
 def pack_error(sentence: str) -> tuple[bytes, bytes]:
     """Header and payload of an ERROR."""
     payload = sentence.encode()[:ERROR_BYTES_MAX]
@@ -229,6 +260,11 @@ def _check_bounds(header: FrameHeader) -> None:
     elif header.kind == Kind.RESULT:
         listed = min(header.chunk, RESULT_INDEXES_MAX)
         _need(raw == 4 * listed, f"RESULT of {header.chunk} bad chunks lists {raw} bytes of indexes")
+    elif header.kind == Kind.WANT:
+        _need(
+            1 <= header.chunk <= WANT_INDEXES_MAX and raw == 4 * header.chunk,
+            f"WANT of {header.chunk} chunks lists {raw} bytes of indexes",
+        )
     else:
         _need(header.chunk == 0 and raw <= ERROR_BYTES_MAX, "ERROR has at most 1024 bytes")
 

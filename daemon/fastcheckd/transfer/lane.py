@@ -6,7 +6,9 @@ Both ends use it. It knows how frames look on a socket, not which shard is on it
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
+import ssl
 import time
 from collections.abc import Iterator, Sequence
 
@@ -22,17 +24,23 @@ from .frames import (
     pack_frame,
     pack_hello,
     pack_result,
+    pack_want,
     parse_frame,
     parse_hello,
     parse_result,
+    parse_want,
 )
+from .lane_tls import LaneTls
 from .sockets import (
     describe,
+    has_hung_up,
+    limit_rate,
     recv_exact_into,
     recv_exact_within,
     send_all,
     set_timeout,
     shut,
+    wire_bytes,
 )
 
 #: A peer that hung up may have said why; it says so at once or not at all.
@@ -56,6 +64,7 @@ class Lane:
         self._timeout_s = timeout_s
         self._header = bytearray(FRAME_BYTES)
         self._ended = False
+        self._limit = math.inf
         self.sending_s = 0.0
 
     def end(self) -> None:
@@ -63,13 +72,39 @@ class Lane:
         self._ended = True
         shut(self._sock)
 
+    def wire_bytes(self) -> tuple[int, int]:
+        """Bytes that left and came so far, as the kernel counts them. From any thread."""
+        return wire_bytes(self._sock)
+
+    def limit(self, bytes_per_s: float) -> None:
+        """Send no faster than that; infinite: as fast as it goes. From any thread."""
+        if bytes_per_s != self._limit:  # most are never limited, and pay nothing for it
+            self._limit = bytes_per_s
+            limit_rate(self._sock, bytes_per_s)
+
     def check(self) -> None:
         """For a thread that waits for something else than the lane: fail if nobody needs it any more."""
         if self._ended:
             raise PeerError(f"the transfer with {self._whom} was ended")
         with self._receiving(), contextlib.suppress(BlockingIOError):
-            if not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            if has_hung_up(self._sock):
                 raise EOFError("the connection was closed")
+
+    def connect_tls(self, tls: LaneTls, node_id: str, within_s: float) -> None:
+        """Go on under TLS with that node, or PeerError."""
+        self._use(tls.connect(self._sock, node_id, within_s))
+
+    def accept_tls(self, tls: LaneTls, within_s: float) -> str:
+        """Go on under TLS; the node that connected, or PeerError."""
+        protected, node_id = tls.accept(self._sock, within_s)
+        self._use(protected)
+        return node_id
+
+    def _use(self, protected: socket.socket) -> None:
+        self._sock = protected
+        set_timeout(protected, self._timeout_s)
+        if self._ended:  # meanwhile, by another thread, which saw the socket from before
+            shut(protected)
 
     def close(self) -> None:
         """Give the socket back."""
@@ -115,6 +150,22 @@ class Lane:
         """Answer to the END of a put."""
         with self._sending():
             send_all(self._sock, *pack_result(bad_chunks))
+
+    def send_want(self, chunks: Sequence[int]) -> None:
+        """As the reader of a get on demand: these chunks next."""
+        with self._sending():
+            send_all(self._sock, *pack_want(chunks))
+
+    def receive_want(self, count: int) -> list[int]:
+        """The chunks to send next, of a shard with `count`; empty when the reader has all that it wants."""
+        header = self.receive_header()
+        if header.kind == Kind.END:
+            return []
+        if header.kind != Kind.WANT:
+            raise FrameError(f"a WANT was due, not {header.kind.name}")
+        payload = bytearray(header.encoded_bytes)
+        self.receive_into(payload)
+        return parse_want(payload, count)
 
     def send_error(self, sentence: str) -> None:
         """Say why this side hangs up, if the other end still listens."""
@@ -173,6 +224,8 @@ class Lane:
                 return
             sentence = bytearray(header.encoded_bytes)
             recv_exact_into(self._sock, sentence)
+        except ssl.SSLError as error:  # it refuses us; the handshake was over for us before it could say so
+            raise PeerError(f"{self._whom} ended the connection: {describe(error)}") from None
         except (OSError, EOFError, FrameError):
             return
         raise PeerError(f"{self._whom} ended the transfer: {sentence.decode(errors='replace')}") from None

@@ -6,26 +6,34 @@ broken or hostile client costs its own connection and a count, never the daemon.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
+from collections.abc import Generator, Iterator
 
 from ..chunks import ChunkTable
+from ..codec.get_planner import GetPlanner
 from ..counters import Counters
-from ..digests import DIGEST_BYTES
 from ..errors import ConfigError, CorruptError, FastCheckdError, FrameError, PeerError
 from .chunk_stream import receive_chunks, send_chunks
 from .codec_pool import CodecPool
-from .frames import RESENDS_MAX, Codec, Hello
+from .frames import ON_DEMAND, RESENDS_MAX, Codec, FrameHeader, Hello
 from .intake import Intake
 from .lane import Lane
+from .lane_client import ChunkGate, passing
+from .lane_meter import LaneMeter
+from .lane_tls import LaneTls
+from .outgoing import Outgoing
 from .shard_source import Payload
 from .sockets import describe, shut, tune
-from .tickets import GetGrant, PutGrant, TicketOffice
+from .tickets import GetGrant, Grant, PutGrant, TicketOffice
 
 logger = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 256
+#: Of those, so many may not have shown a ticket yet: strangers do not take the places of peers.
+UNPROVED_MAX = 128
 HELLO_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 5.0
 #: Pause when the system has no descriptor or thread for a connection.
@@ -35,7 +43,8 @@ _EXHAUSTED_PAUSE_S = 0.1
 class LaneServer:
     """Accepts lane connections on host:port until stopped. Port 0 takes a free one.
 
-    `pool` decodes what is put here; each connection keeps at most two chunks of encoded bytes in memory.
+    `pool` decodes what is put here, and encodes what is read from here as the policy `codec` has it; each connection
+    keeps at most two chunks of encoded bytes in memory, three if it is read over. `gate` holds up the chunks of puts.
     """
 
     def __init__(
@@ -47,7 +56,11 @@ class LaneServer:
         transfer_timeout_s: float,
         *,
         pool: CodecPool,
+        codec: str = "auto",
         congestion: str = "",
+        meter: LaneMeter | None = None,
+        gate: ChunkGate | None = None,
+        tls: LaneTls | None = None,
         connections_max: int = CONNECTIONS_MAX,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
     ) -> None:
@@ -57,7 +70,15 @@ class LaneServer:
         self._counters = counters
         self._timeout_s = transfer_timeout_s
         self._pool = pool
+        self._planner = GetPlanner(codec, pool.threads)
         self._congestion = congestion
+        self._meter = meter or LaneMeter()
+        self._gate = gate
+        self._tls = tls
+        #: Connections that have not shown a ticket yet.
+        self._unproved = 0
+        #: Connections over which somebody is served who waits for the bytes.
+        self._serving = 0
         self._connections_max = connections_max
         self._hello_timeout_s = hello_timeout_s
         self._listener: socket.socket | None = None
@@ -77,6 +98,11 @@ class LaneServer:
         """Connections open now."""
         with self._lock:
             return len(self._open)
+
+    @property
+    def serving(self) -> bool:
+        """Whether somebody who waits for the bytes is served, a load. May be asked from any thread."""
+        return self._serving > 0
 
     def start(self) -> None:
         """Listen.
@@ -109,7 +135,9 @@ class LaneServer:
                 self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
         except OSError as error:
-            raise ConfigError(f"config key 'host' = {self._host!r} cannot be resolved: {error}") from None
+            raise ConfigError(
+                f"config key 'lane_host' (or 'host') = {self._host!r} cannot be resolved: {error}"
+            ) from None
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
         try:
@@ -149,31 +177,43 @@ class LaneServer:
                 self._reject(whom, f"{self._connections_max} connections are open, the limit")
                 sock.close()
                 continue
+            if self._unproved >= UNPROVED_MAX:
+                self._reject(whom, f"{UNPROVED_MAX} connections have not shown a ticket yet, the limit")
+                sock.close()
+                continue
             lane = Lane(sock, whom, self._timeout_s)
             thread = threading.Thread(
                 target=self._serve, args=(lane, whom), name=f"lane-{address[1]}", daemon=True
             )
             with self._lock:
                 self._open[lane] = thread
+                self._unproved += 1
+            self._meter.add(lane)
             try:
                 thread.start()
             except RuntimeError as error:  # the system gives no more threads
                 self._reject(whom, str(error))
+                self._proved()
                 self._forget(lane)
                 self._stopping.wait(_EXHAUSTED_PAUSE_S)
 
     def _serve(self, lane: Lane, whom: str) -> None:
         try:
             try:
-                hello = lane.receive_hello(self._hello_timeout_s)
-                grant = self._tickets.redeem(hello.ticket)
+                hello, grant = self._welcome(lane)
             except (FrameError, PeerError) as error:
                 self._reject(whom, str(error))
                 return
+            finally:
+                self._proved()
             if isinstance(grant, PutGrant):
-                self._receive(lane, hello, grant)
-            else:
+                with passing(self._gate, lane):
+                    self._receive(lane, hello, grant)
+            elif grant.background:
                 self._send(lane, hello, grant)
+            else:
+                with self._serving_one():
+                    self._send(lane, hello, grant)
         except FrameError as error:
             self._reject(whom, str(error))
             lane.send_error(str(error))
@@ -188,10 +228,32 @@ class LaneServer:
         finally:
             self._forget(lane)
 
+    def _welcome(self, lane: Lane) -> tuple[Hello, Grant]:
+        """What whoever connected may do; FrameError or PeerError when that is nothing."""
+        node_id = None if self._tls is None else lane.accept_tls(self._tls, self._hello_timeout_s)
+        hello = lane.receive_hello(self._hello_timeout_s)
+        grant = self._tickets.redeem(hello.ticket)
+        if node_id is not None and isinstance(grant, PutGrant) and node_id != grant.incoming.manifest.owner:
+            grant.fail()
+            raise FrameError(f"node {node_id} came with a ticket of node {grant.incoming.manifest.owner}")
+        return hello, grant
+
+    def _proved(self) -> None:
+        with self._lock:
+            self._unproved -= 1
+
     def _receive(self, lane: Lane, hello: Hello, grant: PutGrant) -> None:
+        if hello.stride == ON_DEMAND:
+            raise FrameError("the chunks of a put are not sent on demand")
         incoming = grant.incoming
         chunks = range(hello.first, len(incoming.table), hello.stride)
         intake = Intake(incoming, self._pool, self._counters, lane.check)
+
+        def place_of(header: FrameHeader) -> memoryview:
+            if self._gate is not None:
+                self._gate.wait(lane, header.encoded_bytes, lane.check)
+            return intake.place_of(header)
+
         try:
             incoming.attach(hello.first, hello.stride, lane.end)
             try:
@@ -201,7 +263,7 @@ class LaneServer:
                         chunks,
                         table=incoming.table,
                         codecs=frozenset(Codec),
-                        place_of=intake.place_of,
+                        place_of=place_of,
                         accept=intake.accept,
                         moved=lambda count: self._counters.add("bytes_received", count),
                     )
@@ -223,31 +285,52 @@ class LaneServer:
             raise
 
     def _send(self, lane: Lane, hello: Hello, grant: GetGrant) -> None:
-        if hello.stride != grant.streams:
+        if hello.stride not in {grant.streams, ON_DEMAND}:
             raise FrameError(
                 f"the transfer has {grant.streams} connections; stride {hello.stride} does not fit"
             )
         digests = grant.manifest.chunk_digests
         table = ChunkTable.of(grant.manifest)
         with grant.opened() as source:
+            outgoing = Outgoing(
+                source, table, digests, grant.manifest.key.step, pool=self._pool,
+                planner=self._planner if grant.accept_encoded else None, counters=self._counters,
+            )  # fmt: skip
 
-            def chunk(index: int) -> tuple[int, Payload]:
-                start, stop = table.range(index)
-                return index, Payload(Codec.RAW, source[start:stop], ())
+            def asked_for() -> Generator[tuple[int, Payload], None, None]:
+                """What the reader asks for, run after run; the next request waits in the socket meanwhile."""
+                while run := lane.receive_want(len(table)):
+                    # Made ahead within a run only: nobody knows whether there will be another one.
+                    with contextlib.closing(outgoing.payloads(run, lane)) as payloads:
+                        yield from payloads
 
-            send_chunks(
-                lane,
-                map(chunk, range(hello.first, len(table), hello.stride)),
-                table=table,
-                digest_of=lambda index: digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES],
-                moved=lambda count: self._counters.add("bytes_sent", count),
-            )
+            own = range(hello.first, len(table), max(1, hello.stride))
+            on_demand = hello.stride == ON_DEMAND
+            with contextlib.closing(asked_for() if on_demand else outgoing.payloads(own, lane)) as payloads:
+                send_chunks(
+                    lane,
+                    payloads,
+                    table=table,
+                    digest_of=outgoing.digest,
+                    moved=lambda count: self._counters.add("bytes_sent", count),
+                )
+
+    @contextlib.contextmanager
+    def _serving_one(self) -> Iterator[None]:
+        with self._lock:
+            self._serving += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._serving -= 1
 
     def _reject(self, whom: str, why: str) -> None:
         self._counters.add("lane_rejected")
         logger.info("closed the lane connection of %s: %s", whom, why)
 
     def _forget(self, lane: Lane) -> None:
+        self._meter.remove(lane)
         lane.close()
         with self._lock:
             del self._open[lane]

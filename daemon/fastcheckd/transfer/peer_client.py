@@ -7,11 +7,13 @@ which shard and what to do about a failure are the saving and restore rooms' mat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
@@ -21,10 +23,15 @@ from ..config import Config
 from ..counters import Counters
 from ..digests import DIGEST_BYTES, shard_digest
 from ..errors import CorruptError, FastCheckdError, InvalidRequestError, PeerError
-from .frames import TICKET_BYTES, Hello
-from .lane_client import ChunkGate, get_stream, put_stream
+from .codec_pool import CodecPool
+from .frames import ON_DEMAND, TICKET_BYTES, Hello
+from .lane import Lane
+from .lane_client import ChunkAsker, ChunkGate, get_asked, get_stream, put_stream
+from .lane_meter import LaneMeter
+from .lane_tls import LaneTls
 from .peer_calls import PeerCalls
 from .put_checks import chunk_table
+from .put_pacing import PutPacing
 from .put_tally import PutOutcome, PutTally
 from .shard_source import ShardSource
 from .stream_crew import LoopProgress, StreamCrew, hired
@@ -37,18 +44,43 @@ _ABORT_TIMEOUT_S = 2.0
 _REPORT_TIMEOUT_S = 5.0
 
 
+class ShardDesk(Protocol):
+    """One holder's part in bringing a shard that several may be read for."""
+
+    def describe(self, manifest: pb.ShardManifest, table: ChunkTable) -> bool:
+        """What the holder says of the shard, proved by its digest; False if it is cut in another way."""
+
+    def reader(self, end: Callable[[], None], bad: list[int]) -> AbstractContextManager[ChunkAsker]:
+        """In the thread of a connection, while it reads. `end` makes it fail soon; bad chunks are noted in `bad`."""
+
+
 class PeerClient(PeerCalls):
     """Speaks to the data processes of other nodes. Used on one event loop.
 
     `executor` lends the threads that hash and move the bytes: `config.lane_streams` for each
-    transfer, mostly waiting for the network. Transfers beyond its size wait for their turn.
+    transfer, mostly waiting for the network. Transfers beyond its size wait for their turn. `pool` decodes what is
+    read; without it, and with `codec: never`, holders are asked for raw chunks.
     """
 
-    def __init__(self, config: Config, counters: Counters, executor: Executor) -> None:
+    def __init__(
+        self,
+        config: Config,
+        counters: Counters,
+        executor: Executor,
+        pool: CodecPool | None = None,
+        *,
+        meter: LaneMeter | None = None,
+        pacing: PutPacing | None = None,
+        tls: LaneTls | None = None,
+    ) -> None:
         super().__init__(config.transfer_timeout_s)
         self._config = config
+        self._pool = pool if config.codec != "never" else None
         self._counters = counters
         self._executor = executor
+        self._meter = meter or LaneMeter()
+        self._pacing = pacing
+        self._tls = tls
 
     async def put_shard(
         self,
@@ -60,12 +92,14 @@ class PeerClient(PeerCalls):
         source: ShardSource,
         progress: Callable[[int], None],
         obsolete_steps: Collection[int] = (),
+        due: Callable[[], float] | None = None,
     ) -> PutOutcome:
         """Put a copy of the shard in `source` on `holder`, as changes of the source's base if it has that.
 
         `manifest` needs no digests. `progress` is told, on the event loop, how many payload bytes were sent
         since it was last called. `obsolete_steps` of the shard were given up and never reported. When this returns,
-        raises or is cancelled, no thread uses `source` for it any more.
+        raises or is cancelled, no thread uses `source` for it any more. Pacing may hold it up, but it should be done
+        at `due()`, by the monotonic clock.
 
         Raises:
             PeerError: the holder cannot be reached, stopped, or refused.
@@ -109,8 +143,13 @@ class PeerClient(PeerCalls):
                     counters=self._counters,
                     moved=moved,
                     tally=tally,
+                    gate=self._pacing,
                 )
-                with source.put_under_way(against_base=against_base):
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(source.put_under_way(against_base=against_base))
+                    if self._pacing is not None:
+                        course = stack.enter_context(self._pacing.put_under_way(manifest.bytes, due))
+                        work = partial(work, course=course)
                     await self._stream(crew, holder, begun.tickets, work)
                 # All computed by now, unless there was nothing to send.
                 chunk_digests = source.complete()
@@ -157,7 +196,12 @@ class PeerClient(PeerCalls):
         try:
             async with hired(self._executor, wanted) as crew:
                 request = peer_pb2.BeginGetRequest(
-                    cluster_id=self._config.cluster_id, key=key, digest=digest, streams=crew.size
+                    cluster_id=self._config.cluster_id,
+                    key=key,
+                    digest=digest,
+                    streams=crew.size,
+                    background=gate is not None,
+                    accept_encoded=self._pool is not None,
                 )
                 # The holder may have to make it from a newer step first.
                 making_s = len(into) / _FRESH_MEMORY_BYTES_PER_S
@@ -172,6 +216,7 @@ class PeerClient(PeerCalls):
                     counters=self._counters,
                     moved=moved,
                     gate=gate,
+                    pool=self._pool,
                 )
                 await self._stream(crew, holder, begun.tickets, work)
         except CorruptError as error:
@@ -180,6 +225,69 @@ class PeerClient(PeerCalls):
             await self._report_corrupt(stub, key, digest, whom)
             raise CorruptError(f"{whom} has a bad copy of shard {_shown(key)}: {error}") from None
         return manifest
+
+    async def read_shard(
+        self,
+        holder: pb.Holder,
+        key: pb.ShardKey,
+        digest: bytes,
+        into: memoryview,
+        sharing: ShardDesk,
+        *,
+        streams: int,
+    ) -> None:
+        """Get those chunks of a shard from `holder` that `sharing` wants from it, over at most `streams` connections.
+
+        Several holders may be read into the same memory at once. Returns when `sharing` wants nothing more; when
+        this returns, raises or is cancelled, nobody writes to `into` for it any more. Bad chunks are told to
+        `sharing`, and in the background to the holder.
+
+        Raises:
+            NotHeldError: the holder does not have this shard with this digest.
+            CorruptError: its digests are not the committed ones, or too many chunks were bad; it has been told.
+            PeerError: it cannot be reached, stopped, or refused.
+        """
+        whom = _name(holder)
+        stub = self._stub(holder.data_address)
+        bad: list[int] = []
+        try:
+            async with hired(self._executor, min(streams, -(-len(into) // self._config.chunk_bytes))) as crew:
+                request = peer_pb2.BeginGetRequest(
+                    cluster_id=self._config.cluster_id,
+                    key=key,
+                    digest=digest,
+                    streams=crew.size,
+                    accept_encoded=self._pool is not None,
+                )
+                making_s = len(into) / _FRESH_MEMORY_BYTES_PER_S
+                begun = await self._ask(stub.BeginGet, request, whom, self._timeout_s + making_s)
+                manifest = begun.manifest
+                table = _check_manifest(manifest, key, digest, len(into), whom)
+                if not sharing.describe(manifest, table):
+                    raise PeerError(f"{whom} cuts shard {_shown(key)} into other chunks than another holder")
+
+                def work(lane: Lane, hello: Hello) -> None:
+                    with sharing.reader(lane.end, bad) as asker:
+                        get_asked(
+                            lane,
+                            Hello(first=0, stride=ON_DEMAND, ticket=hello.ticket),
+                            manifest=manifest,
+                            table=table,
+                            into=into,
+                            counters=self._counters,
+                            asker=asker,
+                            pool=self._pool,
+                        )
+
+                await self._stream(crew, holder, begun.tickets, work)
+        except CorruptError as error:
+            bad.append(-1)
+            raise CorruptError(f"{whom} has a bad copy of shard {_shown(key)}: {error}") from None
+        finally:
+            if bad:
+                self._counters.add("corrupt_reported")
+                logger.error("%s has a bad copy of shard %s", whom, _shown(key))
+                self._later(self._report_corrupt(stub, key, digest, whom))
 
     async def _stream(
         self,
@@ -194,7 +302,16 @@ class PeerClient(PeerCalls):
             raise PeerError(f"{whom} gave {len(tickets)} lane tickets, {crew.size} are needed")
 
         def connection(first: int, ticket: bytes) -> None:
-            lane = crew.lane(holder.lane_address, whom, self._timeout_s, self._config.lane_congestion)
+            lane = crew.lane(
+                holder.lane_address,
+                whom,
+                self._timeout_s,
+                self._config.lane_congestion,
+                source=self._config.effective_lane_host,
+                meter=self._meter,
+                tls=self._tls,
+                node_id=holder.node.node_id,
+            )
             with lane as connected:
                 work(connected, Hello(first=first, stride=crew.size, ticket=ticket))
 

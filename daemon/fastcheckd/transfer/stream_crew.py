@@ -19,7 +19,9 @@ from concurrent.futures import Executor, Future
 from ..config import split_address
 from ..errors import FrameError, PeerError
 from .lane import Lane
-from .sockets import describe, set_timeout, tune
+from .lane_meter import LaneMeter
+from .lane_tls import LaneTls
+from .sockets import bind_source, describe, resolve, set_timeout, tune
 
 #: A thread that is free starts at once; one that is not is not waited for.
 _GATHER_S = 0.02
@@ -59,19 +61,33 @@ class StreamCrew:
             raise PeerError("the transfer's threads waited too long for their orders")
 
     @contextlib.contextmanager
-    def lane(self, address: str, whom: str, timeout_s: float, congestion: str) -> Iterator[Lane]:
+    def lane(
+        self,
+        address: str,
+        whom: str,
+        timeout_s: float,
+        congestion: str,
+        *,
+        source: str = "",
+        meter: LaneMeter | None = None,
+        tls: LaneTls | None = None,
+        node_id: str = "",
+    ) -> Iterator[Lane]:
         """In a thread of the crew: a connection to host:port that ends when the crew does.
+
+        It comes from this machine's address (or name) `source`; empty: from whatever the system takes. Its bytes
+        count in `meter`. With `tls`, the other end has to be `node_id`.
 
         Raises:
             PeerError: it cannot be reached, fails, or breaks the protocol; or the crew has ended.
         """
         try:
             host, port = split_address(address)
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            family, place = resolve(host, port, source)
         except (ValueError, OSError) as error:
-            raise PeerError(f"{whom} has no usable lane address {address!r}: {error}") from None
-        family, kind, protocol, _, place = found[0]
-        with socket.socket(family, kind, protocol) as sock:
+            seen = f", seen from {source}" if source else ""
+            raise PeerError(f"{whom} has no usable lane address {address!r}{seen}: {error}") from None
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
             lane = Lane(sock, whom, timeout_s)
             with self._lock:
                 if self._over:
@@ -80,19 +96,29 @@ class StreamCrew:
             try:
                 try:
                     tune(sock, congestion)
+                    if source:
+                        bind_source(sock, source)
                     sock.settimeout(min(timeout_s, _CONNECT_TIMEOUT_S_MAX))
                     sock.connect(place)
                     set_timeout(sock, timeout_s)
                 except OSError as error:
                     raise PeerError(
-                        f"cannot connect to the lane of {whom} at {address}: {describe(error)}"
+                        f"cannot connect to the lane of {whom} at {address}"
+                        f"{f' from {source}' if source else ''}: {describe(error)}"
                     ) from None
+                if meter is not None:
+                    meter.add(lane)
+                if tls is not None:
+                    lane.connect_tls(tls, node_id, min(timeout_s, _CONNECT_TIMEOUT_S_MAX))
                 yield lane
             except FrameError as error:
                 raise PeerError(f"{whom} broke the lane's protocol: {error}", reason=error.code) from None
             finally:
+                if meter is not None:
+                    meter.remove(lane)
                 with self._lock:
                     self._lanes.discard(lane)
+                lane.close()
 
     def end(self) -> None:
         """End all connections, and let no new one begin."""

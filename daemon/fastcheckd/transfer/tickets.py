@@ -41,6 +41,10 @@ class GetGrant:
     streams: int
     #: Gives the shard's bytes, pinned until the context ends; NotHeldError when it is gone by then.
     opened: Callable[[], AbstractContextManager[memoryview]]
+    #: Nobody waits for the bytes.
+    background: bool = False
+    #: The reader takes chunks that are encoded without a base.
+    accept_encoded: bool = False
 
 
 Grant = PutGrant | GetGrant

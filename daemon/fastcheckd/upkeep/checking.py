@@ -13,7 +13,7 @@ from ..counters import Counters
 from ..digests import chunk_digest
 from ..errors import NotHeldError
 from ..store.ram_store import HeldShard, RamStore
-from .pacing import Gate
+from ..transfer.pacing import Gate
 
 
 class Checker:

@@ -28,10 +28,10 @@ from ..errors import (
 from ..identity import Identity
 from ..store.ram_store import HeldShard, RamStore
 from ..store.segments import COPY_POOL, Segment
+from ..transfer.pacing import Gate
 from ..transfer.peer_client import PeerClient
 from ..transfer.put_checks import check_cluster, check_key, check_life
 from .checking import Checker
-from .pacing import Gate
 
 logger = logging.getLogger(__name__)
 

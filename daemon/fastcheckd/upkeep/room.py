@@ -15,12 +15,12 @@ from ..counters import Counters
 from ..identity import Identity
 from ..registry.client import RegistryClient
 from ..store.ram_store import HeldShard, RamStore
+from ..transfer.pacing import Gate, Pacer
 from ..transfer.peer_client import PeerClient
 from ..view import ViewFollower
 from .checking import Checker
 from .fetching import FetchRoom
 from .inventory import Inventory
-from .pacing import Gate, Pacer
 from .scrub import Scrubber
 
 logger = logging.getLogger(__name__)

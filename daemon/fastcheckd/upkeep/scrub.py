@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from ..errors import FastCheckdError
 from ..store.ram_store import HeldShard, RamStore
+from ..transfer.pacing import Gate, Pacer
 from .checking import Checker
-from .pacing import Gate, Pacer
 from .scrub_book import Replica, ScrubBook
 
 logger = logging.getLogger(__name__)

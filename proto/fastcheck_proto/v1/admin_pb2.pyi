@@ -9,6 +9,7 @@ import builtins
 import collections.abc
 import fastcheck_proto.v1.common_pb2
 import fastcheck_proto.v1.node_pb2
+import fastcheck_proto.v1.peer_pb2
 import fastcheck_proto.v1.registry_pb2
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
@@ -200,21 +201,27 @@ class NodeReport(google.protobuf.message.Message):
     RECORD_FIELD_NUMBER: builtins.int
     REACHABLE_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
+    LANE_FIELD_NUMBER: builtins.int
     reachable: builtins.bool
     """Whether its data process answered, and its counters if so."""
     @property
     def record(self) -> fastcheck_proto.v1.registry_pb2.NodeRecord: ...
     @property
     def counters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]: ...
+    @property
+    def lane(self) -> fastcheck_proto.v1.peer_pb2.LaneReport:
+        """Unset: it did not answer."""
+
     def __init__(
         self,
         *,
         record: fastcheck_proto.v1.registry_pb2.NodeRecord | None = ...,
         reachable: builtins.bool = ...,
         counters: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        lane: fastcheck_proto.v1.peer_pb2.LaneReport | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["record", b"record"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["counters", b"counters", "reachable", b"reachable", "record", b"record"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["lane", b"lane", "record", b"record"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["counters", b"counters", "lane", b"lane", "reachable", b"reachable", "record", b"record"]) -> None: ...
 
 Global___NodeReport: typing_extensions.TypeAlias = NodeReport
 

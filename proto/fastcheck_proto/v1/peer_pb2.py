@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 from fastcheck_proto.v1 import common_pb2 as fastcheck__proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x66\x61stcheck_proto/v1/peer.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\"\x86\x02\n\x0f\x42\x65ginPutRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1a\n\x12holder_incarnation\x18\x03 \x01(\x04\x12$\n\x05owner\x18\x04 \x01(\x0b\x32\x15.fastcheck.v1.NodeRef\x12-\n\x08manifest\x18\x05 \x01(\x0b\x32\x1b.fastcheck.v1.ShardManifest\x12\x0f\n\x07streams\x18\x06 \x01(\r\x12!\n\x05\x62\x61ses\x18\x07 \x03(\x0b\x32\x12.fastcheck.v1.Base\x12\x13\n\x0bprovisional\x18\x08 \x01(\x08\x12\x16\n\x0eobsolete_steps\x18\t \x03(\x04\"$\n\x04\x42\x61se\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"t\n\x10\x42\x65ginPutResponse\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07tickets\x18\x02 \x03(\x0c\x12\x16\n\tbase_step\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x0c\x66resh_memory\x18\x04 \x01(\x08\x42\x0c\n\n_base_step\"N\n\x10\x46inishPutRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x15\n\rchunk_digests\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"#\n\x11\x46inishPutResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"&\n\x0f\x41\x62ortPutRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"\x12\n\x10\x41\x62ortPutResponse\"k\n\x0f\x42\x65ginGetRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0f\n\x07streams\x18\x04 \x01(\r\"R\n\x10\x42\x65ginGetResponse\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.fastcheck.v1.ShardManifest\x12\x0f\n\x07tickets\x18\x02 \x03(\x0c\">\n\x13ListReplicasRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"?\n\x14ListReplicasResponse\x12\'\n\x08replicas\x18\x01 \x03(\x0b\x32\x15.fastcheck.v1.Replica\"\xad\x03\n\x07Replica\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\'\n\x04kind\x18\x02 \x01(\x0e\x32\x19.fastcheck.v1.ReplicaKind\x12\r\n\x05owner\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x16\n\x0everified_at_ms\x18\x06 \x01(\x04\x12&\n\x06\x63odecs\x18\x07 \x03(\x0b\x32\x16.fastcheck.v1.CodecUse\x12\r\n\x05lossy\x18\x08 \x01(\x08\x12\x14\n\x0cstored_bytes\x18\t \x01(\x04\x12\x13\n\x0bprovisional\x18\n \x01(\x08\x12\x12\n\nworld_size\x18\x0b \x01(\r\x12\x13\n\x0bshard_count\x18\x0c \x01(\r\x12\x0f\n\x07session\x18\r \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x0e \x01(\x04\x12\x0e\n\x06offset\x18\x0f \x01(\x04\x12\x0f\n\x07save_id\x18\x10 \x01(\t\x12\x12\n\ngeneration\x18\x11 \x01(\x04\x12(\n\x06shared\x18\x1e \x01(\x0b\x32\x18.fastcheck.v1.SharedPart\"\xbf\x01\n\x13\x46\x65tchReplicaRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1a\n\x12holder_incarnation\x18\x03 \x01(\x04\x12#\n\x03key\x18\x04 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12%\n\x07sources\x18\x07 \x03(\x0b\x32\x14.fastcheck.v1.Holder\"8\n\x14\x46\x65tchReplicaResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x10\n\x08was_here\x18\x02 \x01(\x08\"@\n\x15VerifyReplicasRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"e\n\x16VerifyReplicasResponse\x12\x0f\n\x07\x63hecked\x18\x01 \x01(\r\x12\x15\n\rchecked_bytes\x18\x02 \x01(\x04\x12#\n\x03\x62\x61\x64\x18\x03 \x03(\x0b\x32\x16.fastcheck.v1.ShardKey\"K\n\x14ReportCorruptRequest\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"(\n\x15ReportCorruptResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\x08\"\x11\n\x0fGetStatsRequest\"\xe1\x01\n\x10GetStatsResponse\x12\x16\n\x0eram_used_bytes\x18\x01 \x01(\x04\x12\x18\n\x10ram_budget_bytes\x18\x02 \x01(\x04\x12>\n\x08\x63ounters\x18\x03 \x03(\x0b\x32,.fastcheck.v1.GetStatsResponse.CountersEntry\x12\x19\n\x0cscrub_age_ms\x18\x04 \x01(\x04H\x00\x88\x01\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x0f\n\r_scrub_age_ms2\xec\x05\n\x0bPeerService\x12I\n\x08\x42\x65ginPut\x12\x1d.fastcheck.v1.BeginPutRequest\x1a\x1e.fastcheck.v1.BeginPutResponse\x12L\n\tFinishPut\x12\x1e.fastcheck.v1.FinishPutRequest\x1a\x1f.fastcheck.v1.FinishPutResponse\x12I\n\x08\x41\x62ortPut\x12\x1d.fastcheck.v1.AbortPutRequest\x1a\x1e.fastcheck.v1.AbortPutResponse\x12I\n\x08\x42\x65ginGet\x12\x1d.fastcheck.v1.BeginGetRequest\x1a\x1e.fastcheck.v1.BeginGetResponse\x12U\n\x0cListReplicas\x12!.fastcheck.v1.ListReplicasRequest\x1a\".fastcheck.v1.ListReplicasResponse\x12X\n\rReportCorrupt\x12\".fastcheck.v1.ReportCorruptRequest\x1a#.fastcheck.v1.ReportCorruptResponse\x12U\n\x0c\x46\x65tchReplica\x12!.fastcheck.v1.FetchReplicaRequest\x1a\".fastcheck.v1.FetchReplicaResponse\x12[\n\x0eVerifyReplicas\x12#.fastcheck.v1.VerifyReplicasRequest\x1a$.fastcheck.v1.VerifyReplicasResponse\x12I\n\x08GetStats\x12\x1d.fastcheck.v1.GetStatsRequest\x1a\x1e.fastcheck.v1.GetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x66\x61stcheck_proto/v1/peer.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\"\x86\x02\n\x0f\x42\x65ginPutRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1a\n\x12holder_incarnation\x18\x03 \x01(\x04\x12$\n\x05owner\x18\x04 \x01(\x0b\x32\x15.fastcheck.v1.NodeRef\x12-\n\x08manifest\x18\x05 \x01(\x0b\x32\x1b.fastcheck.v1.ShardManifest\x12\x0f\n\x07streams\x18\x06 \x01(\r\x12!\n\x05\x62\x61ses\x18\x07 \x03(\x0b\x32\x12.fastcheck.v1.Base\x12\x13\n\x0bprovisional\x18\x08 \x01(\x08\x12\x16\n\x0eobsolete_steps\x18\t \x03(\x04\"$\n\x04\x42\x61se\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"t\n\x10\x42\x65ginPutResponse\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07tickets\x18\x02 \x03(\x0c\x12\x16\n\tbase_step\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x0c\x66resh_memory\x18\x04 \x01(\x08\x42\x0c\n\n_base_step\"N\n\x10\x46inishPutRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x15\n\rchunk_digests\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"#\n\x11\x46inishPutResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"&\n\x0f\x41\x62ortPutRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"\x12\n\x10\x41\x62ortPutResponse\"\x97\x01\n\x0f\x42\x65ginGetRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0f\n\x07streams\x18\x04 \x01(\r\x12\x12\n\nbackground\x18\x08 \x01(\x08\x12\x16\n\x0e\x61\x63\x63\x65pt_encoded\x18\t \x01(\x08\"R\n\x10\x42\x65ginGetResponse\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.fastcheck.v1.ShardManifest\x12\x0f\n\x07tickets\x18\x02 \x03(\x0c\">\n\x13ListReplicasRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"?\n\x14ListReplicasResponse\x12\'\n\x08replicas\x18\x01 \x03(\x0b\x32\x15.fastcheck.v1.Replica\"\xad\x03\n\x07Replica\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\'\n\x04kind\x18\x02 \x01(\x0e\x32\x19.fastcheck.v1.ReplicaKind\x12\r\n\x05owner\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x16\n\x0everified_at_ms\x18\x06 \x01(\x04\x12&\n\x06\x63odecs\x18\x07 \x03(\x0b\x32\x16.fastcheck.v1.CodecUse\x12\r\n\x05lossy\x18\x08 \x01(\x08\x12\x14\n\x0cstored_bytes\x18\t \x01(\x04\x12\x13\n\x0bprovisional\x18\n \x01(\x08\x12\x12\n\nworld_size\x18\x0b \x01(\r\x12\x13\n\x0bshard_count\x18\x0c \x01(\r\x12\x0f\n\x07session\x18\r \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x0e \x01(\x04\x12\x0e\n\x06offset\x18\x0f \x01(\x04\x12\x0f\n\x07save_id\x18\x10 \x01(\t\x12\x12\n\ngeneration\x18\x11 \x01(\x04\x12(\n\x06shared\x18\x1e \x01(\x0b\x32\x18.fastcheck.v1.SharedPart\"\xbf\x01\n\x13\x46\x65tchReplicaRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1a\n\x12holder_incarnation\x18\x03 \x01(\x04\x12#\n\x03key\x18\x04 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12%\n\x07sources\x18\x07 \x03(\x0b\x32\x14.fastcheck.v1.Holder\"8\n\x14\x46\x65tchReplicaResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x10\n\x08was_here\x18\x02 \x01(\x08\"@\n\x15VerifyReplicasRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"e\n\x16VerifyReplicasResponse\x12\x0f\n\x07\x63hecked\x18\x01 \x01(\r\x12\x15\n\rchecked_bytes\x18\x02 \x01(\x04\x12#\n\x03\x62\x61\x64\x18\x03 \x03(\x0b\x32\x16.fastcheck.v1.ShardKey\"K\n\x14ReportCorruptRequest\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"(\n\x15ReportCorruptResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\x08\"\x11\n\x0fGetStatsRequest\"\x89\x02\n\x10GetStatsResponse\x12\x16\n\x0eram_used_bytes\x18\x01 \x01(\x04\x12\x18\n\x10ram_budget_bytes\x18\x02 \x01(\x04\x12>\n\x08\x63ounters\x18\x03 \x03(\x0b\x32,.fastcheck.v1.GetStatsResponse.CountersEntry\x12\x19\n\x0cscrub_age_ms\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12&\n\x04lane\x18\x08 \x01(\x0b\x32\x18.fastcheck.v1.LaneReport\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x0f\n\r_scrub_age_ms\"\xb8\x01\n\nLaneReport\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tinterface\x18\x02 \x01(\t\x12\x18\n\x10speed_mbit_per_s\x18\x03 \x01(\x04\x12\x18\n\x10\x66\x61ster_interface\x18\x04 \x01(\t\x12\x19\n\x11\x66\x61ster_mbit_per_s\x18\x05 \x01(\x04\x12\x0b\n\x03tls\x18\x06 \x01(\x08\x12*\n\x06pacing\x18\x07 \x01(\x0b\x32\x1a.fastcheck.v1.PacingReport\"n\n\x0cPacingReport\x12\x13\n\x0b\x62ytes_per_s\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x1b\n\x13\x66oreign_bytes_per_s\x18\x03 \x01(\x04\x12\x1c\n\x14\x63\x61pacity_bytes_per_s\x18\x04 \x01(\x04\x32\xec\x05\n\x0bPeerService\x12I\n\x08\x42\x65ginPut\x12\x1d.fastcheck.v1.BeginPutRequest\x1a\x1e.fastcheck.v1.BeginPutResponse\x12L\n\tFinishPut\x12\x1e.fastcheck.v1.FinishPutRequest\x1a\x1f.fastcheck.v1.FinishPutResponse\x12I\n\x08\x41\x62ortPut\x12\x1d.fastcheck.v1.AbortPutRequest\x1a\x1e.fastcheck.v1.AbortPutResponse\x12I\n\x08\x42\x65ginGet\x12\x1d.fastcheck.v1.BeginGetRequest\x1a\x1e.fastcheck.v1.BeginGetResponse\x12U\n\x0cListReplicas\x12!.fastcheck.v1.ListReplicasRequest\x1a\".fastcheck.v1.ListReplicasResponse\x12X\n\rReportCorrupt\x12\".fastcheck.v1.ReportCorruptRequest\x1a#.fastcheck.v1.ReportCorruptResponse\x12U\n\x0c\x46\x65tchReplica\x12!.fastcheck.v1.FetchReplicaRequest\x1a\".fastcheck.v1.FetchReplicaResponse\x12[\n\x0eVerifyReplicas\x12#.fastcheck.v1.VerifyReplicasRequest\x1a$.fastcheck.v1.VerifyReplicasResponse\x12I\n\x08GetStats\x12\x1d.fastcheck.v1.GetStatsRequest\x1a\x1e.fastcheck.v1.GetStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,34 +38,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ABORTPUTREQUEST']._serialized_end=656
   _globals['_ABORTPUTRESPONSE']._serialized_start=658
   _globals['_ABORTPUTRESPONSE']._serialized_end=676
-  _globals['_BEGINGETREQUEST']._serialized_start=678
-  _globals['_BEGINGETREQUEST']._serialized_end=785
-  _globals['_BEGINGETRESPONSE']._serialized_start=787
-  _globals['_BEGINGETRESPONSE']._serialized_end=869
-  _globals['_LISTREPLICASREQUEST']._serialized_start=871
-  _globals['_LISTREPLICASREQUEST']._serialized_end=933
-  _globals['_LISTREPLICASRESPONSE']._serialized_start=935
-  _globals['_LISTREPLICASRESPONSE']._serialized_end=998
-  _globals['_REPLICA']._serialized_start=1001
-  _globals['_REPLICA']._serialized_end=1430
-  _globals['_FETCHREPLICAREQUEST']._serialized_start=1433
-  _globals['_FETCHREPLICAREQUEST']._serialized_end=1624
-  _globals['_FETCHREPLICARESPONSE']._serialized_start=1626
-  _globals['_FETCHREPLICARESPONSE']._serialized_end=1682
-  _globals['_VERIFYREPLICASREQUEST']._serialized_start=1684
-  _globals['_VERIFYREPLICASREQUEST']._serialized_end=1748
-  _globals['_VERIFYREPLICASRESPONSE']._serialized_start=1750
-  _globals['_VERIFYREPLICASRESPONSE']._serialized_end=1851
-  _globals['_REPORTCORRUPTREQUEST']._serialized_start=1853
-  _globals['_REPORTCORRUPTREQUEST']._serialized_end=1928
-  _globals['_REPORTCORRUPTRESPONSE']._serialized_start=1930
-  _globals['_REPORTCORRUPTRESPONSE']._serialized_end=1970
-  _globals['_GETSTATSREQUEST']._serialized_start=1972
-  _globals['_GETSTATSREQUEST']._serialized_end=1989
-  _globals['_GETSTATSRESPONSE']._serialized_start=1992
-  _globals['_GETSTATSRESPONSE']._serialized_end=2217
-  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_start=2153
-  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_end=2200
-  _globals['_PEERSERVICE']._serialized_start=2220
-  _globals['_PEERSERVICE']._serialized_end=2968
+  _globals['_BEGINGETREQUEST']._serialized_start=679
+  _globals['_BEGINGETREQUEST']._serialized_end=830
+  _globals['_BEGINGETRESPONSE']._serialized_start=832
+  _globals['_BEGINGETRESPONSE']._serialized_end=914
+  _globals['_LISTREPLICASREQUEST']._serialized_start=916
+  _globals['_LISTREPLICASREQUEST']._serialized_end=978
+  _globals['_LISTREPLICASRESPONSE']._serialized_start=980
+  _globals['_LISTREPLICASRESPONSE']._serialized_end=1043
+  _globals['_REPLICA']._serialized_start=1046
+  _globals['_REPLICA']._serialized_end=1475
+  _globals['_FETCHREPLICAREQUEST']._serialized_start=1478
+  _globals['_FETCHREPLICAREQUEST']._serialized_end=1669
+  _globals['_FETCHREPLICARESPONSE']._serialized_start=1671
+  _globals['_FETCHREPLICARESPONSE']._serialized_end=1727
+  _globals['_VERIFYREPLICASREQUEST']._serialized_start=1729
+  _globals['_VERIFYREPLICASREQUEST']._serialized_end=1793
+  _globals['_VERIFYREPLICASRESPONSE']._serialized_start=1795
+  _globals['_VERIFYREPLICASRESPONSE']._serialized_end=1896
+  _globals['_REPORTCORRUPTREQUEST']._serialized_start=1898
+  _globals['_REPORTCORRUPTREQUEST']._serialized_end=1973
+  _globals['_REPORTCORRUPTRESPONSE']._serialized_start=1975
+  _globals['_REPORTCORRUPTRESPONSE']._serialized_end=2015
+  _globals['_GETSTATSREQUEST']._serialized_start=2017
+  _globals['_GETSTATSREQUEST']._serialized_end=2034
+  _globals['_GETSTATSRESPONSE']._serialized_start=2037
+  _globals['_GETSTATSRESPONSE']._serialized_end=2302
+  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_start=2238
+  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_end=2285
+  _globals['_LANEREPORT']._serialized_start=2305
+  _globals['_LANEREPORT']._serialized_end=2489
+  _globals['_PACINGREPORT']._serialized_start=2491
+  _globals['_PACINGREPORT']._serialized_end=2601
+  _globals['_PEERSERVICE']._serialized_start=2604
+  _globals['_PEERSERVICE']._serialized_end=3352
 # @@protoc_insertion_point(module_scope)

@@ -195,10 +195,16 @@ class BeginGetRequest(google.protobuf.message.Message):
     KEY_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     STREAMS_FIELD_NUMBER: builtins.int
+    BACKGROUND_FIELD_NUMBER: builtins.int
+    ACCEPT_ENCODED_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
     digest: builtins.bytes
     """Digest of the shard that is wanted: another one under the same key is not it."""
     streams: builtins.int
+    background: builtins.bool
+    """A copy is made anew; nobody waits for the bytes, so the holder's own work goes before them."""
+    accept_encoded: builtins.bool
+    """The reader can decode: chunks may come encoded, without a base."""
     @property
     def key(self) -> fastcheck_proto.v1.common_pb2.ShardKey: ...
     def __init__(
@@ -208,9 +214,11 @@ class BeginGetRequest(google.protobuf.message.Message):
         key: fastcheck_proto.v1.common_pb2.ShardKey | None = ...,
         digest: builtins.bytes = ...,
         streams: builtins.int = ...,
+        background: builtins.bool = ...,
+        accept_encoded: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "digest", b"digest", "key", b"key", "streams", b"streams"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accept_encoded", b"accept_encoded", "background", b"background", "cluster_id", b"cluster_id", "digest", b"digest", "key", b"key", "streams", b"streams"]) -> None: ...
 
 Global___BeginGetRequest: typing_extensions.TypeAlias = BeginGetRequest
 
@@ -521,6 +529,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     RAM_BUDGET_BYTES_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
     SCRUB_AGE_MS_FIELD_NUMBER: builtins.int
+    LANE_FIELD_NUMBER: builtins.int
     ram_used_bytes: builtins.int
     ram_budget_bytes: builtins.int
     scrub_age_ms: builtins.int
@@ -529,6 +538,8 @@ class GetStatsResponse(google.protobuf.message.Message):
     def counters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Names as in docs/architecture.md, "Counters"."""
 
+    @property
+    def lane(self) -> Global___LaneReport: ...
     def __init__(
         self,
         *,
@@ -536,9 +547,80 @@ class GetStatsResponse(google.protobuf.message.Message):
         ram_budget_bytes: builtins.int = ...,
         counters: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         scrub_age_ms: builtins.int | None = ...,
+        lane: Global___LaneReport | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_scrub_age_ms", b"_scrub_age_ms", "scrub_age_ms", b"scrub_age_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_scrub_age_ms", b"_scrub_age_ms", "counters", b"counters", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes", "scrub_age_ms", b"scrub_age_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_scrub_age_ms", b"_scrub_age_ms", "lane", b"lane", "scrub_age_ms", b"scrub_age_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_scrub_age_ms", b"_scrub_age_ms", "counters", b"counters", "lane", b"lane", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes", "scrub_age_ms", b"scrub_age_ms"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_scrub_age_ms", b"_scrub_age_ms"]) -> typing.Literal["scrub_age_ms"] | None: ...
 
 Global___GetStatsResponse: typing_extensions.TypeAlias = GetStatsResponse
+
+@typing.final
+class LaneReport(google.protobuf.message.Message):
+    """Where a node's bulk lane is, and how fast its puts may go now."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: builtins.int
+    INTERFACE_FIELD_NUMBER: builtins.int
+    SPEED_MBIT_PER_S_FIELD_NUMBER: builtins.int
+    FASTER_INTERFACE_FIELD_NUMBER: builtins.int
+    FASTER_MBIT_PER_S_FIELD_NUMBER: builtins.int
+    TLS_FIELD_NUMBER: builtins.int
+    PACING_FIELD_NUMBER: builtins.int
+    address: builtins.str
+    """host:port that peers connect to. Connections to peers come from the same host."""
+    interface: builtins.str
+    """Empty: not known."""
+    speed_mbit_per_s: builtins.int
+    """10^6 bits; 0: the driver does not say."""
+    faster_interface: builtins.str
+    """Another interface that is up and faster; empty: none is known."""
+    faster_mbit_per_s: builtins.int
+    tls: builtins.bool
+    @property
+    def pacing(self) -> Global___PacingReport: ...
+    def __init__(
+        self,
+        *,
+        address: builtins.str = ...,
+        interface: builtins.str = ...,
+        speed_mbit_per_s: builtins.int = ...,
+        faster_interface: builtins.str = ...,
+        faster_mbit_per_s: builtins.int = ...,
+        tls: builtins.bool = ...,
+        pacing: Global___PacingReport | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["pacing", b"pacing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "faster_interface", b"faster_interface", "faster_mbit_per_s", b"faster_mbit_per_s", "interface", b"interface", "pacing", b"pacing", "speed_mbit_per_s", b"speed_mbit_per_s", "tls", b"tls"]) -> None: ...
+
+Global___LaneReport: typing_extensions.TypeAlias = LaneReport
+
+@typing.final
+class PacingReport(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BYTES_PER_S_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    FOREIGN_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    CAPACITY_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    bytes_per_s: builtins.int
+    """Bytes per second that all puts from here may take together; 0: no limit."""
+    reason: builtins.str
+    """none: nothing limits them; cap: the config does; traffic: others use the interface; deadline: as traffic, but they have to
+    be done in time; restore: a load is under way here or served from here, so they have only a trickle.
+    """
+    foreign_bytes_per_s: builtins.int
+    """What others lately sent over the interface at most, and what it carries at most as far as is known."""
+    capacity_bytes_per_s: builtins.int
+    def __init__(
+        self,
+        *,
+        bytes_per_s: builtins.int = ...,
+        reason: builtins.str = ...,
+        foreign_bytes_per_s: builtins.int = ...,
+        capacity_bytes_per_s: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_per_s", b"bytes_per_s", "capacity_bytes_per_s", b"capacity_bytes_per_s", "foreign_bytes_per_s", b"foreign_bytes_per_s", "reason", b"reason"]) -> None: ...
+
+Global___PacingReport: typing_extensions.TypeAlias = PacingReport

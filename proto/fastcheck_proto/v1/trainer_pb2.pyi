@@ -380,6 +380,7 @@ class LoadRequest(google.protobuf.message.Message):
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     ALLOW_PROVISIONAL_FIELD_NUMBER: builtins.int
+    FOLLOW_FIELD_NUMBER: builtins.int
     job: builtins.str
     rank: builtins.int
     world_size: builtins.int
@@ -387,6 +388,8 @@ class LoadRequest(google.protobuf.message.Message):
     """Unset: the newest committed step."""
     allow_provisional: builtins.bool
     """If the registry has no quorum: take the newest step that the nodes hold complete, committed or not."""
+    follow: builtins.bool
+    """The trainer understands LoadProgress and LoadSegment; without it neither is sent."""
     def __init__(
         self,
         *,
@@ -395,9 +398,10 @@ class LoadRequest(google.protobuf.message.Message):
         world_size: builtins.int = ...,
         step: builtins.int | None = ...,
         allow_provisional: builtins.bool = ...,
+        follow: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_step", b"_step", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_step", b"_step", "allow_provisional", b"allow_provisional", "job", b"job", "rank", b"rank", "step", b"step", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_step", b"_step", "allow_provisional", b"allow_provisional", "follow", b"follow", "job", b"job", "rank", b"rank", "step", b"step", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
 
 Global___LoadRequest: typing_extensions.TypeAlias = LoadRequest
@@ -408,21 +412,77 @@ class LoadResponse(google.protobuf.message.Message):
 
     NOTHING_FIELD_NUMBER: builtins.int
     READY_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
+    SEGMENT_FIELD_NUMBER: builtins.int
     @property
     def nothing(self) -> Global___LoadNothing: ...
     @property
     def ready(self) -> Global___LoadReady: ...
+    @property
+    def progress(self) -> Global___LoadProgress: ...
+    @property
+    def segment(self) -> Global___LoadSegment: ...
     def __init__(
         self,
         *,
         nothing: Global___LoadNothing | None = ...,
         ready: Global___LoadReady | None = ...,
+        progress: Global___LoadProgress | None = ...,
+        segment: Global___LoadSegment | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["event", b"event", "nothing", b"nothing", "ready", b"ready"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["event", b"event", "nothing", b"nothing", "ready", b"ready"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["nothing", "ready"] | None: ...
+    def HasField(self, field_name: typing.Literal["event", b"event", "nothing", b"nothing", "progress", b"progress", "ready", b"ready", "segment", b"segment"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["event", b"event", "nothing", b"nothing", "progress", b"progress", "ready", b"ready", "segment", b"segment"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["nothing", "ready", "progress", "segment"] | None: ...
 
 Global___LoadResponse: typing_extensions.TypeAlias = LoadResponse
+
+@typing.final
+class LoadProgress(google.protobuf.message.Message):
+    """How far a load is; a few a second while bytes are brought here."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BYTES_DONE_FIELD_NUMBER: builtins.int
+    BYTES_TOTAL_FIELD_NUMBER: builtins.int
+    BYTES_PER_S_FIELD_NUMBER: builtins.int
+    HOLDERS_FIELD_NUMBER: builtins.int
+    bytes_done: builtins.int
+    """Of this rank's state: what is in its place and checked."""
+    bytes_total: builtins.int
+    bytes_per_s: builtins.float
+    """Of late."""
+    holders: builtins.int
+    """Nodes that have given something so far."""
+    def __init__(
+        self,
+        *,
+        bytes_done: builtins.int = ...,
+        bytes_total: builtins.int = ...,
+        bytes_per_s: builtins.float = ...,
+        holders: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_done", b"bytes_done", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "holders", b"holders"]) -> None: ...
+
+Global___LoadProgress: typing_extensions.TypeAlias = LoadProgress
+
+@typing.final
+class LoadSegment(google.protobuf.message.Message):
+    """Where the bytes will probably be: worth mapping ahead, not to be read before LoadReady names it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: builtins.int
+    @property
+    def segment(self) -> Global___SegmentRef: ...
+    def __init__(
+        self,
+        *,
+        segment: Global___SegmentRef | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["segment", b"segment"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["segment", b"segment"]) -> None: ...
+
+Global___LoadSegment: typing_extensions.TypeAlias = LoadSegment
 
 @typing.final
 class LoadNothing(google.protobuf.message.Message):
@@ -623,6 +683,7 @@ class PullResponse(google.protobuf.message.Message):
     NOTHING_FIELD_NUMBER: builtins.int
     READY_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
     data: builtins.bytes
     """At most 2 MiB, in order."""
     @property
@@ -631,15 +692,20 @@ class PullResponse(google.protobuf.message.Message):
     def ready(self) -> Global___LoadReady:
         """Comes first; its segment is unset."""
 
+    @property
+    def progress(self) -> Global___LoadProgress:
+        """Before `ready`."""
+
     def __init__(
         self,
         *,
         nothing: Global___LoadNothing | None = ...,
         ready: Global___LoadReady | None = ...,
         data: builtins.bytes = ...,
+        progress: Global___LoadProgress | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["data", b"data", "nothing", b"nothing", "part", b"part", "ready", b"ready"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "nothing", b"nothing", "part", b"part", "ready", b"ready"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["nothing", "ready", "data"] | None: ...
+    def HasField(self, field_name: typing.Literal["data", b"data", "nothing", b"nothing", "part", b"part", "progress", b"progress", "ready", b"ready"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "nothing", b"nothing", "part", b"part", "progress", b"progress", "ready", b"ready"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["nothing", "ready", "data", "progress"] | None: ...
 
 Global___PullResponse: typing_extensions.TypeAlias = PullResponse

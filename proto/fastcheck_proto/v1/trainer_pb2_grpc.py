@@ -134,7 +134,7 @@ class TrainerServiceServicer(object):
 
     def Load(self, request, context):
         """Brings a committed step of this rank into a local segment. The last
-        message is `ready`; the segment stays put for as long as the stream is open.
+        message is `ready` or `nothing`; the segment stays put for as long as the stream is open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

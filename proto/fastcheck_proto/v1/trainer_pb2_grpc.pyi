@@ -275,7 +275,7 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
 
     Load: _TrainerServiceLoadType
     """Brings a committed step of this rank into a local segment. The last
-    message is `ready`; the segment stays put for as long as the stream is open.
+    message is `ready` or `nothing`; the segment stays put for as long as the stream is open.
     """
 
     Push: _TrainerServicePushType
@@ -381,7 +381,7 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[fastcheck_proto.v1.trainer_pb2.LoadResponse], collections.abc.AsyncIterator[fastcheck_proto.v1.trainer_pb2.LoadResponse]]:
         """Brings a committed step of this rank into a local segment. The last
-        message is `ready`; the segment stays put for as long as the stream is open.
+        message is `ready` or `nothing`; the segment stays put for as long as the stream is open.
         """
 
     @abc.abstractmethod

@@ -78,6 +78,8 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
         #: No registry answers: loads that allow it are answered with what is there, others are refused.
         self.without_quorum = False
         self.spares: list[pb.SegmentRef] = []
+        #: Sent before the answer of a load that asks to follow it.
+        self.news: list[pb.LoadProgress | pb.LoadSegment] = []
         self.before_begin: Callable[[], object] = lambda: None
         self._stopping = threading.Event()
         self._server = grpc.server(ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
@@ -219,6 +221,11 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
             return
         ready, saved = found
         ready.segment.path, ready.segment.bytes = str(saved.path), saved.path.stat().st_size
+        for news in self.news if request.follow else ():
+            if isinstance(news, pb.LoadSegment):
+                yield pb.LoadResponse(segment=news)
+            else:
+                yield pb.LoadResponse(progress=news)
         yield pb.LoadResponse(ready=ready)
         self.calls.append("Load open")
         while context.is_active() and not self._stopping.is_set():
@@ -247,6 +254,9 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
             yield pb.PullResponse(nothing=pb.LoadNothing())
             return
         ready, saved = found
+        for news in self.news if request.load.follow else ():
+            if isinstance(news, pb.LoadProgress):
+                yield pb.PullResponse(progress=news)
         yield pb.PullResponse(ready=ready)
         data = saved.path.read_bytes()[: ready.state_bytes]
         for start in range(0, len(data), 512 * 1024):

@@ -8,6 +8,7 @@ from fake_daemon import FakeDaemon
 from state_bytes import same, snapshot
 
 from fastcheck import Checkpointer, CorruptError, FastCheckError, OutOfMemoryError, StepNotFoundError
+from fastcheck.progress import Reporter
 from fastcheck.state.flatten import flatten
 from fastcheck.streaming import _messages, _receive
 from fastcheck_proto.conventions import STREAM_PIECE_BYTES
@@ -118,10 +119,15 @@ def answer(*parts: object) -> list[pb.PullResponse]:
 )
 def test_streams_that_make_no_sense_are_refused_without_taking_memory(messages, kind):
     with pytest.raises(kind):
-        _receive(iter(messages), pb.LoadRequest(step=1), allow_lossy=False)
+        _receive(iter(messages), pb.LoadRequest(step=1), allow_lossy=False, reporter=Reporter(None))
 
 
 def test_a_good_stream_is_received():
-    found = _receive(iter(answer(READY, b"1234", b"567890")), pb.LoadRequest(step=1), allow_lossy=False)
+    found = _receive(
+        iter(answer(READY, b"1234", b"567890")),
+        pb.LoadRequest(step=1),
+        allow_lossy=False,
+        reporter=Reporter(None),
+    )
     assert found is not None
     assert bytes(found[1].tensor[:10].tolist()) == b"1234567890"

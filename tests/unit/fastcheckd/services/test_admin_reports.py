@@ -97,6 +97,16 @@ def test_memory_is_near_full_above_nine_tenths(used, expected):
     assert names(codes(view(a=UP), stats=stats)) == expected
 
 
+def test_a_lane_on_the_slower_of_two_interfaces_is_told_and_wakes_nobody():
+    lane = peer_pb2.LaneReport(interface="eth0", speed_mbit_per_s=1000)
+    assert codes(view(a=UP), stats={"a": peer_pb2.GetStatsResponse(lane=lane)}) == []
+    lane.faster_interface, lane.faster_mbit_per_s = "ib0", 100000
+    found = codes(view(a=UP), stats={"a": peer_pb2.GetStatsResponse(lane=lane)})
+    assert names(found) == [("LANE_SLOW_INTERFACE", "OK")]
+    assert "eth0 (1000 Mbit/s)" in found[0].detail
+    assert "lane_host: ib0" in found[0].remedy
+
+
 def test_memory_of_a_silent_node_is_what_its_heartbeat_said():
     seen = view(a=UP)
     seen.nodes[0].ram_used_bytes = 99

@@ -27,15 +27,17 @@ from fastcheckd.transfer.frames import (
     pack_frame,
     pack_hello,
     pack_result,
+    pack_want,
     parse_frame,
     parse_hello,
     parse_result,
+    parse_want,
 )
 
-hellos = st.integers(1, STREAMS_MAX).flatmap(
+hellos = st.integers(0, STREAMS_MAX).flatmap(
     lambda stride: st.builds(
         Hello,
-        first=st.integers(0, stride - 1),
+        first=st.integers(0, max(stride - 1, 0)),
         stride=st.just(stride),
         ticket=st.binary(min_size=32, max_size=32),
     )
@@ -121,7 +123,9 @@ def test_random_fields_under_a_right_checksum_never_exceed_the_bounds(fields: by
         header = parse_frame(sealed(b"FCFR" + fields))
     except FrameError:
         return
-    limit = {Kind.DATA: CHUNK_BYTES_MAX + 1024, Kind.END: 0, Kind.RESULT: 4096, Kind.ERROR: ERROR_BYTES_MAX}
+    limit = {
+        Kind.DATA: CHUNK_BYTES_MAX + 1024, Kind.END: 0, Kind.RESULT: 4096, Kind.WANT: 4096, Kind.ERROR: ERROR_BYTES_MAX,
+    }  # fmt: skip
     assert header.encoded_bytes <= limit[header.kind]
 
 
@@ -130,7 +134,10 @@ def test_random_fields_under_a_right_checksum_never_exceed_the_bounds(fields: by
     [
         frame_body(version=2),
         frame_body(kind=0),
-        frame_body(kind=5),
+        frame_body(kind=6),
+        frame_body(kind=5, chunk=0, raw=0, encoded=0),
+        frame_body(kind=5, chunk=2, raw=4, encoded=4),
+        frame_body(kind=5, chunk=1025, raw=4100, encoded=4100),
         frame_body(codec=2),
         frame_body(codec=1, encoded=0),
         frame_body(codec=1, encoded=4096 + 1025),
@@ -157,7 +164,7 @@ def test_a_well_sealed_frame_out_of_bounds_is_refused(body: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("version", "reserved_a", "first", "stride", "reserved_b"),
-    [(2, 0, 0, 1, 0), (1, 1, 0, 1, 0), (1, 0, 0, 1, 1), (1, 0, 0, 0, 0), (1, 0, 1, 1, 0), (1, 0, 0, 17, 0)],
+    [(2, 0, 0, 1, 0), (1, 1, 0, 1, 0), (1, 0, 0, 1, 1), (1, 0, 1, 0, 0), (1, 0, 1, 1, 0), (1, 0, 0, 17, 0)],
 )
 def test_a_well_sealed_hello_out_of_bounds_is_refused(
     version: int, reserved_a: int, first: int, stride: int, reserved_b: int
@@ -207,3 +214,15 @@ def test_a_result_may_name_only_what_travelled_here(listed: list[int]) -> None:
 def test_a_long_sentence_is_cut() -> None:
     header, payload = pack_error("ä" * 5000)
     assert parse_frame(header).encoded_bytes == len(payload) == ERROR_BYTES_MAX
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=1024, unique=True))
+def test_a_want_comes_back_as_it_was_and_names_only_chunks_that_exist(chunks: list[int]) -> None:
+    header, payload = pack_want(chunks)
+    parsed = parse_frame(header)
+    assert (parsed.kind, parsed.chunk, parsed.encoded_bytes) == (Kind.WANT, len(chunks), len(payload))
+    assert parse_want(payload, 5001) == chunks
+    with pytest.raises(FrameError):
+        parse_want(payload, max(chunks))
+    with pytest.raises(FrameError):
+        parse_want(payload + payload[:4], 5001)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -135,7 +136,9 @@ class Holder:
 
 
 @contextlib.asynccontextmanager
-async def running_holder(directory: Path, *, timeout_s: float = 5.0) -> AsyncIterator[Holder]:
+async def running_holder(
+    directory: Path, *, timeout_s: float = 5.0, codec: str = "auto", **lane_options: Any
+) -> AsyncIterator[Holder]:
     counters = Counters()
     store = RamStore.open(directory / "ram", budget_bytes=BUDGET, counters=counters)
     tickets = TicketOffice()
@@ -154,15 +157,15 @@ async def running_holder(directory: Path, *, timeout_s: float = 5.0) -> AsyncIte
         budget_bytes=BUDGET,
         transfer_timeout_s=timeout_s,
     )
-    codec = CodecPool(2, 1)
-    lane = LaneServer("127.0.0.1", 0, tickets, counters, timeout_s, pool=codec)
+    pool = CodecPool(2, 1)
+    lane = LaneServer("127.0.0.1", 0, tickets, counters, timeout_s, pool=pool, codec=codec, **lane_options)
     server = grpc.aio.server(options=SERVER_OPTIONS)
     service = PeerService(
         cluster_id="fastcheck", desk=desk, store=store, tickets=tickets, counters=counters, lease=lease
     )
     peer_pb2_grpc.add_PeerServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
-    holder = Holder(counters, store, tickets, desk, lane, f"127.0.0.1:{port}", codec, lease)
+    holder = Holder(counters, store, tickets, desk, lane, f"127.0.0.1:{port}", pool, lease)
     desk.start()
     lane.start()
     await server.start()
@@ -172,7 +175,7 @@ async def running_holder(directory: Path, *, timeout_s: float = 5.0) -> AsyncIte
         await server.stop(0)
         lane.stop()
         desk.close()
-        codec.close()
+        pool.close()
         store.close()
 
 
@@ -213,7 +216,13 @@ class Owner:
 
 @contextlib.asynccontextmanager
 async def running_owner(
-    *, streams: int = 2, timeout_s: float = 5.0, threads: int = 8, cluster_id: str = "fastcheck"
+    *,
+    streams: int = 2,
+    timeout_s: float = 5.0,
+    threads: int = 8,
+    cluster_id: str = "fastcheck",
+    decodes: bool = False,
+    **client_options: Any,
 ) -> AsyncIterator[Owner]:
     counters = Counters()
     config = Config(
@@ -224,7 +233,7 @@ async def running_owner(
         transfer_timeout_s=timeout_s,
     )
     with ThreadPoolExecutor(threads) as executor, codec_pool() as codec:
-        client = PeerClient(config, counters, executor)
+        client = PeerClient(config, counters, executor, codec if decodes else None, **client_options)
         try:
             yield Owner(client, counters, codec)
         finally:

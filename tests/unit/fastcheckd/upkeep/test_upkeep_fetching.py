@@ -35,10 +35,10 @@ from fastcheckd.errors import (
 )
 from fastcheckd.identity import Identity
 from fastcheckd.store.ram_store import HeldShard, RamStore
+from fastcheckd.transfer.pacing import Gate, Pacer
 from fastcheckd.transfer.peer_client import PeerClient
 from fastcheckd.upkeep.checking import Checker
 from fastcheckd.upkeep.fetching import FETCHES_MAX, FetchRoom
-from fastcheckd.upkeep.pacing import Gate, Pacer
 
 LIFE = 4
 SIZE = 5 * CHUNK + 17

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -21,19 +22,28 @@ class Pacer:
     the bucket, and the rate holds in the long run.
 
     Args:
-        bytes_per_s: the rate.
+        bytes_per_s: the rate; may be infinite, and may change.
         burst_bytes: what may have been saved up.
         trickle_s: a stream that has waited so long gets one piece in any case: the other end is not to believe
             that it is gone. The bytes count against the rate all the same.
+        starve_s: likewise, where it is the rate and not the foreground that holds it up; default: `trickle_s`.
     """
 
-    def __init__(self, bytes_per_s: float, *, burst_bytes: int, trickle_s: float) -> None:
+    def __init__(
+        self, bytes_per_s: float, *, burst_bytes: int, trickle_s: float, starve_s: float | None = None
+    ) -> None:
         self._bytes_per_s = bytes_per_s
+        self._starve_s = trickle_s if starve_s is None else starve_s
         self._burst_bytes = burst_bytes
         self._trickle_s = trickle_s
         self._tokens = float(burst_bytes)
         self._at: float | None = None
         self._passed_at: dict[object, float] = {}
+
+    def set_rate(self, bytes_per_s: float, now: float) -> None:
+        """From now on. What was earned or owed by the old one stays."""
+        self._refill(now)
+        self._bytes_per_s = bytes_per_s
 
     def begin(self, stream: object, now: float) -> None:
         """A stream begins."""
@@ -46,18 +56,19 @@ class Pacer:
     def wait_s(self, stream: object, size_bytes: int, now: float, *, busy: bool) -> float:
         """0: the piece may pass, and is counted. Otherwise ask again after so many seconds, or when `busy` changes."""
         self._refill(now)
-        starved_in_s = self._passed_at.get(stream, now) + self._trickle_s - now
-        if starved_in_s > 0:
-            if busy:
-                return starved_in_s
-            if self._tokens <= 0:
-                return min(starved_in_s, (1.0 - self._tokens) / self._bytes_per_s)
+        waits_since = self._passed_at.get(stream, now)
+        if busy and (left_s := waits_since + self._trickle_s - now) > 0:
+            return left_s
+        if not busy and self._tokens <= 0 and (left_s := waits_since + self._starve_s - now) > 0:
+            return min(left_s, (1.0 - self._tokens) / self._bytes_per_s)
         self._tokens -= size_bytes
         self._passed_at[stream] = now
         return 0.0
 
     def _refill(self, now: float) -> None:
-        if self._at is not None:
+        if math.isinf(self._bytes_per_s):
+            self._tokens = float(self._burst_bytes)
+        elif self._at is not None:
             gained = max(0.0, now - self._at) * self._bytes_per_s
             self._tokens = min(float(self._burst_bytes), self._tokens + gained)
         self._at = now
@@ -69,6 +80,7 @@ class Gate:
     Args:
         busy: whether the foreground moves bytes; may be asked from any thread.
         paused: is called once for each piece that had to wait for the foreground.
+        held_up: likewise, for each that had to wait for the rate alone.
     """
 
     def __init__(
@@ -76,11 +88,13 @@ class Gate:
         pacer: Pacer,
         busy: Callable[[], bool],
         paused: Callable[[], None] = lambda: None,
+        held_up: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pacer = pacer
         self._busy = busy
         self._paused = paused
+        self._held_up = held_up
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -89,6 +103,11 @@ class Gate:
         with self._lock:
             self._pacer.begin(stream, self._clock())
 
+    def set_rate(self, bytes_per_s: float) -> None:
+        """From now on."""
+        with self._lock:
+            self._pacer.set_rate(bytes_per_s, self._clock())
+
     def end(self, stream: object) -> None:
         """A stream has ended."""
         with self._lock:
@@ -96,23 +115,29 @@ class Gate:
 
     def wait(self, stream: object, size_bytes: int, still_wanted: Callable[[], None]) -> None:
         """Block until the piece may move. `still_wanted` is asked meanwhile, and raises when it is not."""
-        told = False
+        waited_for: set[bool] = set()
         while True:
             wait_s, busy = self._ask(stream, size_bytes)
             if not wait_s:
+                self._passed(waited_for)
                 return
-            told = self._tell(told, busy)
+            if busy and True not in waited_for:
+                self._paused()
+            waited_for.add(busy)
             still_wanted()
             time.sleep(min(wait_s, LOOK_INTERVAL_S))
 
     async def wait_async(self, stream: object, size_bytes: int) -> None:
         """As `wait`, for a task."""
-        told = False
+        waited_for: set[bool] = set()
         while True:
             wait_s, busy = self._ask(stream, size_bytes)
             if not wait_s:
+                self._passed(waited_for)
                 return
-            told = self._tell(told, busy)
+            if busy and True not in waited_for:
+                self._paused()
+            waited_for.add(busy)
             await asyncio.sleep(min(wait_s, LOOK_INTERVAL_S))
 
     def _ask(self, stream: object, size_bytes: int) -> tuple[float, bool]:
@@ -120,7 +145,6 @@ class Gate:
         with self._lock:
             return self._pacer.wait_s(stream, size_bytes, self._clock(), busy=busy), busy
 
-    def _tell(self, told: bool, busy: bool) -> bool:
-        if busy and not told:
-            self._paused()
-        return told or busy
+    def _passed(self, waited_for: set[bool]) -> None:
+        if waited_for == {False}:
+            self._held_up()

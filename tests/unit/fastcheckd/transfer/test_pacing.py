@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcheckd.errors import PeerError
-from fastcheckd.upkeep.pacing import Gate, Pacer
+from fastcheckd.transfer.pacing import Gate, Pacer
 
 
 def run(

@@ -1,0 +1,96 @@
+"""How far a load is: to the caller's callback, or on a terminal as one line that rewrites itself."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TextIO
+
+from fastcheck_proto.v1 import trainer_pb2 as pb
+
+#: A load that is over by then is not worth a line.
+QUIET_S = 1.0
+
+
+@dataclass(frozen=True)
+class LoadProgress:
+    """What `load(state, progress=...)` tells its callback, a few times a second and once at the end."""
+
+    #: Of this rank's state: here, and checked.
+    bytes_done: int
+    bytes_total: int
+    #: Of late; in the last call over the whole load.
+    bytes_per_s: float
+    #: Nodes that have given something so far.
+    holders: int
+
+
+class CallbackFailedError(Exception):
+    """The caller's callback raised; the load is over. The error is this one's cause."""
+
+
+class Reporter:
+    """Reports one load.
+
+    Args:
+        callback: the caller's; without one, a line is shown if `stream` is a terminal.
+    """
+
+    def __init__(
+        self,
+        callback: Callable[[LoadProgress], None] | None,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._callback = callback
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._started = clock()
+        self._shown = False
+
+    def news(self, news: pb.LoadProgress) -> None:
+        """How far the daemon is.
+
+        Raises:
+            CallbackFailedError: the caller's callback raised.
+        """
+        self._tell(LoadProgress(news.bytes_done, news.bytes_total, news.bytes_per_s, news.holders))
+
+    def all_here(self, ready: pb.LoadReady) -> None:
+        """The last news; raises what `news` does."""
+        size, taken_s = ready.state_bytes, self._clock() - self._started
+        self._tell(LoadProgress(size, size, size / taken_s if taken_s > 0 else 0.0, ready.holders))
+
+    def close(self) -> None:
+        """End the line, if there is one."""
+        if self._shown:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._shown = False
+
+    def _tell(self, progress: LoadProgress) -> None:
+        if self._callback is not None:
+            try:
+                self._callback(progress)
+            except Exception as error:
+                raise CallbackFailedError from error
+        elif self._clock() - self._started >= QUIET_S and _is_terminal(self._stream):
+            # Back to the line's begin, and what was there before is erased.
+            self._stream.write(f"\r\x1b[K{_line(progress)}")
+            self._stream.flush()
+            self._shown = True
+
+
+def _line(progress: LoadProgress) -> str:
+    done, total = progress.bytes_done / 1e9, progress.bytes_total / 1e9
+    whom = "this node" if not progress.holders else f"{progress.holders} node{'s' * (progress.holders > 1)}"
+    return f"FastCheck loads {done:.2f} of {total:.2f} GB from {whom}, {progress.bytes_per_s / 1e6:.0f} MB/s"
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty()
+    except (AttributeError, ValueError):  # replaced by something simpler, or closed
+        return False

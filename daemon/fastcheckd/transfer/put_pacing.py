@@ -1,0 +1,226 @@
+"""Holds the puts of this node back: to the operator's cap, for the trainer's traffic, and for whoever restores.
+
+A gate before each chunk keeps the rate in the long run, and the kernel spaces the packets of a chunk. Samples of the
+interface's counters, less what our own lanes moved, go to `yielding.py`, which decides. Nothing here knows of shards or
+steps: a put says how many bytes it has left and when they are due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+
+from fastcheck_proto.v1 import peer_pb2
+
+from ..counters import Counters
+from .lane import Lane
+from .lane_meter import WIRE_OVERHEAD, LaneMeter, WireBytes
+from .pacing import Gate, Pacer
+from .yielding import Allowance, Yielding
+
+logger = logging.getLogger(__name__)
+
+#: Between two looks at the counters, while puts are under way and while there are none.
+SAMPLE_S = 0.1
+IDLE_SAMPLE_S = 1.0
+#: A put that has to wait for a restore sends a chunk this often, and more often than a transfer is believed dead.
+TRICKLE_S = 1.0
+#: What a cap lets through at once, as seconds of its rate.
+_BURST_S = 0.1
+#: A connection may be this much above its share: others of the same put may have less to send.
+_SHARE_SLACK = 1.25
+#: An overdue put has at least this long, so that its rate is a number.
+_LEFT_S_MIN = 0.05
+
+
+class Course:
+    """A put on its way: how much of it is left. Thread-safe."""
+
+    def __init__(self, raw_bytes: int, due: Callable[[], float]) -> None:
+        self._lock = threading.Lock()
+        self._left_bytes = raw_bytes
+        self._raw_bytes = 0
+        self._sent_bytes = 0
+        self._due = due
+
+    def sent(self, *, raw_bytes: int, sent_bytes: int) -> None:
+        """A chunk of so many bytes took so many on the lane."""
+        with self._lock:
+            self._left_bytes = max(0, self._left_bytes - raw_bytes)
+            self._raw_bytes += raw_bytes
+            self._sent_bytes += sent_bytes
+
+    def needs_bytes_per_s(self, now: float) -> float:
+        """Without so much it is late, should the rest shrink like what was sent."""
+        with self._lock:
+            shrunk = self._sent_bytes / self._raw_bytes if self._raw_bytes else 1.0
+            left_bytes = self._left_bytes * min(1.0, shrunk)
+        return left_bytes / max(_LEFT_S_MIN, self._due() - now)
+
+
+class PutPacing:
+    """One per data process; a `ChunkGate` for the streams of puts.
+
+    Args:
+        cap_bytes_per_s: 0: none.
+        interface: its counters tell of others' traffic; empty: puts yield to nobody.
+        restoring: whether a load is under way here or served from here; may be asked from any thread.
+        chunk_bytes: size of most pieces.
+        transfer_timeout_s: a connection that is silent for so long is held to be dead.
+        counted: (bytes sent, bytes received) of an interface since it came up; None: it is gone.
+    """
+
+    def __init__(
+        self,
+        *,
+        cap_bytes_per_s: int,
+        interface: str,
+        restoring: Callable[[], bool],
+        meter: LaneMeter,
+        counters: Counters,
+        chunk_bytes: int,
+        transfer_timeout_s: float,
+        counted: Callable[[str], tuple[int, int] | None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cap = float(cap_bytes_per_s) or math.inf
+        self._interface = interface
+        self._restoring = restoring
+        self._meter = meter
+        self._counted = counted or interface_bytes
+        self._clock = clock
+        burst_bytes = chunk_bytes if math.isinf(self._cap) else max(chunk_bytes, int(self._cap * _BURST_S))
+        self._gate = Gate(
+            Pacer(
+                self._cap,
+                burst_bytes=burst_bytes,
+                trickle_s=min(TRICKLE_S, transfer_timeout_s / 4),
+                starve_s=transfer_timeout_s / 2,
+            ),
+            restoring,
+            paused=lambda: counters.add("puts_for_restore"),
+            held_up=lambda: counters.add("puts_paced"),
+            clock=clock,
+        )
+        self._yielding = Yielding()
+        self._lock = threading.Lock()
+        self._lanes: set[Lane] = set()
+        self._courses: set[Course] = set()
+        self._putting = asyncio.Event()
+        self._allowance = Allowance(self._cap, "none" if math.isinf(self._cap) else "cap")
+        #: The last sample: when, what the interface had sent, what our lanes had.
+        self._last: tuple[float, int, WireBytes] | None = None
+
+    # As a gate, asked by the threads of puts.
+
+    def begin(self, stream: object) -> None:
+        """A connection of a put begins."""
+        self._gate.begin(stream)
+        if isinstance(stream, Lane):
+            with self._lock:
+                self._lanes.add(stream)
+            self._limit_lanes()
+
+    def end(self, stream: object) -> None:
+        """It has ended."""
+        self._gate.end(stream)
+        if isinstance(stream, Lane):
+            with self._lock:
+                self._lanes.discard(stream)
+            self._limit_lanes()
+
+    def wait(self, stream: object, size_bytes: int, still_wanted: Callable[[], None]) -> None:
+        """Return when the next chunk may go; `still_wanted` raises when it need not any more."""
+        self._gate.wait(stream, size_bytes, still_wanted)
+
+    # On the event loop.
+
+    @contextlib.contextmanager
+    def put_under_way(self, raw_bytes: int, due: Callable[[], float] | None = None) -> Iterator[Course]:
+        """While a put lasts that should be done at `due()`, on this object's clock; None: no matter when."""
+        course = Course(raw_bytes, due or (lambda: math.inf))
+        self._courses.add(course)
+        self._putting.set()
+        try:
+            yield course
+        finally:
+            self._courses.discard(course)
+            if not self._courses:
+                self._putting.clear()
+
+    async def run(self) -> None:
+        """Look at the traffic, for as long as the process lives."""
+        if not self._interface:
+            await asyncio.Event().wait()
+        while True:
+            self.sample()
+            if self._courses:
+                await asyncio.sleep(SAMPLE_S)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_SAMPLE_S):
+                    await self._putting.wait()
+
+    def sample(self) -> None:
+        """Look at the counters once, and go by what they say."""
+        counted = self._counted(self._interface)
+        if counted is None:
+            self._last = None
+            return
+        now, own = self._clock(), self._meter.total()
+        last, self._last = self._last, (now, counted[0], own)
+        # A counter that has gone back is one of an interface that was taken down and up.
+        if last is None or now <= last[0] or counted[0] < last[1]:
+            return
+        seconds = now - last[0]
+        own_rate = (own.sent - last[2].sent) * WIRE_OVERHEAD / seconds
+        others = max(0.0, (counted[0] - last[1]) / seconds - own_rate)
+        restoring = self._restoring()
+        self._yielding.observe(
+            now, own=own_rate, others=others, putting=bool(self._courses) and not restoring
+        )
+        floor = sum(course.needs_bytes_per_s(now) for course in self._courses)
+        self._allow(self._yielding.allowance(now, floor=floor))
+
+    def report(self) -> peer_pb2.PacingReport:
+        """For people: what holds puts back now, or would if there were any."""
+        now = self._clock()
+        allowed = self._allowance
+        return peer_pb2.PacingReport(
+            bytes_per_s=0 if math.isinf(allowed.bytes_per_s) else int(allowed.bytes_per_s),
+            reason="restore" if self._restoring() else allowed.reason,
+            foreign_bytes_per_s=int(self._yielding.others(now)),
+            capacity_bytes_per_s=int(self._yielding.capacity(now)),
+        )
+
+    def _allow(self, allowance: Allowance) -> None:
+        if allowance.bytes_per_s >= self._cap and not math.isinf(self._cap):
+            allowance = Allowance(self._cap, "cap")
+        if allowance.bytes_per_s == self._allowance.bytes_per_s:
+            self._allowance = allowance
+            return
+        if allowance.reason != self._allowance.reason:
+            logger.debug("puts: %s, %.3g bytes/s", allowance.reason, allowance.bytes_per_s)
+        self._allowance = allowance
+        self._gate.set_rate(max(1.0, allowance.bytes_per_s))
+        self._limit_lanes()
+
+    def _limit_lanes(self) -> None:
+        """Have the kernel space the packets, or a chunk would leave all at once."""
+        with self._lock:
+            share = _SHARE_SLACK * self._allowance.bytes_per_s / max(1, len(self._lanes))
+            for lane in self._lanes:
+                lane.limit(share)
+
+
+def interface_bytes(name: str) -> tuple[int, int] | None:
+    """What an interface has sent and received since it came up; None when there is none of that name."""
+    found = psutil.net_io_counters(pernic=True, nowrap=False).get(name)
+    return None if found is None else (found.bytes_sent, found.bytes_recv)

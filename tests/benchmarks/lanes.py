@@ -1,0 +1,301 @@
+"""The bulk lane by itself: CPU per byte at both ends, its share of shaped links, and what training beside it loses.
+
+CPU is that of the two data processes for copies without codec, digests included. Shaped links are veth pairs between
+network namespaces (root only) with a real daemon in each. `python -m tests.benchmarks.lanes` runs all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+import xxhash
+from tests.netlab.lab import ROOT, Lab
+from tests.netlab.wires import why_not
+
+from fastcheck import Checkpointer
+from fastcheck.admin import AdminClient
+from fastcheck.local import LocalCluster
+
+from .limits import FRAME_BYTES, FramedTcp, frames
+from .report import Figure, print_table
+
+#: Gbit/s, and how long a put is to take at that rate, in seconds: long enough that its beginning does not count, and
+#: little enough memory.
+LINKS = {1.0: 4.0, 2.5: 2.0, 10.0: 1.0}
+#: What is left of a link's rate for payload in packets of 1500 bytes.
+PAYLOAD_CEILING = 0.956
+#: Saves before the measured ones: cold memory at both ends.
+WARM_UP = 2
+CPU_STATE_BYTES = 512 << 20
+ALL_REDUCE_MBIT = 1000.0
+ALL_REDUCE_S = 20.0
+#: The copies beside them: about a third of the link, if they all go.
+COPY_BYTES = 128 << 20
+COPY_EVERY_S = 3.0
+
+_SAVE = """
+import json, sys, torch
+from fastcheck import Checkpointer
+count, saves = int(sys.argv[1]), int(sys.argv[2])
+state = {"w": torch.zeros(count)}
+with Checkpointer("lanes", rank=0, world_size=1) as ckpt:
+    seconds = []
+    for step in range(1, saves + 1):
+        state["w"].uniform_()
+        handle = ckpt.save(step, state)
+        handle.result(timeout=300)
+        seconds.append(handle.stats["replicate_s"])
+print(json.dumps(seconds))
+"""
+#: Saves without end, as a trainer that saves every few seconds.
+_KEEP_SAVING = """
+import sys, time, torch
+from fastcheck import Checkpointer
+state = {"w": torch.rand(int(sys.argv[1]))}
+with Checkpointer("lanes", rank=0, world_size=1) as ckpt:
+    print("ready", flush=True)
+    step = 0
+    while True:
+        step += 1
+        ckpt.save(step, state).result(timeout=300)
+        print(step, flush=True)
+        time.sleep(float(sys.argv[2]))
+"""
+_ALL_REDUCE = """
+import os, sys, time, torch
+import torch.distributed as dist
+os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+rank, seconds = int(sys.argv[1]), float(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"tcp://{sys.argv[2]}:29400", rank=rank, world_size=2)
+tensor, go_on, rounds = torch.ones(4 << 20), torch.ones(1), 0
+dist.all_reduce(tensor)
+started = time.monotonic()
+while go_on.item() == 1:
+    dist.all_reduce(tensor)
+    rounds += 1
+    go_on.fill_(1 if time.monotonic() - started < seconds else 0)
+    dist.broadcast(go_on, 0)
+if rank == 0:
+    print(rounds / (time.monotonic() - started))
+dist.destroy_process_group()
+"""
+
+
+def lane_cpu(rounds: int) -> list[Figure]:
+    """CPU seconds of both data processes per 10^9 bytes copied raw, hashed at both ends."""
+    state = {"w": torch.zeros(CPU_STATE_BYTES // 4)}
+    runs = []
+    with (
+        tempfile.TemporaryDirectory(prefix="fastcheck-bench-") as folder,
+        LocalCluster(Path(folder)) as cluster,
+    ):
+        cluster.up(2, tolerate=1, ram_budget="4GiB", settings={"codec": "never", "spread": 1})
+        data = [_data_process(cluster, node) for node in cluster.node_ids]
+        with Checkpointer("lanes", rank=0, world_size=1, address=cluster.address("node-0")) as ckpt:
+            for step in range(1, WARM_UP + rounds + 1):
+                state["w"].uniform_()
+                before = sum(map(_cpu_s, data))
+                ckpt.save(step, state).result(timeout=300)
+                used_s = sum(map(_cpu_s, data)) - before
+                if step > WARM_UP:
+                    runs.append(used_s / (CPU_STATE_BYTES / 1e9))
+    return [Figure("lane without codec, CPU of both ends, digests included", "s/GB", runs, goal="<= 0.35")]
+
+
+def sending_ways(rounds: int) -> list[Figure]:
+    """CPU of both ends per 10^9 bytes: hashed, then sent from the mapping or by `sendfile` from its file."""
+    size = 64 * FRAME_BYTES
+    runs: dict[str, list[float]] = {"sendmsg": [], "sendfile": []}
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        with mmap.mmap(file.fileno(), size) as mapped, memoryview(mapped) as view:
+            for start in range(0, size, mmap.PAGESIZE):
+                view[start] = 1
+            limit = FramedTcp(size, 1)
+            receiver = psutil.Process(limit._receiver.pid)
+
+            def from_mapping(sock: socket.socket, low: int, high: int) -> None:
+                while low < high:
+                    low += sock.send(view[low:high])
+
+            def from_file(sock: socket.socket, low: int, high: int) -> None:
+                while low < high:
+                    low += os.sendfile(sock.fileno(), file.fileno(), low, high - low)
+
+            ways: dict[str, Callable[[socket.socket, int, int], None]]
+            ways = {"sendmsg": from_mapping, "sendfile": from_file}
+            try:
+                for _ in range(rounds):
+                    for name, send in ways.items():
+                        before = time.process_time() + _cpu_s(receiver)
+                        _send_all(limit._port, view, send)
+                        used_s = time.process_time() + _cpu_s(receiver) - before
+                        runs[name].append(used_s / (size / 1e9))
+            finally:
+                limit.close()
+    return [
+        Figure(
+            "hashed, then sent by sendfile, CPU of both ends",
+            "s/GB",
+            runs["sendfile"],
+            runs["sendmsg"],
+            "sendmsg",
+        )
+    ]
+
+
+def _send_all(port: int, view: memoryview, send: Callable[[socket.socket, int, int], None]) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(b"\0")
+        for low, high in frames(len(view), 0, 1):
+            with view[low:high] as chunk:
+                xxhash.xxh3_128_digest(chunk)
+            sock.sendall(bytes(64), socket.MSG_MORE)
+            send(sock, low, high)
+        sock.shutdown(socket.SHUT_WR)
+        sock.recv(1)
+
+
+def link_shares(rounds: int) -> list[Figure]:
+    """State bytes per second of a put over a shaped link, as a share of what the link has for payload."""
+    figures = []
+    for rate, lasts_s in LINKS.items():
+        size = int(rate * 1e9 / 8 * lasts_s) // 4 * 4
+        lab = {
+            "codec": "never",
+            "spread": 1,
+            "pacing": "off",
+            "keep_steps": 1,
+            "ram_budget_bytes": f"{5 * size >> 20}MiB",
+        }
+        with (
+            tempfile.TemporaryDirectory(prefix="fastcheck-bench-") as folder,
+            Lab(Path(folder), 3, **lab) as cluster,
+        ):
+            cluster.network.shape("node-0", rate * 1000)
+            seconds = json.loads(cluster.train("node-0", _SAVE, size // 4, WARM_UP + rounds))[WARM_UP:]
+        ceiling = rate * 1e9 / 8 * PAYLOAD_CEILING
+        figures.append(
+            Figure(f"put over {rate:g} Gbit/s, share of the payload ceiling", "", [size / s / ceiling for s in seconds],
+                   goal=">= 0.98")
+        )  # fmt: skip
+    return figures
+
+
+def all_reduces(rounds: int) -> list[Figure]:
+    """All-reduces per second of two ranks over a shaped link: alone, and while one of them replicates."""
+    runs: dict[str, list[float]] = {"alone": [], "off": [], "adaptive": []}
+    how_much = [str(COPY_BYTES // 4), str(COPY_EVERY_S)]
+    for _ in range(rounds):
+        for pacing in ("off", "adaptive"):
+            lab = {"codec": "never", "spread": 1, "pacing": pacing, "ram_budget_bytes": "2GiB"}
+            with (
+                tempfile.TemporaryDirectory(prefix="fastcheck-bench-") as folder,
+                Lab(Path(folder), 3, **lab) as cluster,
+            ):
+                for node in ("node-0", "node-1"):
+                    cluster.network.shape(node, ALL_REDUCE_MBIT)
+                if pacing == "adaptive":
+                    runs["alone"].append(_all_reduces_per_s(cluster))
+                saver = subprocess.Popen(
+                    cluster.network.command("node-0", sys.executable, "-c", _KEEP_SAVING, *how_much),
+                    env=os.environ | {"FASTCHECK_ADDRESS": cluster.address("node-0"), "PYTHONPATH": _path()},
+                    stdout=subprocess.PIPE, text=True, cwd=ROOT,
+                )  # fmt: skip
+                try:
+                    assert saver.stdout is not None and saver.stdout.readline() == "ready\n"
+                    before = _bytes_sent(cluster)
+                    runs[pacing].append(_all_reduces_per_s(cluster))
+                    if not (sent := _bytes_sent(cluster) - before):
+                        raise RuntimeError("nothing was copied meanwhile: the figure would say nothing")
+                    print(
+                        f"pacing {pacing}: {sent / 1e6:.0f} MB copied meanwhile", file=sys.stderr, flush=True
+                    )
+                finally:
+                    saver.kill()
+                    saver.wait(10)
+    link = f"{ALL_REDUCE_MBIT / 1000:g} Gbit/s"
+    said = f"all-reduce of 16 MiB over {link} while {COPY_BYTES >> 20} MiB are copied every {COPY_EVERY_S:g} s or so"
+    return [
+        Figure(f"{said}, pacing: {pacing}", "per s", runs[pacing], runs["alone"], "alone", goal)
+        for pacing, goal in (("off", ""), ("adaptive", "ratio >= 0.95"))
+    ]
+
+
+def _all_reduces_per_s(cluster: Lab) -> float:
+    where = cluster.network.address("node-0")
+    ranks = [
+        subprocess.Popen(
+            cluster.network.command(
+                f"node-{rank}", sys.executable, "-c", _ALL_REDUCE, str(rank), where, str(ALL_REDUCE_S)
+            ),
+            stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    try:
+        out, _ = ranks[0].communicate(timeout=ALL_REDUCE_S + 60)
+        return float(out)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(10)
+
+
+def _bytes_sent(cluster: Lab) -> int:
+    with AdminClient(cluster.address("node-0"), timeout_s=10) as admin:
+        node = next(n for n in admin.nodes()["nodes"] if n["node_id"] == "node-0")
+    return int(node["counters"]["bytes_sent"])
+
+
+def _path() -> str:
+    return os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)
+
+
+def _data_process(cluster: LocalCluster, node: str) -> psutil.Process:
+    found = [psutil.Process(pid) for pid in cluster.pids(node)]
+    return next(p for p in found if p.cmdline()[-2:] == ["child", "data"])
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+PARTS: dict[str, Callable[[int], list[Figure]]] = {
+    "cpu": lane_cpu,
+    "ways": sending_ways,
+    "shares": link_shares,
+    "allreduce": all_reduces,
+}
+NEED_NAMESPACES = ("shares", "allreduce")
+
+
+def lanes(rounds: int, say: Callable[[str], None], parts: Sequence[str] = tuple(PARTS)) -> list[Figure]:
+    """All figures that can be had here; `say` is told what is left out."""
+    figures = []
+    for name in parts:
+        if name in NEED_NAMESPACES and (reason := why_not()):
+            say(f"lanes over shaped links are left out: {reason}")
+            continue
+        say(f"lanes: {name}")
+        figures += PARTS[name](rounds)
+    return figures
+
+
+if __name__ == "__main__":
+    wanted = sys.argv[2:] or list(PARTS)
+    print_table(
+        lanes(int(sys.argv[1]) if len(sys.argv) > 1 else 3, lambda text: print(text, file=sys.stderr), wanted)
+    )

@@ -1,0 +1,180 @@
+"""Lanes under TLS: the same transfers, between nodes that show who they are; everybody else is closed, and soon."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from tests.certificates import Authority
+from transfer_harness import (
+    CHUNK,
+    Holder,
+    Owner,
+    eventually,
+    manifest_of,
+    running_holder,
+    running_owner,
+    some_bytes,
+)
+
+from fastcheckd.config import Config
+from fastcheckd.digests import shard_digest
+from fastcheckd.errors import ConfigError, CorruptError, PeerError
+from fastcheckd.transfer import lane_server
+from fastcheckd.transfer.lane_tls import LaneTls
+
+SIZE = 20 * CHUNK + 17
+
+
+def tls_of(authority: Authority, node_id: str, *, cluster_id: str = "fastcheck") -> LaneTls:
+    files = authority.settings(cluster_id, node_id)
+    return LaneTls(Config(cluster_id=cluster_id, node_id=node_id, lane_tls=True, **files))
+
+
+def run(
+    folder: Path,
+    story: Callable[[Holder, Owner], Awaitable[None]],
+    *,
+    holder: LaneTls | None,
+    owner: LaneTls | None,
+    hello_timeout_s: float = 5.0,
+) -> None:
+    async def both() -> None:
+        async with (
+            running_holder(folder, tls=holder, hello_timeout_s=hello_timeout_s) as there,
+            running_owner(tls=owner) as here,
+        ):
+            await story(there, here)
+
+    asyncio.run(asyncio.wait_for(both(), 60))
+
+
+def test_a_shard_goes_there_and_comes_back_under_tls(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+
+    async def story(holder: Holder, owner: Owner) -> None:
+        data = some_bytes(SIZE)
+        digest = await owner.put(holder.ref(), data)
+        into = bytearray(SIZE)
+        key = manifest_of(SIZE).key
+        manifest = await owner.client.get_shard(holder.ref(), key, digest, memoryview(into), lambda _: None)
+        assert into == data
+        assert shard_digest(manifest.chunk_digests) == digest
+        assert holder.counters.get("lane_rejected") == 0
+        await eventually(lambda: holder.lane.connections == 0)
+
+    run(tmp_path, story, holder=tls_of(authority, "holder"), owner=tls_of(authority, "owner"))
+
+
+@pytest.mark.parametrize(
+    ("make_holder", "make_owner", "why"),
+    [
+        (lambda a, _: tls_of(a, "holder"), lambda a, _: None, "failed|ended"),
+        (lambda a, _: None, lambda a, _: tls_of(a, "owner"), "no TLS on the lane.*lane_tls must be the same"),
+        (lambda a, _: tls_of(a, "someone"), lambda a, _: tls_of(a, "owner"), "is that of someone"),
+        (lambda a, _: tls_of(a, "holder"), lambda a, _: tls_of(a, "thief"), "failed|ended"),
+        (
+            lambda a, _: tls_of(a, "holder"),
+            lambda a, b: tls_of(b, "owner"),
+            "no TLS on the lane: its certificate",
+        ),
+        (
+            lambda a, _: tls_of(a, "holder", cluster_id="other"),
+            lambda a, _: tls_of(a, "owner"),
+            "is that of nobody of this cluster",
+        ),
+    ],
+    ids=[
+        "plain client",
+        "plain server",
+        "another node",
+        "a ticket of another",
+        "another authority",
+        "another cluster",
+    ],
+)
+def test_who_is_not_who_is_meant_gets_nothing(
+    tmp_path: Path,
+    make_holder: Callable[..., LaneTls | None],
+    make_owner: Callable[..., LaneTls | None],
+    why: str,
+) -> None:
+    mine, foreign = Authority(tmp_path / "ca"), Authority(tmp_path / "foreign")
+
+    async def story(holder: Holder, owner: Owner) -> None:
+        with pytest.raises((PeerError, CorruptError), match=why):
+            await owner.put(holder.ref(), some_bytes(SIZE))
+        await eventually(lambda: holder.lane.connections == 0)
+        assert holder.counters.get("shards_received") == 0
+        await eventually(lambda: holder.reserved_bytes == 0)
+
+    run(tmp_path, story, holder=make_holder(mine, foreign), owner=make_owner(mine, foreign))
+
+
+def test_a_certificate_of_another_cluster_is_refused_though_the_authority_is_ours(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    holder_tls, stranger = tls_of(authority, "holder"), tls_of(authority, "owner", cluster_id="other")
+
+    async def story(holder: Holder, owner: Owner) -> None:
+        def connect() -> None:
+            with socket.create_connection(("127.0.0.1", holder.lane.port), 5) as sock:
+                protected = stranger.context(accepting=False).wrap_socket(sock)
+                with protected, contextlib.suppress(ssl.SSLError, ConnectionError):
+                    assert protected.recv(1) == b""
+
+        await asyncio.to_thread(connect)
+        await eventually(lambda: holder.counters.get("lane_rejected") == 1)
+
+    run(tmp_path, story, holder=holder_tls, owner=tls_of(authority, "owner"))
+
+
+def test_silent_slow_and_many_strangers_are_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_server, "UNPROVED_MAX", 3)
+    authority = Authority(tmp_path / "ca")
+
+    async def story(holder: Holder, owner: Owner) -> None:
+        address = ("127.0.0.1", holder.lane.port)
+        with contextlib.ExitStack() as stack:
+            strangers = [stack.enter_context(socket.create_connection(address, 5)) for _ in range(3)]
+            await eventually(lambda: holder.lane.connections == 3)
+            one_too_many = stack.enter_context(socket.create_connection(address, 5))
+            started = time.monotonic()
+            await eventually(lambda: holder.counters.get("lane_rejected") == 1)
+            assert holder.lane.connections == 3, "it was not even asked who it is"
+            assert await asyncio.to_thread(_ends, one_too_many)
+            strangers[1].sendall(b"\x16\x03\x01")  # begins like a handshake, and never goes on
+            strangers[2].sendall(b"\x16\x03\x01\x40\x00" + bytes(0x4000))  # noise
+            for stranger in strangers:
+                assert await asyncio.to_thread(_ends, stranger)
+            assert time.monotonic() - started < 8
+        await eventually(lambda: holder.lane.connections == 0)
+        assert holder.counters.get("lane_rejected") == 4
+        await owner.put(holder.ref(), some_bytes(SIZE))
+
+    run(
+        tmp_path,
+        story,
+        holder=tls_of(authority, "holder"),
+        owner=tls_of(authority, "owner"),
+        hello_timeout_s=2.0,
+    )
+
+
+def _ends(sock: socket.socket) -> bool:
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def test_tls_needs_its_files() -> None:
+    with pytest.raises(ConfigError, match=r"lane_tls.*needs tls_cert_file"):
+        Config(lane_tls=True)

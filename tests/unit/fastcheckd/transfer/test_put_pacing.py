@@ -1,0 +1,220 @@
+"""What holds puts back, and by how much: the cap, other traffic, a restore; and that the kernel's counts are ours."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import struct
+import threading
+from pathlib import Path
+
+import pytest
+from transfer_harness import CHUNK, running_holder, running_owner, some_bytes
+
+from fastcheckd.counters import Counters
+from fastcheckd.errors import PeerError
+from fastcheckd.transfer.lane import Lane
+from fastcheckd.transfer.lane_meter import LaneMeter, WireBytes
+from fastcheckd.transfer.pacing import Gate, Pacer
+from fastcheckd.transfer.put_pacing import Course, PutPacing, interface_bytes
+
+MB = 1_000_000
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes when a test says so."""
+    monkeypatch.setattr("fastcheckd.transfer.pacing.time.sleep", lambda _: None)
+
+
+class Stand:
+    """A pacing whose clock and interface are told what they show."""
+
+    def __init__(self, *, cap: int = 0, interface: str = "eth0") -> None:
+        self.now = 100.0
+        self.sent = 0
+        self.there = True
+        self.restoring = threading.Event()
+        self.counters = Counters()
+        self.pacing = PutPacing(
+            cap_bytes_per_s=cap,
+            interface=interface,
+            restoring=self.restoring.is_set,
+            meter=LaneMeter(),
+            counters=self.counters,
+            chunk_bytes=1 * MB,
+            transfer_timeout_s=10.0,
+            counted=lambda _: (self.sent, 0) if self.there else None,
+            clock=lambda: self.now,
+        )
+
+    def others_send(self, bytes_per_s: float, seconds: float = 1.0) -> None:
+        for _ in range(round(seconds * 10)):
+            self.now += 0.1
+            self.sent += int(bytes_per_s / 10)
+            self.pacing.sample()
+
+    @property
+    def told(self) -> tuple[str, int]:
+        report = self.pacing.report()
+        return report.reason, report.bytes_per_s
+
+
+def test_nothing_is_held_back_without_cap_traffic_or_restore() -> None:
+    stand = Stand()
+    stand.others_send(0)
+    assert stand.told == ("none", 0)
+    for _ in range(1000):
+        stand.pacing.wait("s", MB, lambda: None)
+    assert stand.counters.get("puts_paced") == 0
+
+
+def test_the_cap_is_a_rate_for_all_puts_together() -> None:
+    stand = Stand(cap=10 * MB, interface="")
+    for stream in "ab":
+        stand.pacing.begin(stream)
+    assert stand.told == ("cap", 10 * MB)
+    passed = 0
+
+    def tick() -> None:
+        stand.now += 0.01
+        if stand.now > 110.0:
+            raise PeerError("time is up")
+
+    with pytest.raises(PeerError):
+        while True:
+            stand.pacing.wait("ab"[passed % 2], MB, tick)
+            passed += 1
+    assert 95 <= passed <= 103
+    assert stand.counters.get("puts_paced") >= 90
+
+
+def test_puts_give_way_to_others_but_are_in_time_and_never_above_the_cap() -> None:
+    stand = Stand(cap=60 * MB)
+    with stand.pacing.put_under_way(300 * MB, lambda: 200.0):
+        stand.others_send(100 * MB, 2)
+        reason, rate = stand.told
+        assert reason == "deadline"
+        assert rate == pytest.approx(300 * MB / 98, rel=0.01)
+        stand.now = 195.0
+        stand.others_send(100 * MB, 1)
+        assert stand.told == ("cap", 60 * MB)
+    stand.others_send(0, 10)
+    assert stand.told == ("cap", 60 * MB)
+
+
+def test_an_interface_that_went_away_or_was_reset_misleads_nobody() -> None:
+    stand = Stand()
+    stand.others_send(100 * MB, 1)
+    stand.there = False
+    stand.others_send(0, 1)
+    stand.there, stand.sent = True, 0
+    stand.others_send(0, 5)
+    assert stand.told == ("none", 0)
+    assert stand.pacing.report().capacity_bytes_per_s <= 101 * MB
+
+
+def test_while_somebody_restores_a_put_has_a_trickle_and_that_is_counted() -> None:
+    stand = Stand()
+    stand.restoring.set()
+    stand.pacing.begin("s")
+    passed: list[float] = []
+
+    def tick() -> None:
+        stand.now += 0.05
+        if stand.now > 105.0:
+            stand.restoring.clear()
+
+    for _ in range(20):
+        stand.pacing.wait("s", MB, tick)
+        passed.append(stand.now - 100.0)
+    assert 4 <= sum(at <= 5.0 for at in passed) <= 6
+    assert passed[-1] < 6.0, "when the restore is done, nothing is held back any more"
+    assert stand.counters.get("puts_for_restore") >= 4
+    stand.restoring.set()
+    assert stand.told == ("restore", 0)
+
+
+def test_what_a_put_needs_goes_by_what_is_left_and_how_much_it_shrinks() -> None:
+    course = Course(100 * MB, lambda: 110.0)
+    assert course.needs_bytes_per_s(100.0) == pytest.approx(10 * MB)
+    course.sent(raw_bytes=50 * MB, sent_bytes=10 * MB)
+    assert course.needs_bytes_per_s(100.0) == pytest.approx(1 * MB)
+    assert course.needs_bytes_per_s(109.0) == pytest.approx(10 * MB)
+    assert math.isfinite(course.needs_bytes_per_s(1000.0))
+    course.sent(raw_bytes=60 * MB, sent_bytes=60 * MB)  # a resend
+    assert course.needs_bytes_per_s(100.0) == 0.0
+    assert Course(MB, lambda: math.inf).needs_bytes_per_s(0.0) == 0.0
+
+
+def test_a_node_that_restores_takes_the_copies_of_others_by_a_trickle(tmp_path: Path) -> None:
+    restoring = threading.Event()
+    restoring.set()
+    paused = threading.Semaphore(0)
+    gate = Gate(Pacer(math.inf, burst_bytes=CHUNK, trickle_s=3600.0), restoring.is_set, paused.release)
+
+    async def story() -> None:
+        async with running_holder(tmp_path, gate=gate) as holder, running_owner() as owner:
+            put = asyncio.create_task(owner.put(holder.ref(), some_bytes(8 * CHUNK)))
+            for _ in range(owner.client._config.lane_streams):
+                assert await asyncio.to_thread(paused.acquire, timeout=10)
+            assert holder.counters.get("bytes_received") == 0 and not put.done()
+            assert not holder.lane.serving
+            restoring.clear()
+            await put
+            assert holder.counters.get("bytes_received") == 8 * CHUNK
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+@pytest.fixture
+def connection() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        there, _ = listener.accept()
+    return here, there
+
+
+def drain(sock: socket.socket, size: int) -> None:
+    while size:
+        size -= len(sock.recv(1 << 16))
+
+
+def test_the_kernel_counts_our_bytes_for_open_and_closed_lanes(
+    connection: tuple[socket.socket, socket.socket],
+) -> None:
+    here, there = connection
+    with here, there:
+        meter, lane, other = LaneMeter(), Lane(here, "b", 5.0), Lane(there, "a", 5.0)
+        meter.add(lane)
+        assert meter.total() == WireBytes(0, 0)
+        here.sendall(b"x" * 300_000)
+        drain(there, 300_000)
+        assert meter.total() == WireBytes(300_000, 0)
+        meter.add(other)
+        assert meter.total() == WireBytes(300_000, 300_000)
+        meter.remove(lane)
+        meter.remove(lane)
+        assert meter.total() == WireBytes(300_000, 300_000)
+
+
+def test_a_limited_lane_is_spaced_by_the_kernel(connection: tuple[socket.socket, socket.socket]) -> None:
+    here, there = connection
+    with here, there:
+        lane = Lane(here, "b", 5.0)
+        lane.limit(2 * MB)
+        (limited,) = _max_pacing(here)
+        assert limited == 2 * MB
+        lane.limit(math.inf)
+        assert _max_pacing(here)[0] >= 2**32 - 1
+
+
+def _max_pacing(sock: socket.socket) -> tuple[int]:
+    return struct.unpack_from("@Q", sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208), 112)
+
+
+def test_the_machines_own_counters_are_read() -> None:
+    found = interface_bytes("lo")
+    assert found is not None and found[0] >= 0
+    assert interface_bytes("nosuch0") is None
