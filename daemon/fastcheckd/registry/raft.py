@@ -75,7 +75,8 @@ class _Machine(SyncObjConsumer):  # type: ignore[misc]  # pysyncobj has no types
 
     def __init__(self) -> None:
         super().__init__()
-        self.lock = threading.Lock()
+        # Reentrant: a reader may ask something that reads.
+        self.lock = threading.RLock()
         self.state = new_state()
 
     @replicated  # type: ignore[untyped-decorator]

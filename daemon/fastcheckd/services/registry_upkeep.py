@@ -17,6 +17,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from ..digests import DIGEST_BYTES
 from ..errors import FencedError, InvalidRequestError
 from ..registry.commands import holder_change, rehold
+from ..registry.denials import denied_in
 from ..registry.foreman import Foreman
 from ..registry.holding import CHANGES_MAX
 from ..registry.records import Json
@@ -114,7 +115,7 @@ class RegistryUpkeep(Deciding):
                 tolerate=self._config.tolerate,
                 voters=voters,
                 unwell=unwell,
-                denied=self._foreman.denied,
+                denied=denied_in(state),
             )
             return rpb.SafeToStopResponse(
                 safe=verdict.safe,
