@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="codec, growth, lossy, paper, placement, restore, scale, staging: little of everything, to see that it runs",
+        help="little of everything, to see that it runs; not of every part",
     )
     parser.add_argument("--plots", type=Path, help="write plots of this run into this folder, as SVG")
     paper_report.add_arguments(parser)
