@@ -44,11 +44,11 @@ $(PROTO_READY):
 demo: $(READY)
 	$(BIN)/fastcheck demo
 
-# Real clusters mostly wait: two runs at a time, the one without clusters beside one half of those, then the other.
+# Real clusters mostly wait: two runs at a time. The longer half of those runs beside all else.
 CLUSTERS_1 := tests/cluster/test_[a-j]*.py
 CLUSTERS_2 := tests/cluster/test_[k-z]*.py
 test: $(READY)
-	$(MAKE) --no-print-directory --keep-going --jobs=2 test-clusters-1 test-rest test-clusters-2
+	$(MAKE) --no-print-directory --keep-going --jobs=2 test-clusters-2 test-rest test-clusters-1
 
 test-clusters-1 test-clusters-2: test-clusters-%: $(READY)
 	$(BIN)/python -m pytest -p no:cacheprovider --durations=15 $(CLUSTERS_$*) $(if $(filter 2,$*),tests/netlab)
