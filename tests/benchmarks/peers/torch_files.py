@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,34 @@ class TorchSave:
 
     def restore(self, state: State) -> None:
         """It has no way to load into tensors that exist."""
-        fill(state, torch.load(self._file))
+        fill(state, torch.load(self._file, weights_only=True))
 
     def close(self) -> None:
         """The folder goes with the process."""
+
+
+class _StepFolders:
+    """One folder per step of a run; when one is whole, the one before goes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._newest: Path | None = None
+
+    def new(self, step: int) -> Path:
+        """Where it goes."""
+        return self._folder / f"step-{step}"
+
+    @property
+    def newest(self) -> Path:
+        """The last one that was kept."""
+        assert self._newest is not None
+        return self._newest
+
+    def keep(self, path: Path) -> None:
+        """It is whole now."""
+        if self._newest is not None:
+            shutil.rmtree(self._newest)
+        self._newest = path
 
 
 class Dcp:
@@ -46,8 +69,7 @@ class Dcp:
         import torch.distributed.checkpoint as dcp  # noqa: PLC0415
 
         self._dcp, self._dist = dcp, dist
-        self._folder, self._kind = folder, kind
-        self._newest: Path | None = None
+        self._folders, self._kind = _StepFolders(folder), kind
         self._stager: Any = None
         self._options: dict[str, Any] = {}
         if kind == "process":
@@ -72,29 +94,23 @@ class Dcp:
 
     def save(self, step: int, state: State) -> UntilSafe:
         """`save` returns when the files are there; the others when the state is copied."""
-        path = self._folder / f"step-{step}"
+        path = self._folders.new(step)
         if self._kind == "save":
             self._dcp.save(state, checkpoint_id=path)
-            self._keep(path)
+            self._folders.keep(path)
             return already_safe
         future = self._dcp.async_save(state, checkpoint_id=path, **self._options)
 
         def until_safe() -> dict[str, float]:
             future.result()
-            self._keep(path)
+            self._folders.keep(path)
             return {}
 
         return until_safe
 
-    def _keep(self, path: Path) -> None:
-        if self._newest is not None:
-            shutil.rmtree(self._newest)
-        self._newest = path
-
     def restore(self, state: State) -> None:
         """Straight into the tensors that exist."""
-        assert self._newest is not None
-        self._dcp.load(state, checkpoint_id=self._newest)
+        self._dcp.load(state, checkpoint_id=self._folders.newest)
 
     def close(self) -> None:
         """End what was started."""
@@ -111,36 +127,29 @@ class Torchsnapshot:
         import torchsnapshot  # noqa: PLC0415
 
         self._lib: Any = torchsnapshot
-        self._folder, self._in_background = folder, in_background
-        self._newest: Path | None = None
-        self._numbers = itertools.count()
+        self._folders, self._in_background = _StepFolders(folder), in_background
 
     def save(self, step: int, state: State) -> UntilSafe:
         """`take` returns when the files are there, `async_take` when the state is copied."""
-        path = self._folder / f"step-{step}"
+        path = self._folders.new(step)
         app = {"state": self._lib.StateDict(**state)}
         if not self._in_background:
             self._lib.Snapshot.take(str(path), app)
-            self._keep(path)
+            self._folders.keep(path)
             return already_safe
         pending = self._lib.Snapshot.async_take(str(path), app)
 
         def until_safe() -> dict[str, float]:
             pending.wait()
-            self._keep(path)
+            self._folders.keep(path)
             return {}
 
         return until_safe
 
-    def _keep(self, path: Path) -> None:
-        if self._newest is not None:
-            shutil.rmtree(self._newest)
-        self._newest = path
-
     def restore(self, state: State) -> None:
         """Straight into the tensors that exist."""
         app = {"state": self._lib.StateDict(**state)}
-        self._lib.Snapshot(str(self._newest)).restore(app)
+        self._lib.Snapshot(str(self._folders.newest)).restore(app)
         fill(state, app["state"])  # a no-op copy where it is the very tensor
 
     def close(self) -> None:
