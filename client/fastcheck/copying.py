@@ -24,6 +24,9 @@ from .state.flatten import FlatState, Piece
 from .state.places import Move
 
 _PIECE_BYTES = 16 << 20
+#: Moves out of a segment are cut into pieces of this to twice this. Beyond a part of the processor's last cache, 43 MB
+#: where it has 105, memmove writes past the caches, and takes two thirds of the time.
+_POUR_BYTES = 48 << 20
 #: Below this, waking threads costs more than they save.
 _PARALLEL_BYTES_MIN = 32 << 20
 
@@ -187,9 +190,11 @@ def carried(piece: Piece, segment: torch.Tensor) -> Pair:
 
 
 def _cut(moves: Sequence[Move]) -> Iterator[Move]:
-    for into, source, size in moves:
-        for start in range(0, size, _PIECE_BYTES):
-            yield into + start, source + start, min(_PIECE_BYTES, size - start)
+    """The largest first, so that the threads end together."""
+    for into, source, size in sorted(moves, key=lambda move: -move[2]):
+        step = -(-size // max(1, size // _POUR_BYTES))
+        for start in range(0, size, step):
+            yield into + start, source + start, min(step, size - start)
 
 
 def _moves(pieces: Iterable[Piece], base: int) -> Iterator[Move]:

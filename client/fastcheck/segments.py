@@ -6,6 +6,7 @@ file that the daemon removed or replaced is noticed by its inode and unmapped.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
@@ -25,6 +26,22 @@ _PAGE_BYTES = mmap.PAGESIZE
 #: Pages that are only read need no memory set aside. Python names the flag from 3.13 on.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
+_MAP_FIXED = 0x10
+#: A mapping that begins at a multiple of this may consist of large pages, if the file does.
+_LARGE_PAGE_BYTES = 2 << 20
+
+# Through ctypes, since mmap.mmap cannot say where a mapping begins.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.mmap.restype = ctypes.c_void_p
+
 #: Device, inode and size: another file under the same path has another one.
 FileIdentity = tuple[int, int, int]
 
@@ -35,17 +52,26 @@ class Segment:
     The mapping lives as long as any view of `tensor` does, so a forgotten view never crashes.
     """
 
-    def __init__(self, mapping: mmap.mmap, identity: FileIdentity | None = None) -> None:
+    def __init__(self, mapping: mmap.mmap, identity: FileIdentity | None = None, start: int = 0) -> None:
+        """`start`: where in the mapping the file begins; it ends a large page later than the file at most."""
         self._mapping = mapping
+        self._start = start
+        self._bytes = identity[2] if identity is not None else len(mapping)
         self.identity = identity
         #: Whether its pages were touched through this mapping, so that a copy into it does not meet cold ones.
         self.warm = False
         # Through a memoryview, so that the mapping knows that it is in use and refuses to be closed.
-        self.tensor = torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
+        self.tensor = self._look()
+
+    def _look(self) -> torch.Tensor:
+        return torch.frombuffer(self._window(), dtype=torch.uint8)
+
+    def _window(self) -> memoryview:
+        return memoryview(self._mapping)[self._start : self._start + self._bytes]
 
     def write(self, offset: int, data: bytes) -> None:
         """Put bytes into the mapping."""
-        self._mapping[offset : offset + len(data)] = data
+        self._window()[offset : offset + len(data)] = data
 
     def release(self) -> bool:
         """Unmap a private mapping. Returns False if something still views it; that gets its own memory."""
@@ -59,7 +85,7 @@ class Segment:
             else:
                 return True
         # Writing to a page of a private mapping parts it from the file, which the daemon will reuse.
-        touched = torch.frombuffer(memoryview(self._mapping), dtype=torch.uint8)[::_PAGE_BYTES]
+        touched = self._look()[::_PAGE_BYTES]
         touched.copy_(touched.clone())
         return False
 
@@ -97,11 +123,30 @@ def map_file(ref: pb.SegmentRef, *, private: bool = False) -> Segment:
             raise CorruptError(f"the daemon's segment {ref.path} is not a file of this user or of root")
         if found.st_size < max(1, ref.bytes):
             raise CorruptError(f"the daemon's segment {ref.path} has {found.st_size} bytes, not {ref.bytes}")
-        kind = mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
-        mapping = mmap.mmap(fd, found.st_size, flags=kind, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        return Segment(mapping, _identity(found))
+        mapping, start = _map_aligned(fd, found.st_size, private=private)
+        return Segment(mapping, _identity(found), start)
     finally:
         os.close(fd)
+
+
+def _map_aligned(fd: int, size: int, *, private: bool) -> tuple[mmap.mmap, int]:
+    """A mapping with the file in it, from a multiple of a large page on, and where in it that is.
+
+    The room to align in is reserved and the file put over a part of it: unmapping the whole unmaps both.
+    """
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    mapping = mmap.mmap(
+        -1,
+        size + _LARGE_PAGE_BYTES,
+        flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
+        prot=protection,
+    )
+    base = torch.frombuffer(memoryview(mapping), dtype=torch.uint8).data_ptr()
+    start = -base % _LARGE_PAGE_BYTES
+    kind = mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
+    if _libc.mmap(base + start, size, protection, kind | _MAP_FIXED, fd, 0) != base + start:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return mapping, start
 
 
 def _identity(found: os.stat_result) -> FileIdentity:

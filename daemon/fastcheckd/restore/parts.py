@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
@@ -41,7 +42,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank's state lies in the gathered segment, and its header in there."""
+    """Where one rank's state lies in the whole's segment, and its header in there."""
 
     offset: int
     bytes: int
@@ -52,7 +53,7 @@ class Place:
 Bring = Callable[[rpb.RankRecord, Bytes], Awaitable[pb.ShardManifest]]
 
 
-def is_gathered(record: rpb.StepRecord) -> bool:
+def is_in_parts(record: rpb.StepRecord) -> bool:
     """Whether a step's ranks saved parts of one state."""
     return any(rank.HasField("shared") for rank in record.ranks)
 
@@ -68,7 +69,7 @@ def places(ranks: Sequence[rpb.RankRecord]) -> list[Place]:
 
 
 @dataclass(eq=False)
-class Gathered:
+class Whole:
     """All parts of a step, for as long as somebody reads them."""
 
     segment: Segment
@@ -93,15 +94,16 @@ class Gathered:
         )
 
 
-class Gatherings:
-    """What is gathered at present. Owned by the event loop's thread."""
+class Wholes:
+    """The whole states that somebody reads at present. Owned by the event loop's thread."""
 
     def __init__(self, store: RamStore) -> None:
         self._store = store
-        self._locks: dict[str, asyncio.Lock] = {}
-        self._gathered: dict[tuple[str, int, bytes], Gathered] = {}
+        #: By job, for as long as somebody holds or awaits one.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._wholes: dict[tuple[str, int, bytes], Whole] = {}
 
-    async def take(self, record: rpb.StepRecord, bring: Bring) -> Gathered:
+    async def take(self, record: rpb.StepRecord, bring: Bring) -> Whole:
         """The step's parts in one segment until `let_go`; brought here if nobody reads them yet.
 
         Raises:
@@ -111,21 +113,23 @@ class Gatherings:
         digests = hashlib.sha256(b"".join(shard.digest for rank in record.ranks for shard in rank.shards))
         key = (record.job, record.step, digests.digest())
         async with self._locks.setdefault(record.job, asyncio.Lock()):
-            found = self._gathered.get(key)
+            found = self._wholes.get(key)
             if found is None:
-                found = await self._gather(key, record, bring)
-                self._gathered[key] = found
+                found = await self._bring_together(key, record, bring)
+                self._wholes[key] = found
             found.readers += 1
         return found
 
-    def let_go(self, found: Gathered) -> None:
+    def let_go(self, found: Whole) -> None:
         """One reader less; the last one's end is the segment's."""
         found.readers -= 1
         if not found.readers:
-            del self._gathered[found.key]
+            del self._wholes[found.key]
             self._store.discard(found.segment)
 
-    async def _gather(self, key: tuple[str, int, bytes], record: rpb.StepRecord, bring: Bring) -> Gathered:
+    async def _bring_together(
+        self, key: tuple[str, int, bytes], record: rpb.StepRecord, bring: Bring
+    ) -> Whole:
         ranks = sorted(record.ranks, key=lambda rank: rank.rank)
         where = places(ranks)
         size = where[-1].offset + where[-1].bytes
@@ -139,7 +143,7 @@ class Gatherings:
             for rank, place in zip(ranks, where, strict=True)
         ]
         try:
-            return Gathered(segment, where, key, list(await asyncio.gather(*bringing)))
+            return Whole(segment, where, key, list(await asyncio.gather(*bringing)))
         except BaseException:
             # One that failed, or a caller that is gone, ends all, and only then is the segment given back.
             for task in bringing:

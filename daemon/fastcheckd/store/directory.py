@@ -16,6 +16,7 @@ import stat
 from pathlib import Path
 
 from ..errors import CorruptError, StoreError
+from .large_pages import allocate_large
 
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 #: What a full file system answers; ENOMEM is a tmpfs whose memory cgroup is full.
@@ -101,6 +102,7 @@ def create_allocated(path: Path, size_bytes: int) -> None:
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, 0o600)
     try:
+        allocate_large(fd, size_bytes)
         os.posix_fallocate(fd, 0, size_bytes)
     except BaseException:
         path.unlink(missing_ok=True)

@@ -373,7 +373,7 @@ def test_a_segment_that_makes_no_sense_fails_the_save_and_is_given_back(daemon, 
         )
         with monkeypatch.context() as patch:
             patch.setattr(ckpt._daemon, "begin_save", lambda *a, answer=answer, **k: answer)
-            patch.setattr(ckpt, "_pause", type(ckpt._pause)())
+            patch.setattr(ckpt._saves, "_pause", type(ckpt._saves._pause)())
             handle = ckpt.save(step, make_state())
         assert isinstance(handle.exception(timeout=5), kind), name
         assert daemon.memory.abandoned[-1] == name
@@ -479,7 +479,7 @@ def test_a_handle_survives_a_daemon_restart(tmp_path):
             wait_until(lambda: "WatchSave" in second.calls)
             second.memory.commit(1)
             assert handle.result(timeout=10).committed
-            assert second.memory.sessions == {ckpt._client_id: 1}
+            assert second.memory.sessions == {ckpt._loads._seat.client_id: 1}
             second.auto_commit = True
             wait_until(lambda: ckpt.save(2, make_state()).exception(timeout=5) is None)
 

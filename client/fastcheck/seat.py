@@ -1,0 +1,60 @@
+"""This process' seat: one rank of a job, taken from the daemon for as long as the process lives."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+
+from fastcheck_proto.v1 import trainer_pb2 as pb
+
+from .daemon import CONNECT_S, Daemon
+from .environment import Identity
+from .errors import DaemonUnavailableError
+from .transport import Patience
+
+#: A daemon that may just be starting is looked for during this long, where the caller can wait.
+_START_S = 3.0
+
+
+class Seat:
+    """A rank's daemon and session. Used under the Checkpointer's lock."""
+
+    def __init__(
+        self, identity: Identity, daemon: Daemon, timeout_s: float, closing: threading.Event
+    ) -> None:
+        self.job = identity.job
+        self.rank = identity.rank
+        self.world_size = identity.world_size
+        self.daemon = daemon
+        #: Longest wait for the registry.
+        self.timeout_s = timeout_s
+        #: Set once, when the Checkpointer is closed.
+        self.closing = closing
+        self.client_id = uuid.uuid4().hex
+        self._session: int | None = None
+
+    def find_daemon(self) -> None:
+        """Give a daemon that is just starting a moment; raises DaemonUnavailableError after it."""
+        until = time.monotonic() + min(_START_S, self.timeout_s)
+        while True:
+            try:
+                self.daemon.connect(CONNECT_S)
+            except DaemonUnavailableError:
+                if time.monotonic() >= until:
+                    raise
+                self.closing.wait(0.2)
+            else:
+                return
+
+    def take(self, patience: Patience) -> int:
+        """The session number; the first call gets it, through the registry."""
+        if self._session is None:
+            request = pb.OpenSessionRequest(
+                job=self.job, rank=self.rank, world_size=self.world_size, client_id=self.client_id
+            )
+            opened = self.daemon.open_session(
+                request, connect_s=patience.connect_s, timeout_s=patience.timeout_s
+            )
+            self._session = opened.session
+        return self._session

@@ -1,0 +1,85 @@
+"""A rank's own bytes that lie here already. Each load checks them again: they were good some time ago only (G8)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Executor
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import registry_pb2 as rpb
+from fastcheck_proto.v1 import trainer_pb2 as tpb
+
+from ..errors import NotHeldError
+from ..store.ram_store import HeldShard, RamStore
+from .tally import Tally
+from .verify import count_bad_chunks
+
+#: Of replicas here, begun during this load and perhaps over.
+Checks = Mapping[HeldShard, asyncio.Task[bool]]
+
+
+class OwnCopies:
+    """What a data process has of its own ranks' states. Owned by the event loop's thread."""
+
+    def __init__(self, store: RamStore, executor: Executor) -> None:
+        self._store = store
+        self._executor = executor
+        #: Checks that were begun on a guess.
+        self._checking: set[asyncio.Task[bool]] = set()
+
+    def begin_checks(self, request: tpb.LoadRequest, tally: Tally) -> Checks:
+        """Begin to check what probably will be loaded, if it is here: the registry's answer takes as long as that.
+
+        A guess: the newest step that this node has whole of the rank, or the asked-for one.
+        """
+        step = request.step if request.HasField("step") else None
+        owned = [
+            held
+            for held in self._store.held(request.job, step)
+            if held.kind == pb.REPLICA_KIND_OWNER and held.key.rank == request.rank
+        ]
+        newest = max((held.key.step for held in owned), default=0)
+        shards = [held for held in owned if held.key.step == newest]
+        if not shards or len(shards) != shards[0].manifest.shard_count:
+            return {}
+        if len({held.segment.name for held in shards}) == 1:
+            tally.segment = shards[0].segment
+        checks = {held: asyncio.create_task(self._is_intact(held), name="check") for held in shards}
+        # They pin what they read and end by themselves, whatever becomes of the load.
+        self._checking.update(checks.values())
+        for check in checks.values():
+            check.add_done_callback(self._checking.discard)
+        return checks
+
+    async def find(
+        self, job: str, step: int, record: rpb.RankRecord, tally: Tally, checks: Checks
+    ) -> list[HeldShard] | None:
+        """The rank's shards as this node's own bytes, checked, if they all lie in one segment here."""
+        shards = []
+        for wanted in record.shards:
+            key = pb.ShardKey(job=job, step=step, rank=record.rank, shard=wanted.shard)
+            held = self._store.find(key, pb.REPLICA_KIND_OWNER)
+            if held is None or held.manifest.digest != wanted.digest or held.offset != wanted.offset:
+                return None
+            shards.append(held)
+        if not shards or len({s.segment.name for s in shards}) != 1:
+            return None
+        tally.segment = shards[0].segment
+        begun = (asyncio.shield(check) if (check := checks.get(s)) else self._is_intact(s) for s in shards)
+        if not all(await asyncio.gather(*begun)):
+            return None
+        tally.local_bytes = record.state_bytes
+        return shards
+
+    async def _is_intact(self, held: HeldShard) -> bool:
+        """Check a replica here; a bad one is dropped and counted."""
+        try:
+            with self._store.pinned(held):
+                manifest = held.manifest
+                bad = await count_bad_chunks(held.view, manifest.chunk_digests, held.chunks, self._executor)
+                if bad:
+                    await asyncio.to_thread(self._store.condemn, held, f"{bad} of its chunks")
+                return not bad
+        except NotHeldError:
+            return False  # pruned a moment ago: as good as never here
