@@ -45,6 +45,7 @@ from .staging import SharedMemory
 from .state.fill import fill
 from .state.flatten import FlatState, flatten
 from .state.forecast import missing_bytes
+from .state.garbage import uncollected
 from .state.header import parse
 from .state.layouts import Layouts
 from .streaming import Streams
@@ -197,11 +198,12 @@ class Checkpointer:
         self._fence.settle()
         started = time.monotonic()
         whole: Shared | None = None
-        if self._shared is None:
-            lazy = bool(lazy) and self._transport.lazy
-            flat = flatten(state, self._layouts, lazy=lazy, restless=self._restless)
-        else:
-            flat, whole = self._shared.flatten(state, self._layouts)
+        with uncollected():
+            if self._shared is None:
+                lazy = bool(lazy) and self._transport.lazy
+                flat = flatten(state, self._layouts, lazy=lazy, restless=self._restless)
+            else:
+                flat, whole = self._shared.flatten(state, self._layouts)
         handle = SaveHandle(number, flat.state_bytes)
         with self._lock:
             error = self._pause.error or self._attempt(lambda: self._begin(handle, flat, whole))
