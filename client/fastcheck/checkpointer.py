@@ -30,6 +30,7 @@ from .seat import Seat
 from .staging import SharedMemory
 from .state.flatten import flatten
 from .state.forecast import missing_bytes
+from .state.garbage import uncollected
 from .state.layouts import Layouts
 from .streaming import Streams
 from .transport import Transport
@@ -160,11 +161,12 @@ class Checkpointer:
         self._saves.fence.settle()
         started = time.monotonic()
         whole: Shared | None = None
-        if self._shared is None:
-            lazy = bool(lazy) and self._transport.lazy
-            flat = flatten(state, self._layouts, lazy=lazy, restless=self._saves.restless)
-        else:
-            flat, whole = self._shared.flatten(state, self._layouts)
+        with uncollected():
+            if self._shared is None:
+                lazy = bool(lazy) and self._transport.lazy
+                flat = flatten(state, self._layouts, lazy=lazy, restless=self._saves.restless)
+            else:
+                flat, whole = self._shared.flatten(state, self._layouts)
         handle = SaveHandle(number, flat.state_bytes)
         with self._lock:
             self._saves.begin(handle, flat, whole)

@@ -114,16 +114,18 @@ class Copier:
         strided: list[Piece] = []
         far: list[Piece] = []
         base, end = segment.data_ptr(), 0
+        takes = self._gpu.takes
         for piece in flat.pieces:
-            if piece.offset > end:  # what an earlier state left there is no part of this one
-                ctypes.memset(base + end, 0, piece.offset - end)
-            end = piece.offset + piece.bytes
-            if piece.later:
+            tensor, offset, size, later = piece
+            if offset > end:  # what an earlier state left there is no part of this one
+                ctypes.memset(base + end, 0, offset - end)
+            end = offset + size
+            if later:
                 continue
-            if self._gpu.takes(piece.tensor):
+            if takes(tensor):
                 far.append(piece)
             else:
-                by_address = piece.tensor.is_cpu and piece.tensor.is_contiguous()
+                by_address = tensor.is_cpu and tensor.is_contiguous()
                 (plain if by_address else strided).append(piece)
         moves = self.begin(plain, segment, warm=warm)
         until: Mark = {}
@@ -198,11 +200,11 @@ def _cut(moves: Sequence[Move]) -> Iterator[Move]:
 
 
 def _moves(pieces: Iterable[Piece], base: int) -> Iterator[Move]:
-    for piece in pieces:
-        source = piece.tensor.data_ptr()
-        for start in range(0, piece.bytes, _PIECE_BYTES):
-            size = min(_PIECE_BYTES, piece.bytes - start)
-            yield base + piece.offset + start, source + start, size
+    for tensor, offset, size, _ in pieces:
+        if size <= _PIECE_BYTES:  # ten thousand times, perhaps
+            yield base + offset, tensor.data_ptr(), size
+        else:
+            yield from _cut([(base + offset, tensor.data_ptr(), size)])
 
 
 def _populated(moves: Iterable[Move], end: int) -> Iterator[Move]:

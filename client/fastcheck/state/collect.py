@@ -49,6 +49,35 @@ class MetContainer(NamedTuple):
 Met = MetTensor | MetValue | MetContainer
 
 
+class Seen(NamedTuple):
+    """All tensors of a trace, in its order, property by property; `firsts` by slot, the others by record."""
+
+    kinds: list[type]
+    views: list[Hashable]
+    slots: list[int]
+    #: Record that each slot was first met at.
+    firsts: list[int]
+    #: Records that have elements, and how many slots those have.
+    filled: list[int]
+    filled_slots: int
+
+
+def seen_in(trace: list[Met]) -> Seen:
+    """A trace's tensors, to compare others with."""
+    met = [each for each in trace if isinstance(each, MetTensor)]
+    slots = [each.slot for each in met]
+    firsts = dict(zip(reversed(slots), reversed(range(len(slots))), strict=True))
+    filled = [record for record, each in enumerate(met) if not each.empty]
+    return Seen(
+        [each.kind for each in met],
+        [each.view for each in met],
+        slots,
+        [firsts[slot] for slot in range(len(firsts))],
+        filled,
+        len({slots[record] for record in filled}),
+    )
+
+
 @dataclass
 class Collected:
     """A walked state. A **slot** is a tensor that is stored; records of the very same view share one."""
@@ -57,8 +86,8 @@ class Collected:
     header: pb.StateHeader = field(default_factory=lambda: pb.StateHeader(schema=SCHEMA))
     names: list[str] = field(default_factory=list)
     record_slots: list[int] = field(default_factory=list)
-    #: Per slot: the rank's local tensor, neither conjugated nor negated lazily, the name of its first record, and what
-    #: a layout needs of it.
+    #: Per slot: the rank's local tensor, neither conjugated nor negated lazily, without a gradient to trace; the name
+    #: of its first record; what a layout needs of it.
     tensors: list[torch.Tensor] = field(default_factory=list)
     slot_names: list[str] = field(default_factory=list)
     extents: list[Extent] = field(default_factory=list)
@@ -72,6 +101,8 @@ class Collected:
     objects: dict[Path, Any] = field(default_factory=dict)
     #: What was met, in order, for `retrace`; None if something was met that cannot be retraced.
     trace: list[Met] | None = field(default_factory=list)
+    #: The trace's tensors, once one was retraced.
+    seen: Seen | None = None
     #: The arrangement whose places its header's records have.
     placed_by: Arrangement | None = None
 

@@ -109,12 +109,8 @@ def pieces_of(found: Collected, arrangement: Arrangement, steady: Container[int]
             cut[slot] = torch.split(tensor.view(-1), elements)
         else:  # its pieces are whole rows
             cut[slot] = torch.split(tensor, elements // found.extents[slot].row)
+    tensors = found.tensors
     return tuple(
-        Piece(
-            cut[part.slot][part.number] if part.slot in cut else found.tensors[part.slot],
-            part.offset,
-            part.bytes,
-            part.slot in steady,
-        )
-        for part in arrangement.parts
+        Piece(cut[slot][number] if slot in cut else tensors[slot], offset, size, slot in steady)
+        for slot, number, offset, size in arrangement.parts
     )

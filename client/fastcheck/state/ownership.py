@@ -48,6 +48,8 @@ def steady_slots(found: Collected, restless: Container[str]) -> dict[int, Watche
             stored = found.tensors[slot]
             movable = (stored.is_cpu and stored.is_contiguous()) or stored.is_cuda
             if movable and not stored.is_inference():  # of inference tensors torch counts no changes
+                # Its own view of the memory: the caller may give the tensor another one before it is copied.
+                stored = found.tensors[slot] = stored.detach()
                 steady[slot] = Watched(found.slot_names[slot], stored, stored._version)
     return steady
 

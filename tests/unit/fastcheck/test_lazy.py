@@ -228,6 +228,26 @@ def test_only_what_a_step_changes_is_left_for_later(daemon, ckpt, monkeypatch):
     assert all(torch.equal(v, buffers[k]) for k, v in other["net"].named_buffers())
 
 
+def test_tensors_that_get_other_memory_meanwhile_are_saved_as_they_were(daemon, ckpt, monkeypatch):
+    state = make()
+    ckpt.save(1, state).wait_staged(timeout=20)  # the next one goes along its trace
+    wanted = bits(state)
+    gate = Gate(monkeypatch, through=0)
+    handle = ckpt.save(2, state, lazy=True)
+    gate.wait()
+    moments = [t for values in state["optimizer"].state.values() for t in values.values()]
+    for tensor in [*state["net"].parameters(), *moments]:
+        old = tensor.data_ptr()
+        tensor.data = torch.full_like(tensor, 7.0)
+        assert tensor.data_ptr() != old
+    filler = [torch.full((128, 128), 9.0) for _ in range(64)]  # where freed memory would be taken again
+    gate.open()
+    handle.wait_staged(timeout=20)
+    assert handle.stats["lazy_bytes"] > 0
+    assert same(loaded(ckpt, 2, make(seed=2)), wanted)
+    del filler
+
+
 def test_gradient_accumulation_waits_only_at_the_step(daemon, ckpt, monkeypatch):
     state = make(1)
     wanted = bits(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import weakref
@@ -14,6 +15,7 @@ from fastcheck.copying import Copier
 from fastcheck.segments import anonymous
 from fastcheck.state import layouts as layouts_module
 from fastcheck.state.flatten import flatten
+from fastcheck.state.garbage import uncollected
 from fastcheck.state.layouts import Layouts
 
 
@@ -182,3 +184,17 @@ def test_nothing_of_the_callers_is_kept_alive():
     del state
     gc.collect()
     assert [ref() for ref in held] == [None, None]
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_rests_while_a_state_is_walked_and_is_then_as_it_was(was_on):
+    assert gc.isenabled()
+    try:
+        if not was_on:
+            gc.disable()
+        with contextlib.suppress(KeyError), uncollected():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() == was_on
+    finally:
+        gc.enable()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from fastcheck_proto.conventions import LAYOUT_SCHEMA
 from fastcheck_proto.v1 import layout_pb2 as pb
 from fastcheckd.chunks import CHUNK_LENGTH_MAX
+from fastcheckd.codec import chunk_plan
 from fastcheckd.codec.chunk_plan import opaque, parse_layout
 from fastcheckd.codec.dtypes import BY_NAME, DType
 from fastcheckd.errors import InvalidRequestError
@@ -118,6 +119,42 @@ def test_units_gather_their_runs_and_know_their_step():
     assert plan.units[2].runs[0].dtype == DType.BYTES
     assert plan.units[2].runs[0].row_elements == 2
     assert plan.precision is None
+
+
+def test_known_chunks_are_planned_with_the_steps_of_today():
+    first = layout({"elements": 4, "optimizer_step": 1}, {"offset": 64, "elements": 2})
+    (before,) = parse_layout(first, 4096)
+    message = pb.StateLayout.FromString(first.SerializeToString())
+    message.optimizer_steps[0].lr = 7
+    message.precision.momentum = pb.MOMENTUM_CODING_INDEX8
+    (plan,) = parse_layout(message, 4096)
+    assert [unit.step and unit.step.lr for unit in before.units] == [1, None]
+    assert [unit.step and unit.step.lr for unit in plan.units] == [7, None]
+    assert before.precision is None
+    assert plan.precision == message.precision
+    assert plan.units[0].runs is before.units[0].runs, "checked anew"
+    del message.optimizer_steps[:]
+    with pytest.raises(InvalidRequestError, match="step that is not there"):
+        parse_layout(message, 4096)
+
+
+def test_a_chunk_known_to_be_bad_is_refused_again():
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="overlap"):
+            parse_layout(REFUSED["overlap"], 4096)
+
+
+def test_what_is_known_of_chunks_is_bounded(monkeypatch):
+    known = chunk_plan._Known()
+    monkeypatch.setattr(chunk_plan, "_known", known)
+    monkeypatch.setattr(chunk_plan, "KNOWN_MAX", 10)
+    for size in range(1, 20):
+        parse_layout(layout({"elements": 1, "dtype": "bool"}, size=size), size)
+        assert sum(1 + sum(len(runs) for runs, _ in c.units) for c in known._chunks.values()) == known._size
+    assert known._size == 10
+    large = layout(*({"offset": at, "elements": 1, "dtype": "bool"} for at in range(20)))
+    assert len(parse_layout(large, 4096)[0].units) == 20
+    assert known._size <= 10
 
 
 def test_a_layout_of_another_schema_is_no_plan():
