@@ -9,7 +9,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 #: Longest time for which a gate sleeps before it looks again.
 LOOK_INTERVAL_S = 0.05
@@ -115,36 +115,27 @@ class Gate:
 
     def wait(self, stream: object, size_bytes: int, still_wanted: Callable[[], None]) -> None:
         """Block until the piece may move. `still_wanted` is asked meanwhile, and raises when it is not."""
-        waited_for: set[bool] = set()
-        while True:
-            wait_s, busy = self._ask(stream, size_bytes)
-            if not wait_s:
-                self._passed(waited_for)
-                return
-            if busy and True not in waited_for:
-                self._paused()
-            waited_for.add(busy)
+        for pause_s in self._pauses(stream, size_bytes):
             still_wanted()
-            time.sleep(min(wait_s, LOOK_INTERVAL_S))
+            time.sleep(pause_s)
 
     async def wait_async(self, stream: object, size_bytes: int) -> None:
         """As `wait`, for a task."""
+        for pause_s in self._pauses(stream, size_bytes):
+            await asyncio.sleep(pause_s)
+
+    def _pauses(self, stream: object, size_bytes: int) -> Iterator[float]:
+        """How long to wait until the next look, look after look; ends when the piece may move, and counts it."""
         waited_for: set[bool] = set()
         while True:
-            wait_s, busy = self._ask(stream, size_bytes)
+            busy = self._busy()
+            with self._lock:
+                wait_s = self._pacer.wait_s(stream, size_bytes, self._clock(), busy=busy)
             if not wait_s:
-                self._passed(waited_for)
-                return
+                break
             if busy and True not in waited_for:
                 self._paused()
             waited_for.add(busy)
-            await asyncio.sleep(min(wait_s, LOOK_INTERVAL_S))
-
-    def _ask(self, stream: object, size_bytes: int) -> tuple[float, bool]:
-        busy = self._busy()
-        with self._lock:
-            return self._pacer.wait_s(stream, size_bytes, self._clock(), busy=busy), busy
-
-    def _passed(self, waited_for: set[bool]) -> None:
+            yield min(wait_s, LOOK_INTERVAL_S)
         if waited_for == {False}:
             self._held_up()

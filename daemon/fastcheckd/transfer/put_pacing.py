@@ -20,6 +20,7 @@ import psutil
 from fastcheck_proto.v1 import peer_pb2
 
 from ..counters import Counters
+from .gaps import Foreign
 from .lane import Lane
 from .lane_meter import WIRE_OVERHEAD, LaneMeter, WireBytes
 from .pacing import Gate, Pacer
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 #: Between two looks at the counters, while puts are under way and while there are none.
 SAMPLE_S = 0.1
+#: While puts have to mind others, for gaps: what others lose when they begin to speak again is about so long.
+GLANCE_S = 0.01
 IDLE_SAMPLE_S = 1.0
 #: A put that has to wait for a restore sends a chunk this often, and more often than a transfer is believed dead.
 TRICKLE_S = 1.0
@@ -38,6 +41,8 @@ _BURST_S = 0.1
 _SHARE_SLACK = 1.25
 #: An overdue put has at least this long, so that its rate is a number.
 _LEFT_S_MIN = 0.05
+#: What connections of ours may have in the interface's queue, at most: the kernel's limit for each is about this.
+_QUEUE_BYTES = 512 << 10
 
 
 class Course:
@@ -117,6 +122,9 @@ class PutPacing:
         self._allowance = Allowance(self._cap, "none" if math.isinf(self._cap) else "cap")
         #: The last sample: when, what the interface had sent, what our lanes had.
         self._last: tuple[float, int, WireBytes] | None = None
+        #: For glances: the moment of the last one, and what tells others' bytes from ours.
+        self._glanced_at = 0.0
+        self._foreign = Foreign()
 
     # As a gate, asked by the threads of puts.
 
@@ -162,11 +170,21 @@ class PutPacing:
         while True:
             self.sample()
             if self._courses:
-                await asyncio.sleep(SAMPLE_S)
+                await self._glance_for(SAMPLE_S)
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_SAMPLE_S):
                     await self._putting.wait()
+
+    async def _glance_for(self, seconds: float) -> None:
+        """Let time pass; where others are on the interface, look whether they are silent every now and then."""
+        until = self._clock() + seconds
+        while (left_s := until - self._clock()) > 0:
+            if not self._yielding.crowded(self._clock()):
+                await asyncio.sleep(left_s)
+                return
+            await asyncio.sleep(min(left_s, GLANCE_S))
+            self.glance()
 
     def sample(self) -> None:
         """Look at the counters once, and go by what they say."""
@@ -178,14 +196,33 @@ class PutPacing:
         last, self._last = self._last, (now, counted[0], own)
         # A counter that has gone back is one of an interface that was taken down and up.
         if last is None or now <= last[0] or counted[0] < last[1]:
+            self._foreign = Foreign()
             return
         seconds = now - last[0]
-        own_rate = (own.sent - last[2].sent) * WIRE_OVERHEAD / seconds
-        others = max(0.0, (counted[0] - last[1]) / seconds - own_rate)
+        carried = (counted[0] - last[1]) / seconds
+        # What has not left the interface's queue yet is not carried: else it would seem faster than it is.
+        own_rate = min(carried, (own.sent - last[2].sent) * WIRE_OVERHEAD / seconds)
+        others = carried - own_rate
         restoring = self._restoring()
         self._yielding.observe(
             now, own=own_rate, others=others, putting=bool(self._courses) and not restoring
         )
+        self._decide(now)
+
+    def glance(self) -> None:
+        """Look whether others are silent at this moment, between two samples."""
+        counted = self._counted(self._interface)
+        if counted is None:
+            return
+        now, own = self._clock(), self._meter.total()
+        seconds, self._glanced_at = now - self._glanced_at, now
+        others = self._foreign.sent(counted[0], own.sent * WIRE_OVERHEAD, _QUEUE_BYTES)
+        if not 0 < seconds <= SAMPLE_S:
+            return  # the first one for a while says nothing of this moment
+        self._yielding.notice(now, others=others / seconds)
+        self._decide(now)
+
+    def _decide(self, now: float) -> None:
         floor = sum(course.needs_bytes_per_s(now) for course in self._courses)
         self._allow(self._yielding.allowance(now, floor=floor))
 

@@ -9,6 +9,12 @@ CPUs are busy.
 
     rate = max(floor, min(grown slowly, HEADROOM * capacity - others' peak))
 
+Most training is silent in turns: it computes, then exchanges. While others are silent (`gaps.py`) puts have all but the
+headroom; while they are not, puts need no floor for what the gaps to come will carry, if they go on as they did:
+
+    rate in a gap = HEADROOM * capacity
+    floor elsewhere = floor - RELIED_ON * share of gaps * rate in a gap
+
 The capacity is only seen while the interface is full, so there is a **look** when it is not known, or was seen long
 ago: a moment in which puts are not held back. What drivers say of themselves is not believed: links are shaped
 elsewhere.
@@ -20,6 +26,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+
+from .gaps import Gaps
 
 #: Puts and others together aim at this share of the capacity.
 HEADROOM = 0.9
@@ -34,6 +42,11 @@ PEAK_S = 3.0
 #: A capacity that was seen so long ago is looked for again.
 CAPACITY_S = 60.0
 LOOK_S = 0.3
+#: Of what the gaps would carry, puts count on this share: the next ones may be shorter.
+RELIED_ON = 0.7
+#: Share of the capacity that puts keep while others speak and time is left: connections that the kernel lets send
+#: nothing notice only late that they may again.
+TRICKLE_SHARE = 0.005
 #: Parts of these windows: bounds what is remembered.
 _PARTS = 12
 
@@ -76,6 +89,7 @@ class Yielding:
     def __init__(self) -> None:
         self._capacity = WindowMax(CAPACITY_S)
         self._others = WindowMax(PEAK_S)
+        self._gaps = Gaps()
         self._rate = math.inf
         self._sampled_at: float | None = None
         #: Since when the look under way lasts; None: there is none.
@@ -90,6 +104,14 @@ class Yielding:
         """What others sent at their busiest of the last seconds, in bytes per second."""
         return self._others.at(now)
 
+    def crowded(self, now: float) -> bool:
+        """Whether others send so much that puts have to mind them."""
+        return self._others.at(now) > CHATTER_SHARE * self._capacity.at(now)
+
+    def notice(self, now: float, *, others: float) -> None:
+        """Others' bytes per second in the last few milliseconds. Asked for while it is crowded."""
+        self._gaps.notice(now, silent=others <= CHATTER_SHARE * self._capacity.at(now))
+
     def observe(self, now: float, *, own: float, others: float, putting: bool) -> None:
         """Bytes per second since the last sample, of all our lanes and of everybody else.
 
@@ -101,7 +123,7 @@ class Yielding:
         self._capacity.add(now, own + others)
         self._others.add(now, others)
         self._look(now, putting=putting)
-        if not self._crowded(now):
+        if not self.crowded(now):
             self._rate = math.inf
             return
         capacity = self._capacity.at(now)
@@ -113,14 +135,15 @@ class Yielding:
 
     def allowance(self, now: float, *, floor: float) -> Allowance:
         """What puts may take now. `floor`: bytes per second without which they are not done in time."""
-        if not self._crowded(now) or self._looking_since is not None:
+        if not self.crowded(now) or self._looking_since is not None:
             return Allowance(math.inf, "none")
-        if floor >= self._rate:
-            return Allowance(floor, "deadline")
-        return Allowance(self._rate, "traffic")
-
-    def _crowded(self, now: float) -> bool:
-        return self._others.at(now) > CHATTER_SHARE * self._capacity.at(now)
+        capacity = self._capacity.at(now)
+        in_gaps = HEADROOM * capacity
+        if self._gaps.open_at(now):
+            return Allowance(in_gaps, "traffic") if in_gaps > floor else Allowance(floor, "deadline")
+        floor -= RELIED_ON * self._gaps.share * in_gaps
+        rate = max(self._rate, TRICKLE_SHARE * capacity)
+        return Allowance(floor, "deadline") if floor >= rate else Allowance(rate, "traffic")
 
     def _look(self, now: float, *, putting: bool) -> None:
         if not putting:

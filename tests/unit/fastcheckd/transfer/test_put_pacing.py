@@ -28,6 +28,17 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastcheckd.transfer.pacing.time.sleep", lambda _: None)
 
 
+class ToldMeter(LaneMeter):
+    """Says what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = 0
+
+    def total(self) -> WireBytes:
+        return WireBytes(self.sent)
+
+
 class Stand:
     """A pacing whose clock and interface are told what they show."""
 
@@ -37,11 +48,12 @@ class Stand:
         self.there = True
         self.restoring = threading.Event()
         self.counters = Counters()
+        self.meter = ToldMeter()
         self.pacing = PutPacing(
             cap_bytes_per_s=cap,
             interface=interface,
             restoring=self.restoring.is_set,
-            meter=LaneMeter(),
+            meter=self.meter,
             counters=self.counters,
             chunk_bytes=1 * MB,
             transfer_timeout_s=10.0,
@@ -218,3 +230,35 @@ def test_the_machines_own_counters_are_read() -> None:
     found = interface_bytes("lo")
     assert found is not None and found[0] >= 0
     assert interface_bytes("nosuch0") is None
+
+
+def test_glances_between_samples_find_the_gaps() -> None:
+    stand = Stand()
+
+    def others_send(bytes_per_s: float, seconds: float) -> None:
+        for glance in range(round(seconds * 100)):
+            stand.now += 0.01
+            stand.sent += int(bytes_per_s / 100)
+            if glance % 10 == 9:
+                stand.pacing.sample()
+            stand.pacing.glance()
+
+    with stand.pacing.put_under_way(300 * MB, lambda: 1e9):
+        others_send(100 * MB, 2)
+        reason, rate = stand.told
+        assert reason == "traffic" and rate < 1 * MB, "a trickle: there is all the time of the world"
+        others_send(0, 0.05)
+        assert stand.told == ("traffic", pytest.approx(90 * MB, rel=0.02))
+        others_send(100 * MB, 0.02)
+        assert stand.told[1] < 1 * MB
+        stand.now += 5.0  # nobody looked meanwhile
+        others_send(0, 0.02)
+        assert stand.told[1] < 1 * MB
+
+
+def test_what_waits_in_the_interfaces_queue_makes_it_no_faster() -> None:
+    stand = Stand()
+    stand.others_send(0, 1)
+    stand.meter.sent += 20 * MB  # handed to the interface at once; it sends 100 MB/s
+    stand.others_send(100 * MB, 1)
+    assert stand.pacing.report().capacity_bytes_per_s == pytest.approx(100 * MB, rel=0.01)

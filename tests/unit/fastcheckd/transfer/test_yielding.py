@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheckd.transfer.yielding import CAPACITY_S, LOOK_S, PEAK_S, WindowMax, Yielding
+from fastcheckd.transfer.yielding import CAPACITY_S, LOOK_S, PEAK_S, TRICKLE_SHARE, WindowMax, Yielding
 
 SAMPLE_S = 0.1
+#: Looks for gaps in between.
+GLANCES = 10
+GLANCE_S = SAMPLE_S / GLANCES
 LINK = 1000.0
 
 
@@ -28,17 +31,28 @@ class Link:
 
     def run(self, seconds: float, *, putting: bool = True) -> Link:
         for _ in range(round(seconds / SAMPLE_S)):
-            allowed = self.yielding.allowance(self.now, floor=self._floor).bytes_per_s if putting else 0.0
-            wanted = self._others(self.now)
-            # Each of our streams gets as much as their one flow, when it is tight.
-            own = min(allowed, max(LINK - wanted, LINK * self._streams / (self._streams + 1)))
-            others = min(wanted, LINK - own)
-            self.now += SAMPLE_S
+            own_sum = others_sum = 0.0
+            for _ in range(GLANCES):
+                own, others = self._share(putting=putting)
+                self.now += GLANCE_S
+                if self.yielding.crowded(self.now):
+                    self.yielding.notice(self.now, others=others)
+                own_sum += own
+                others_sum += others
+            own, others = own_sum / GLANCES, others_sum / GLANCES
             self.yielding.observe(self.now, own=own, others=others, putting=putting)
             self.own_bytes += own * SAMPLE_S
             self.others_bytes += others * SAMPLE_S
-            self.wanted_bytes += wanted * SAMPLE_S
         return self
+
+    def _share(self, *, putting: bool) -> tuple[float, float]:
+        """Bytes per second that puts and others get now."""
+        allowed = self.yielding.allowance(self.now, floor=self._floor).bytes_per_s if putting else 0.0
+        wanted = self._others(self.now)
+        self.wanted_bytes += wanted * GLANCE_S
+        # Each of our streams gets as much as their one flow, when it is tight.
+        own = min(allowed, max(LINK - wanted, LINK * self._streams / (self._streams + 1)))
+        return own, min(wanted, LINK - own)
 
 
 def test_alone_on_the_link_nothing_is_held_back() -> None:
@@ -69,6 +83,21 @@ def test_what_a_modest_neighbour_leaves_is_used() -> None:
 def test_bursts_once_per_step_find_their_place_free() -> None:
     link = Link(lambda now: LINK if now % 1.0 < 0.4 else 0.0).run(30)
     assert link.others_bytes >= 0.95 * link.wanted_bytes
+
+
+def test_what_the_gaps_will_carry_is_not_asked_of_bursts_and_is_made_in_time() -> None:
+    link = Link(lambda now: LINK if now % 1.5 < 0.6 else 0.0, floor=0.3 * LINK).run(30)
+    assert link.own_bytes >= 0.3 * 30 * LINK
+    link.own_bytes = link.others_bytes = link.wanted_bytes = 0.0
+    link.run(30)  # how much the gaps carry is known by now
+    assert link.own_bytes >= 0.3 * 30 * LINK
+    assert link.others_bytes >= 0.97 * link.wanted_bytes
+
+
+def test_what_the_gaps_will_not_carry_is_taken_from_bursts() -> None:
+    link = Link(lambda now: LINK if now % 1.5 < 1.3 else 0.0, floor=0.3 * LINK).run(30)
+    assert link.own_bytes >= 0.25 * 30 * LINK
+    assert link.yielding.allowance(30.0, floor=0.3 * LINK).bytes_per_s >= 0.2 * LINK
 
 
 def test_when_the_neighbour_leaves_the_whole_link_is_ours_again() -> None:
@@ -110,10 +139,11 @@ def test_never_below_the_floor_never_more_than_there_is_room_for_and_always_a_re
         now += since_s
         yielding.observe(now, own=own, others=others, putting=putting)
         allowance = yielding.allowance(now, floor=floor)
-        assert allowance.bytes_per_s >= floor
+        assert allowance.bytes_per_s >= floor, "no gap was seen: nothing to count on"
         assert allowance.reason in {"none", "traffic", "deadline"}
         if allowance.reason == "traffic":
-            assert allowance.bytes_per_s + yielding.others(now) <= yielding.capacity(now)
+            room = yielding.capacity(now) - yielding.others(now)
+            assert allowance.bytes_per_s <= max(room, TRICKLE_SHARE * yielding.capacity(now))
         assert math.isinf(allowance.bytes_per_s) == (allowance.reason == "none")
 
 
