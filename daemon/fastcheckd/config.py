@@ -133,6 +133,9 @@ class Config:
     codec: str = "auto"
     #: Threads that encode and decode. Half the cores: the trainer comes first.
     codec_threads: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) // 2))
+    #: Processes that work on bytes: the data process, and so many less one that encode and decode for it. More where
+    #: four or more codec threads are to be busy at once: about a third of their time needs an interpreter's lock.
+    data_processes: int = 1
     #: Niceness of those threads, on top of the daemon's own: what sends and receives goes before them, too.
     codec_nice: int = 10
 
@@ -195,6 +198,7 @@ class Config:
         need(1 <= self.worker_threads <= 256, "worker_threads", "must be from 1 to 256")
         need(self.codec in CODEC_POLICIES, "codec", f"must be one of {', '.join(CODEC_POLICIES)}")
         need(1 <= self.codec_threads <= 256, "codec_threads", "must be from 1 to 256")
+        need(1 <= self.data_processes <= 64, "data_processes", "must be from 1 to 64")
         need(0 <= self.codec_nice <= 19, "codec_nice", "must be from 0 to 19")
         need(self.ram_budget_bytes >= 1 << 20, "ram_budget_bytes", "must be at least 1 MiB")
         need(self.log_format in {"human", "json"}, "log_format", "must be 'human' or 'json'")
@@ -267,6 +271,11 @@ class Config:
     def from_json(cls, text: str) -> Config:
         """Inverse of `to_json`."""
         return cls(**{key: _convert(key, value) for key, value in json.loads(text).items()})
+
+    @property
+    def effective_codec_threads(self) -> int:
+        """Chunks that are encoded or decoded at once: at least one for each worker process."""
+        return max(self.codec_threads, self.data_processes - 1)
 
     @property
     def effective_voters(self) -> tuple[Voter, ...]:

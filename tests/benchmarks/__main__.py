@@ -25,7 +25,7 @@ from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
-from . import codec, lossy_resume, paper_report, placement, staging
+from . import codec, lossy_resume, paper_report, placement, staging, workers
 from .codec_rows import print_rows
 from .detection import detection, soak
 from .growth import growth
@@ -174,6 +174,7 @@ PARTS = (
     "links",
     "placement",
     "codec",
+    "workers",
     "replicated",
     "scale",
     "growth",
@@ -210,6 +211,7 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
         "restore": lambda: restores(rounds, quick),
         "lanes": lambda: lanes(arguments.rounds, say),
         "replicated": shared,
+        "workers": lambda: workers.measure(rounds, say),
         "staging": lambda: staging.measure(arguments.rounds, quick, say),
         "links": lambda: shaped_links(arguments.rounds),
         "scale": scaled,

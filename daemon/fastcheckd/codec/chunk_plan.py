@@ -79,6 +79,32 @@ def parse_layout(layout: pb.StateLayout, state_bytes: int) -> tuple[ChunkPlan, .
     return tuple(_plan(_known.chunk(chunk), steps, precision) for chunk in layout.chunks)
 
 
+def layout_of(plan: ChunkPlan) -> tuple[pb.StateLayout, list[pb.OptimizerStep]]:
+    """The layout that `parse_layout` makes this plan of, and the plan's steps in the order of that layout."""
+    layout = pb.StateLayout(schema=LAYOUT_SCHEMA)
+    if plan.precision is not None:
+        layout.precision.CopyFrom(plan.precision)
+    chunk = layout.chunks.add(bytes=plan.bytes)
+    numbers: dict[int, int] = {}
+    steps = []
+    numbered = [(run, number, unit) for number, unit in enumerate(plan.units, 1) for run in unit.runs]
+    for run, number, unit in sorted(numbered, key=lambda entry: entry[0].offset):
+        if unit.step is not None and id(unit.step) not in numbers:
+            steps.append(unit.step)
+            numbers[id(unit.step)] = len(steps)
+        chunk.runs.add(
+            offset=run.offset,
+            elements=run.elements,
+            dtype=run.dtype.torch_name,
+            role=run.role,
+            unit=number,
+            optimizer_step=0 if unit.step is None else numbers[id(unit.step)],
+            row_elements=run.row_elements,
+        )
+    layout.optimizer_steps.extend(steps)
+    return layout, steps
+
+
 class _Chunk(NamedTuple):
     """A checked chunk. Its units are runs and the number of their step; the largest such number is `steps`."""
 

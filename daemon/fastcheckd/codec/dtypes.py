@@ -24,6 +24,11 @@ class DType(IntEnum):
         return _BYTES[self]
 
     @property
+    def torch_name(self) -> str:
+        """A name of it in `BY_NAME`."""
+        return _NAMES[self]
+
+    @property
     def is_float(self) -> bool:
         """Whether the bits are sign and magnitude."""
         return self in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64)
@@ -57,3 +62,4 @@ BY_NAME: dict[str, DType] = {
     "int64": DType.INT64,
     "uint64": DType.INT64,
 }
+_NAMES: dict[DType, str] = {dtype: name for name, dtype in reversed(BY_NAME.items())}

@@ -47,7 +47,7 @@ class Use:
 class Encoded:
     """An encoded chunk, and by what codecs."""
 
-    payload: bytes
+    payload: bytes | memoryview
     uses: tuple[Use, ...]
 
 

@@ -47,6 +47,16 @@ class Fits:
         """No rate explains a chunk."""
         self._failures[id(step)] = self._failures.get(id(step), 0) + 1
 
+    def told(self, step: pb.OptimizerStep) -> tuple[float | None, int]:
+        """All that is known of a step: a rate, and in how many chunks none was found since."""
+        return self._rates.get(id(step)), self._failures.get(id(step), 0)
+
+    def learn(self, step: pb.OptimizerStep, rate: float | None, failures: int) -> None:
+        """Take over what another process was `told`, or has found out since."""
+        if rate is not None:
+            self._rates[id(step)] = rate
+        self._failures[id(step)] = failures
+
 
 def fit_adam_lr(runs: adam.Runs, step: pb.OptimizerStep, new: Any, base: Any) -> float | None:
     """The rate that explains w0 -> w1 best; None when the numbers do not tell."""

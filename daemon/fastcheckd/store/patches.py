@@ -20,6 +20,7 @@ from fastcheck_proto.conventions import STEP_MAX
 from fastcheck_proto.v1 import common_pb2 as pb
 
 from ..chunks import ChunkTable
+from ..codec.format import Buffer
 from ..errors import FastCheckdError, InvalidRequestError, NotHeldError, StoreError
 from .books import Books
 from .copying import copy_bytes
@@ -106,7 +107,7 @@ class Patch:
         """
         return slot(self._books.pools, self.chunks.longest)
 
-    def replace(self, index: int, slot: memoryview, way_back: bytes) -> None:
+    def replace(self, index: int, slot: memoryview, way_back: Buffer) -> None:
         """Put the first bytes of a slot in the place of a chunk.
 
         The caller has checked that they are the new chunk, and that `way_back` turns them into `old`.

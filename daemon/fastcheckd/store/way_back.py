@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from ..codec.format import OVERHEAD_BYTES_MAX
+from ..codec.format import OVERHEAD_BYTES_MAX, Buffer
 from ..errors import CorruptError, InvalidRequestError, StoreError
 from . import directory
 from .segment_pools import SegmentPools
@@ -108,7 +108,7 @@ class WayBackFile(PooledFile):
             raise CorruptError(f"way back {path} has {size} bytes, too few for a table of {chunks} chunks")
         return cls(path, rounded(size), chunks, size)
 
-    def append(self, pools: SegmentPools, index: int, record: bytes, chunk_bytes: int) -> None:
+    def append(self, pools: SegmentPools, index: int, record: Buffer, chunk_bytes: int) -> None:
         """Add a chunk's record, and only then name it in the table.
 
         Raises:
@@ -176,7 +176,7 @@ class WayBackFile(PooledFile):
         if lack > 0:
             pools.grow(self, max(-(-lack // PAGE_BYTES) * PAGE_BYTES, GROW_BYTES))
 
-    def _write_at(self, offset: int, data: bytes, *, create: bool = False) -> None:
+    def _write_at(self, offset: int, data: Buffer, *, create: bool = False) -> None:
         fd = directory.create_or_open(self.path) if create else directory.open_regular(self.path, write=True)
         try:
             rest = memoryview(data)

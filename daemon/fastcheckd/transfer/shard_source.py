@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ..chunks import ChunkTable
 from ..codec.chunk_plan import ChunkPlan
-from ..codec.encoder import Use, encode, unchanged
+from ..codec.encoder import Use, unchanged
 from ..codec.fitting import Fits
 from ..codec.format import NO_DIGEST
 from ..digests import DIGEST_BYTES, chunk_digest
@@ -226,8 +225,7 @@ class ShardSource:
             start, stop = self.table.range(index)
             base, base_step = self.base.view[start:stop], self.base.step
             base_digest = self._base_digest(index)
-        started = time.thread_time()
-        encoded = encode(
+        encoded, seconds = self._pool.work.encode(
             self._slice(index),
             base,
             self._plans[index],
@@ -238,7 +236,7 @@ class ShardSource:
             fits=self._fits,
         )
         with self._lock:
-            self.encode_s += time.thread_time() - started
+            self.encode_s += seconds
             self.encoded_chunks += encoded is not None
         return None if encoded is None else Payload(Codec.ENCODED, encoded.payload, encoded.uses)
 

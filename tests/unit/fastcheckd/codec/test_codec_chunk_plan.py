@@ -10,7 +10,7 @@ from fastcheck_proto.conventions import LAYOUT_SCHEMA
 from fastcheck_proto.v1 import layout_pb2 as pb
 from fastcheckd.chunks import CHUNK_LENGTH_MAX
 from fastcheckd.codec import chunk_plan
-from fastcheckd.codec.chunk_plan import opaque, parse_layout
+from fastcheckd.codec.chunk_plan import layout_of, opaque, parse_layout
 from fastcheckd.codec.dtypes import BY_NAME, DType
 from fastcheckd.errors import InvalidRequestError
 
@@ -164,3 +164,26 @@ def test_a_layout_of_another_schema_is_no_plan():
 def test_an_opaque_chunk_has_no_units():
     assert opaque(10).bytes == 10
     assert opaque(10).units == ()
+
+
+@settings(max_examples=500)
+@given(layout=layouts())
+def test_a_plan_tells_the_layout_that_it_was_made_of(layout):
+    try:
+        plans = parse_layout(layout, sum(chunk.bytes for chunk in layout.chunks))
+    except InvalidRequestError:
+        return
+    for plan in plans:
+        told, steps = layout_of(plan)
+        (again,) = parse_layout(told, plan.bytes)
+        assert (
+            layout_of(again)[0].SerializeToString() == told.SerializeToString()
+        )  # NaN is not equal to itself
+        assert (again.bytes, len(again.units)) == (plan.bytes, len(plan.units))
+        for unit, before in zip(again.units, plan.units, strict=True):
+            assert unit.runs == before.runs
+            number = next((i for i, step in enumerate(steps) if step is before.step), None)
+            assert (unit.step is None) == (number is None)
+            if number is not None:
+                assert unit.step.SerializeToString() == steps[number].SerializeToString()
+        assert (again.precision is None) == (plan.precision is None)

@@ -1,0 +1,1 @@
+"""Worker processes that encode and decode chunks for the data process (docs/workers.md)."""
