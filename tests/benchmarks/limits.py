@@ -1,6 +1,6 @@
 """The limits that figures are compared with: one memory copy, and framed TCP that does nothing else.
 
-`python -m tests.benchmarks.limits PORT_FILE BYTES STREAMS` is the receiving end of the latter, a process of its
+`python -m tests.benchmarks.limits PORT_FILE BYTES STREAMS DIGESTS` is the receiving end of the latter, a process of its
 own as a peer's daemon is.
 """
 
@@ -17,7 +17,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
+import xxhash
 
 FRAME_BYTES = 4 << 20
 HEADER = b"\0" * 64
@@ -43,20 +45,23 @@ class Memcpy:
 
 
 class FramedTcp:
-    """Framed TCP over loopback between two processes, from and to warm shared memory, without digests."""
+    """Framed TCP over loopback between two processes, from and to warm shared memory.
 
-    def __init__(self, size_bytes: int, streams: int) -> None:
+    With `digests` each end hashes every frame as the lane does: before it goes, and when it is there.
+    """
+
+    def __init__(self, size_bytes: int, streams: int, *, digests: bool = False) -> None:
         self._size_bytes = size_bytes
         self._streams = streams
+        self._digests = digests
         self._memory = mmap.mmap(-1, size_bytes)
         for position in range(0, size_bytes, mmap.PAGESIZE):
             self._memory[position] = 1
         self._source = memoryview(self._memory)
         folder = Path(tempfile.mkdtemp(prefix="fastcheck-bench-"))
         port_file = folder / "port"
-        self._receiver = subprocess.Popen(
-            [sys.executable, "-m", "tests.benchmarks.limits", str(port_file), str(size_bytes), str(streams)]
-        )
+        arguments = [str(port_file), str(size_bytes), str(streams), "digests" if digests else ""]
+        self._receiver = subprocess.Popen([sys.executable, "-m", "tests.benchmarks.limits", *arguments])
         deadline = time.monotonic() + 60
         while not port_file.exists():
             if time.monotonic() > deadline or self._receiver.poll() is not None:
@@ -77,10 +82,23 @@ class FramedTcp:
             thread.join()
         return time.perf_counter() - started
 
+    def cpu_s(self) -> float:
+        """Seconds of CPU, user and system, that both ends take for one run."""
+        receiver = psutil.Process(self._receiver.pid)
+
+        def used() -> float:
+            return time.process_time() + sum(receiver.cpu_times()[:2])
+
+        before = used()
+        self.run()
+        return used() - before
+
     def _send(self, stream: int) -> None:
         with socket.create_connection(("127.0.0.1", self._port)) as connection:
             connection.sendall(bytes([stream]))
             for low, high in frames(self._size_bytes, stream, self._streams):
+                if self._digests:
+                    xxhash.xxh3_128_digest(self._source[low:high])
                 views = [memoryview(HEADER), self._source[low:high]]
                 while views:
                     sent = connection.sendmsg(views)
@@ -103,7 +121,7 @@ def frames(size_bytes: int, stream: int, streams: int) -> Iterator[tuple[int, in
         yield low, min(low + FRAME_BYTES, size_bytes)
 
 
-def _receive(connection: socket.socket, target: memoryview, streams: int) -> None:
+def _receive(connection: socket.socket, target: memoryview, streams: int, digests: bool) -> None:
     header = bytearray(len(HEADER))
     with connection:
         stream = connection.recv(1)[0]
@@ -115,10 +133,12 @@ def _receive(connection: socket.socket, target: memoryview, streams: int) -> Non
                     if not received:
                         return
                     position += received
+            if digests:
+                xxhash.xxh3_128_digest(target[low:high])
         connection.sendall(b"1")
 
 
-def serve(port_file: Path, size_bytes: int, streams: int) -> None:
+def serve(port_file: Path, size_bytes: int, streams: int, digests: bool) -> None:
     """Receive until terminated."""
     memory = mmap.mmap(-1, size_bytes)
     for position in range(0, size_bytes, mmap.PAGESIZE):
@@ -130,9 +150,11 @@ def serve(port_file: Path, size_bytes: int, streams: int) -> None:
         temporary.replace(port_file)
         while True:
             connection, _ = listener.accept()
-            threading.Thread(target=_receive, args=(connection, target, streams), daemon=True).start()
+            threading.Thread(
+                target=_receive, args=(connection, target, streams, digests), daemon=True
+            ).start()
 
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+        serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "digests")
