@@ -18,6 +18,7 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 from ..config import Config
 from ..counters import Counters
 from ..errors import (
+    CorruptError,
     FastCheckdError,
     InvalidRequestError,
     LostError,
@@ -375,6 +376,8 @@ class RestoreRoom:
             if held is None or held.manifest.digest != wanted.digest or held.offset != wanted.offset:
                 return None
             shards.append(held)
+        if any(not held.is_full for held in shards):
+            return await self._own_decoded(record, shards, tally)
         if not shards or len({s.segment.name for s in shards}) != 1:
             return None
         tally.segment = shards[0].segment
@@ -383,6 +386,30 @@ class RestoreRoom:
             return None
         tally.local_bytes = record.state_bytes
         return shards
+
+    async def _own_decoded(
+        self, record: rpb.RankRecord, shards: list[HeldShard], tally: Tally
+    ) -> list[HeldShard] | None:
+        """An older step of this node's own that is kept as a way back, decoded into one segment; None: not here."""
+
+        def decode(segment: Segment) -> list[HeldShard]:
+            for held in shards:
+                at = held.manifest.offset
+                self._store.copy_to(held, segment.view[at : at + held.manifest.bytes])
+            return self._publish([held.manifest for held in shards], segment)
+
+        pool = staging_pool(shards[0].key.job, record.rank)
+        segment = await to_its_end(
+            partial(self._store.allocate, record.state_bytes, pool), undo=self._store.release
+        )
+        try:
+            made = await to_its_end(partial(decode, segment))
+        except (CorruptError, NotHeldError):
+            return None  # it was dropped, and counted
+        finally:
+            self._store.release(segment)
+        tally.segment, tally.local_bytes = segment, record.state_bytes
+        return made
 
     async def _is_intact(self, held: HeldShard) -> bool:
         """Check a replica here; a bad one is dropped and counted."""
