@@ -79,6 +79,7 @@ def test_step_after_step_two_segments_are_enough(store):
         assert thin(store, held, step)
         held = newer
         assert store.count_segments(POOL) == 2
+        assert {shard.segment for shard in store.held()} == {newer.segment}
     assert_all(store, [1, 2, 3, 4])
     for shard in store.held()[:-1]:
         store.drop(shard)
