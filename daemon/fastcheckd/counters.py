@@ -33,6 +33,8 @@ NAMES: dict[str, str] = {
     "bytes_saved": "bytes that the codec kept off the network: of acknowledged copies, raw minus sent",
     "patches_applied": "copies made by changing an older replica in place",
     "patches_undone": "replicas taken back to the older step because a put did not end well",
+    "shards_thinned": "own shards of older steps turned into ways back from the next, for want of room",
+    "own_steps_dropped": "times that own bytes of steps before the newest committed one went, for want of room",
     "corrupt_received": "chunks that arrived not matching their digest",
     "corrupt_found": "replicas here whose bytes did not match their digest",
     "corrupt_reported": "copies elsewhere that this node found bad while reading",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,6 +56,25 @@ def gpt2_state(seed: int = 0, width: int = WIDTH) -> dict[str, Any]:
             for index, shape in enumerate(shapes.values())
         },
     }
+
+
+def adamw_state(seed: int = 0, width: int = WIDTH) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Parameters with torch's AdamW, which has taken a step, and what takes the next one, with gradients of noise."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = {
+        name: torch.nn.Parameter(torch.randn(shape, generator=generator) * 0.02)
+        for name, shape in parameter_shapes(width).items()
+    }
+    optimizer = torch.optim.AdamW(list(parameters.values()), lr=1e-3)
+
+    def take_step() -> None:
+        for parameter in parameters.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator) * 1e-3
+        optimizer.step()
+        optimizer.zero_grad()
+
+    take_step()
+    return {"model": parameters, "optimizer": optimizer}, take_step
 
 
 def state_bytes(state: dict[str, Any]) -> int:

@@ -24,7 +24,9 @@ trying, and the clock decides. The rule, `auto`:
    `SHIFT` times faster, which a faster link may have done. What these trials cost is kept at `TRIAL_SHARE` of all
    sending time: while it is more, there are none. The first `TRIALS` steps of each way do not count.
 
-`always` encodes every chunk, `never` offers no base. Who measures is `saving/`; there is no clock in here.
+Where memory is short (`saving/room_needed.py`) `auto` encodes every chunk that has a base: a holder then needs room
+for the way back only. `always` encodes every chunk, `never` offers no base. Who measures is `saving/`; there is no
+clock in here.
 """
 
 from __future__ import annotations
@@ -215,18 +217,23 @@ class Planner:
         self._encode: float | None = None
         self._courses: OrderedDict[Route, _Course] = OrderedDict()
 
-    def plan(self, route: Route, lengths: Sequence[int], *, has_base: bool, sharing: int = 1) -> Plan:
+    def plan(
+        self, route: Route, lengths: Sequence[int], *, has_base: bool, sharing: int = 1, lean: bool = False
+    ) -> Plan:
         """What to do with a shard whose chunks have these lengths, in bytes.
 
         Args:
             has_base: an earlier step of the shard is here.
             sharing: shards that are sent, and so encoded, at the same time, this one included.
+            lean: memory is short: what can be encoded is, however long it takes.
         """
         if self._policy == "always":
             # Without a base: what can be encoded on its own is.
             return Plan(route, lengths, Way.CODED, 1.0)
         if self._policy == "never" or not has_base or not lengths:
             return Plan(route, lengths, Way.RAW, 0.0)
+        if lean:
+            return Plan(route, lengths, Way.CODED, 1.0)
         course = self._course(route)
         way = self._way(course, sharing)
         if way is Way.PROBE:

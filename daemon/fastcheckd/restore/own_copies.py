@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from functools import partial
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
-from ..errors import NotHeldError
+from ..errors import CorruptError, NotHeldError
 from ..store.ram_store import HeldShard, RamStore
+from ..store.segments import Segment, staging_pool
+from .pulling import to_its_end
 from .tally import Tally
 from .verify import count_bad_chunks
 
@@ -20,11 +23,21 @@ Checks = Mapping[HeldShard, asyncio.Task[bool]]
 
 
 class OwnCopies:
-    """What a data process has of its own ranks' states. Owned by the event loop's thread."""
+    """What a data process has of its own ranks' states. Owned by the event loop's thread.
 
-    def __init__(self, store: RamStore, executor: Executor) -> None:
+    Args:
+        publish: makes a filled segment this node's own copy.
+    """
+
+    def __init__(
+        self,
+        store: RamStore,
+        executor: Executor,
+        publish: Callable[[list[pb.ShardManifest], Segment], list[HeldShard]],
+    ) -> None:
         self._store = store
         self._executor = executor
+        self._publish = publish
         #: Checks that were begun on a guess.
         self._checking: set[asyncio.Task[bool]] = set()
 
@@ -63,6 +76,8 @@ class OwnCopies:
             if held is None or held.manifest.digest != wanted.digest or held.offset != wanted.offset:
                 return None
             shards.append(held)
+        if any(not held.is_full for held in shards):
+            return await self._decoded(record, shards, tally)
         if not shards or len({s.segment.name for s in shards}) != 1:
             return None
         tally.segment = shards[0].segment
@@ -71,6 +86,30 @@ class OwnCopies:
             return None
         tally.local_bytes = record.state_bytes
         return shards
+
+    async def _decoded(
+        self, record: rpb.RankRecord, shards: list[HeldShard], tally: Tally
+    ) -> list[HeldShard] | None:
+        """An older step that is kept as a way back, decoded into one segment; None: it is not here."""
+
+        def decode(segment: Segment) -> list[HeldShard]:
+            for held in shards:
+                at = held.manifest.offset
+                self._store.copy_to(held, segment.view[at : at + held.manifest.bytes])
+            return self._publish([held.manifest for held in shards], segment)
+
+        pool = staging_pool(shards[0].key.job, record.rank)
+        segment = await to_its_end(
+            partial(self._store.allocate, record.state_bytes, pool), undo=self._store.release
+        )
+        try:
+            made = await to_its_end(partial(decode, segment))
+        except (CorruptError, NotHeldError):
+            return None  # it was dropped, and counted
+        finally:
+            self._store.release(segment)
+        tally.segment, tally.local_bytes = segment, record.state_bytes
+        return made
 
     async def _is_intact(self, held: HeldShard) -> bool:
         """Check a replica here; a bad one is dropped and counted."""

@@ -81,7 +81,7 @@ class RestoreRoom:
         self._puller = Puller(config, store, peers, counters)
         self._turns = FairTurns()
         self._finder = Finder(registry, self.survey)
-        self._own_copies = OwnCopies(store, executor)
+        self._own_copies = OwnCopies(store, executor, self._publish)
         self._wholes = Wholes(store)
         #: By job and rank, for as long as somebody holds or awaits one.
         self._locks: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()

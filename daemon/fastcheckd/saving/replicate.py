@@ -10,6 +10,7 @@ provisional until somebody is there to commit it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from concurrent.futures import Executor
@@ -29,18 +30,21 @@ from ..errors import (
     FencedError,
     HolderLostError,
     NoQuorumError,
+    OverBudgetError,
     PeerError,
     PlacementError,
     ReplicasDisagreeError,
+    StoreError,
     SupersededError,
     from_code,
 )
 from ..identity import Identity
 from ..registry.client import RegistryClient
 from ..store.ram_store import RamStore
+from ..store.thinning import Thinning
 from ..transfer.codec_pool import CodecPool
 from ..transfer.peer_client import PeerClient
-from ..transfer.shard_source import ShardSource
+from ..transfer.shard_source import BaseSource, ShardSource
 from ..view import ViewFollower
 from .holders import Quarantine, pick_holders
 from .placing import REGISTRY_TIMEOUT_S, RETRY_PAUSE_MAX_S, RETRY_PAUSE_S, Placed, Placing
@@ -86,6 +90,8 @@ class Replicator:
         #: Shards being sent, of all saves.
         self._at_once = 0
         self.rhythm = Rhythm(config.commit_timeout_s / 2)
+        #: Ranks for whose copies a holder had no room.
+        self.short_of_room: set[tuple[str, int]] = set()
         self._quarantine = Quarantine(config.quarantine_s)
         self._placing = Placing(config, identity, registry, view, self._quarantine)
 
@@ -101,16 +107,24 @@ class Replicator:
             save.after = None
             save.moved()
             placed = await self._placing.place(save)
-        with Bases(self._store) as bases:
-            shards = self._split(save, placed, bases)
-            self._at_once += len(shards)
-            try:
-                epoch = await self._replicate(save, shards, placed)
-            finally:
-                self._at_once -= len(shards)
-                for shard in shards:
-                    shard.source.base = None  # not pinned any more; who gets the shard later gets it whole
-        self._learn(shards)
+        with contextlib.ExitStack() as thinnings:
+            with Bases(self._store) as bases:
+                shards = self._split(save, placed, bases, thinnings)
+                self._at_once += len(shards)
+                try:
+                    epoch = await self._replicate(save, shards, placed)
+                finally:
+                    self._at_once -= len(shards)
+                    for shard in shards:
+                        shard.source.base = (
+                            None  # not pinned any more; who gets the shard later gets it whole
+                        )
+            self._learn(shards)
+            await self._commit(save, shards, epoch, started)
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._thin, shards)
+
+    async def _commit(self, save: Save, shards: list[Shard], epoch: int, started: float) -> None:
+        """Report a step whose copies are made until it is committed; raises what stopped it."""
         while True:
             save.replicate_s = time.monotonic() - started
             self._account(save, shards)
@@ -140,6 +154,30 @@ class Replicator:
             if (sent := shard.sent()) is not None:
                 self._planner.learn(shard.plan, sent)
 
+    def _thin(self, shards: list[Shard]) -> None:
+        """The step before is older now: keep it as a way back from this one, if that was prepared."""
+        for shard in shards:
+            try:
+                if shard.thinning is not None and shard.thinning.publish(shard.manifest.key.step):
+                    self._counters.add("shards_thinned")
+            except StoreError as error:
+                logger.info("shard %d of the step before stays as it is: %s", shard.index, error)
+
+    def _begin_thinning(self, save: Save, key: pb.ShardKey, base: BaseSource | None) -> Thinning | None:
+        if base is None or self._config.keep_steps == 1:
+            return None  # it will just go
+        older = pb.ShardKey()
+        older.CopyFrom(key)
+        older.step = base.step
+        held = self._store.find(older, pb.REPLICA_KIND_OWNER)
+        if held is None or held.manifest.digest != base.digest:
+            return None
+        try:
+            return self._store.begin_thinning(held)
+        except StoreError as error:
+            logger.info("step %d stays as it is beside step %d: %s", base.step, key.step, error)
+            return None
+
     @staticmethod
     def _account(save: Save, shards: list[Shard]) -> None:
         """What the acknowledged copies took."""
@@ -149,8 +187,13 @@ class Replicator:
         save.codecs = uses_per_copy(shards, save.copies)
         save.encode_s = sum(s.source.encode_s for s in shards)
 
-    def _split(self, save: Save, placed: Placed, bases: Bases) -> list[Shard]:
-        """Cut the state at chunk ends, one shard for each that the placement has, and plan each."""
+    def _split(
+        self, save: Save, placed: Placed, bases: Bases, thinnings: contextlib.ExitStack
+    ) -> list[Shard]:
+        """Cut the state at chunk ends, one shard for each that the placement has, and plan each.
+
+        Thinnings that are begun are ended with `thinnings`, unless they were published.
+        """
         content = save.content
         placement = placed.response
         copies = min(len(s.holders) for s in placement.shards)
@@ -185,7 +228,13 @@ class Replicator:
             holders = pick_holders(index, copies, (), placement)
             route = Route(key.job, key.rank, index, tuple(sorted(h.node.node_id for h in holders)))
             sharing = self._at_once + len(stretches)
-            plan = self._planner.plan(route, table.lengths, has_base=base is not None, sharing=sharing)
+            plan = self._planner.plan(
+                route, table.lengths, has_base=base is not None, sharing=sharing, lean=save.lean
+            )
+            everything = plan.offer_base and plan.fraction == 1.0
+            thinning = self._begin_thinning(save, key, base) if save.lean and everything else None
+            if thinning is not None:
+                thinnings.callback(thinning.abort)
             view = save.segment.view[offset : offset + table.shard_bytes]
             source = ShardSource(
                 view,
@@ -197,8 +246,9 @@ class Replicator:
                 choose=plan.choose,
                 fits=fits,
                 prepare=content.quantise and Preparation(content.quantise, view, plans, base),
+                on_way_back=None if thinning is None else thinning.add,
             )
-            shards.append(Shard(index, offset, table.shard_bytes, source, manifest, plan))
+            shards.append(Shard(index, offset, table.shard_bytes, source, manifest, plan, thinning=thinning))
             offset += table.shard_bytes
         return shards
 
@@ -265,6 +315,8 @@ class Replicator:
             await self._publish_own(save, shard)
         except FastCheckdError as error:
             shard.troubled = True
+            if isinstance(error, OverBudgetError):
+                self.short_of_room.add((save.key.job, save.key.rank))
             logger.warning("%s: shard %d to %s failed: %s", save.key, shard.index, node_id, error)
             # An old epoch is our lag, not the holder's fault; placed alone, it means another life of the holder.
             if shard.manifest.provisional or not isinstance(error, FencedError):

@@ -28,6 +28,7 @@ from ..errors import (
     NotHeldError,
     NotNewerError,
     OverBudgetError,
+    StoreError,
     StoreFullError,
     SupersededError,
 )
@@ -39,6 +40,7 @@ from ..store.segments import Segment, staging_pool
 from ..view import ViewFollower
 from .content import NOTHING, of_layout, of_manifests
 from .replicate import Replicator
+from .room_needed import advice, ample_bytes
 from .save import Save, SaveKey
 from .shared import Shared
 
@@ -56,6 +58,10 @@ SPARES_OFFERED_MAX = 8
 RESUME_PATIENCE_S = 20.0
 #: A segment that its trainer has not sealed for so long will not be sealed any more.
 RESERVED_S_MAX = 900.0
+#: How long a trainer waits for memory that older steps are just about to give back.
+ROOM_WAIT_S = 0.25
+#: Saves of a rank by which is judged how many of them are under way at once.
+OVERLAPS_KEPT = 8
 #: Steps given up before they were reported whose numbers are remembered for their holders.
 OBSOLETE_MAX = 8
 
@@ -87,11 +93,17 @@ class SavingRoom:
         self._reserved: dict[str, Save] = {}
         self._saves: dict[tuple[str, int], list[Save]] = {}
         self._spares: dict[tuple[str, int], asyncio.Task[None]] = {}
+        #: Size of each rank's newest step, and how many of its steps were under way with each of the last.
+        self._state_bytes: dict[tuple[str, int], int] = {}
+        self._overlaps: dict[tuple[str, int], deque[int]] = {}
         #: Ranks whose last steps could not be committed for want of a registry or of other ranks: until
         #: one is, their trainers do not wait for what only waits itself.
         self._starved: set[tuple[str, int]] = set()
         #: Steps given up that nobody was told of: their provisional copies may go.
         self._obsolete: dict[tuple[str, int], deque[int]] = {}
+        #: Newest committed step of each job by the view that the store was last tidied up by.
+        self._tidied: dict[str, int] = {}
+        self._tidying = asyncio.Event()
         #: Set once the steps that an earlier life of this process staged are under way again.
         self._resumed = asyncio.Event()
 
@@ -148,7 +160,8 @@ class SavingRoom:
             self.abandon(save.save_id)  # the trainer came back without sealing it
         self._expire_reserved()
         self._check_newer(request)
-        waited_s = await self._wait_for_room(request)
+        bound = request.max_in_flight or self._config.max_in_flight
+        waited_s = await self._wait_for_room(request, bound)
         self._check_newer(request)
         segment = await self._allocate(request)
         save = Save(
@@ -163,17 +176,85 @@ class SavingRoom:
         return save, waited_s
 
     async def _allocate(self, request: tpb.BeginSaveRequest) -> Segment:
-        """Memory for a step; where it is short, older provisional steps make room for the newer."""
+        """Memory for a step; where it is short, older provisional steps make room for the newer.
+
+        A step that is under way gives room when it is committed; it is waited for as if no more than that
+        might be under way at once.
+        """
+        rank = (request.job, request.rank)
+        self._state_bytes[rank] = request.state_bytes
+        pool = staging_pool(*rank)
+        if not self._store.free_segments(pool):
+            await self._until_tidy(request.job)
         while True:
+            # Without any segment yet there is nothing that could come back.
+            wait_s = ROOM_WAIT_S if self._store.count_segments(pool) else 0.0
             try:
-                return await asyncio.to_thread(
-                    self._store.allocate, request.state_bytes, staging_pool(request.job, request.rank)
-                )
-            except (OverBudgetError, StoreFullError):
-                waiting = self._droppable(request.job, request.rank)
-                if len(waiting) < 2:
+                return await asyncio.to_thread(self._store.allocate, request.state_bytes, pool, wait_s=wait_s)
+            except (OverBudgetError, StoreFullError) as error:
+                waiting = self._droppable(*rank)
+                if len(waiting) >= 2:
+                    await self._give_up(waiting[0], waiting[-1].key.step)
+                elif under_way := len(self._under_way(*rank)):
+                    await self._wait_for_room(request, under_way)
+                elif await asyncio.to_thread(self._give_up_older, *rank):
+                    continue
+                elif isinstance(error, OverBudgetError):
+                    raise OverBudgetError(f"{error}; {self._advice()}") from None
+                else:
                     raise
-                await self._give_up(waiting[0], waiting[-1].key.step)
+
+    def _give_up_older(self, job: str, rank: int) -> bool:
+        """Drop the rank's own bytes of a step before the newest committed one; whether memory comes back.
+
+        The last resort: without it no step could be saved any more. Its copies at the holders stay.
+        """
+        newest = max(self._view.newest_step(job) or -1, self._committed.get(job, -1))
+        own = sorted(
+            (h for h in self._store.held(job) if h.kind == pb.REPLICA_KIND_OWNER and h.key.rank == rank),
+            key=lambda h: h.key.step,
+        )
+        if not any(h.key.step == newest and h.is_full for h in own):
+            return False
+        full_step = min((h.key.step for h in own if h.is_full), default=newest)
+        if full_step >= newest:
+            return False
+        logger.warning(
+            "no room for another step of rank %d of job %r: its steps up to %d stay at their holders alone",
+            rank, job, full_step,
+        )  # fmt: skip
+        try:
+            for held in [h for h in own if h.key.step <= full_step]:
+                self._store.drop(held)
+        except StoreError as error:
+            logger.warning("and cannot be dropped here: %s", error)
+            return False
+        self._counters.add("own_steps_dropped")
+        return True
+
+    def tidied(self) -> None:
+        """What the registry does not keep any more has been dropped here."""
+        self._tidied = {job: max(steps) for job, steps in self._view.kept_steps().items() if steps}
+        self._tidying.set()
+        self._tidying = asyncio.Event()
+
+    async def _until_tidy(self, job: str) -> None:
+        """The last step is committed; soon a view says so, and the warm memory of an older one is free."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ROOM_WAIT_S):
+                while self._tidied.get(job, -1) < self._committed.get(job, -1):
+                    await self._tidying.wait()
+
+    def _advice(self) -> str:
+        config = self._config
+        return advice(sum(self._state_bytes.values()), tolerate=config.tolerate, keep_steps=config.keep_steps)
+
+    def _is_lean(self, rank: tuple[str, int]) -> bool:
+        """Whether memory is short, for all that is known: this node takes as much for others as it gives them."""
+        config = self._config
+        saved = sum(self._state_bytes.values())
+        ample = ample_bytes(saved, tolerate=config.tolerate, keep_steps=config.keep_steps)
+        return config.ram_budget_bytes < ample or rank in self._replicator.short_of_room
 
     def _expire_reserved(self) -> None:
         for save in [s for s in self._reserved.values() if s.idle_s() > RESERVED_S_MAX]:
@@ -193,8 +274,8 @@ class SavingRoom:
                     f"step {save.key.step} is already under way; step {request.step} comes too late"
                 )
 
-    async def _wait_for_room(self, request: tpb.BeginSaveRequest) -> float:
-        bound = request.max_in_flight or self._config.max_in_flight
+    async def _wait_for_room(self, request: tpb.BeginSaveRequest, bound: int) -> float:
+        """Wait until fewer than `bound` steps of the rank are under way; returns the seconds that it took."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         waited = False
@@ -259,13 +340,16 @@ class SavingRoom:
         return len(undecided) < PROVISIONAL_KEPT
 
     async def _make_spares(self, save: Save) -> None:
-        """Have enough segments for all steps of this rank that are kept or under way, before they are asked for.
+        """Have as many segments as this rank's steps take at once, before they are asked for.
+
+        Those that are kept, unless memory is short, and as many more as are under way at once, by the last saves.
 
         A trainer that is told of them touches their pages in the background, so that only its first
         save finds cold memory.
         """
-        pool = staging_pool(save.key.job, save.key.rank)
-        wanted = self._config.keep_steps + self._config.max_in_flight
+        rank = (save.key.job, save.key.rank)
+        pool = staging_pool(*rank)
+        wanted = (1 if save.lean else self._config.keep_steps) + max(self._overlaps[rank])
         while not save.done:
             save.offer(tuple(self._store.free_segments(pool)[:SPARES_OFFERED_MAX]))
             usage = self._store.usage()
@@ -334,6 +418,11 @@ class SavingRoom:
         save.may_report = lambda: self._may_report(save)
         save.obsolete = lambda: tuple(self._obsolete.get((save.key.job, save.key.rank), ()))
         save.on_provisional = self._note_provisional
+        rank = (save.key.job, save.key.rank)
+        self._state_bytes[rank] = save.state_bytes
+        save.lean = self._is_lean(rank)
+        overlaps = self._overlaps.setdefault(rank, deque(maxlen=OVERLAPS_KEPT))
+        overlaps.append(len(self._under_way(*rank)))
         save.moved()
         save.advance(tpb.SAVE_STATE_STAGED)
         save.task = asyncio.create_task(self._run(save), name=f"save-{save.key}")

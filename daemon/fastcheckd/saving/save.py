@@ -66,6 +66,8 @@ class Save:
     #: Its chunks; known from the seal to the end.
     content: Content = NOTHING
     lossy: bool = False
+    #: Memory is short: it is to take as little as it can, here and at its holders.
+    lean: bool = False
     #: Which part of a state that all ranks hold alike it is, and what this rank found in that state.
     shared: pb.SharedPart | None = None
     shared_digests: tuple[pb.PartDigests, ...] = ()

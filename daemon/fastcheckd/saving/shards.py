@@ -18,6 +18,7 @@ from ..codec.chunk_plan import ChunkPlan
 from ..codec.planner import Plan, Sent
 from ..errors import NotHeldError
 from ..store.ram_store import HeldShard, RamStore
+from ..store.thinning import Thinning
 from ..transfer.put_tally import PutOutcome
 from ..transfer.shard_source import BaseSource, ShardSource
 from .content import Quantise
@@ -50,6 +51,8 @@ class Shard:
     plan: Plan
     #: Copies acknowledged, by node id.
     acknowledged: dict[str, Copy] = field(default_factory=dict)
+    #: On the way to keeping the base as a way back from this step.
+    thinning: Thinning | None = None
     published: bool = False
     #: A put of it has failed.
     troubled: bool = False

@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from fastcheck_proto.v1 import common_pb2 as pb
+
 from ..codec.decoder import decode
 from ..digests import chunk_digest
 from ..errors import CodecError, CorruptError, FastCheckdError, NotHeldError
@@ -18,7 +20,7 @@ from .books import CHANGE_WAIT_S, Books, memory_of
 from .copying import copy_bytes
 from .held import HeldShard, WayBack
 from .manifests import ReplicaId
-from .segments import COPY_POOL, PooledFile
+from .segments import PooledFile, pool_of
 from .slots import WORKERS_MAX, slots
 from .spread import spread
 from .undo import Undo
@@ -107,7 +109,7 @@ class Chains:
             wanted = path[0]
             if wanted.is_full:
                 return wanted
-            segment = books.pools.allocate(wanted.manifest.bytes, COPY_POOL)
+            segment = books.pools.allocate(wanted.manifest.bytes, pool_of(wanted.manifest))
             try:
                 view = segment.view
                 self._decode_all(path, lambda index: _within(view, wanted, index))
@@ -181,6 +183,9 @@ class Chains:
                     break
             if change is not None:
                 books.await_end(change, deadline_s)
+            elif not _turns_back(found):
+                assert older is not None
+                self._free_from(older)
             elif self._roll_back(found, deadline_s):
                 return True
         books.let_go(freed)
@@ -202,16 +207,25 @@ class Chains:
             return lambda: books.await_end(blocking, deadline_s)
         if found is None or (older := books.older_than(found)) is None:
             return None
-        if found.is_full:
+        if found.is_full and _turns_back(found):
             return lambda: self._roll_back(found, deadline_s)
-        # Cut the chain: the next older one that anybody wants gets bytes of its own. One that is hidden
-        # has such a one below it.
-        while older.id in books.hidden:
-            below = books.older_than(older)
-            assert below is not None
-            older = below
         to_cut = older
-        return lambda: self.full(to_cut)
+        return lambda: self._free_from(to_cut)
+
+    def _free_from(self, older: HeldShard) -> None:
+        """Cut a chain: the next older one that anybody wants gets bytes of its own.
+
+        Raises what `full` does.
+        """
+        books = self._books
+        with books.changed:
+            # One that is hidden has one below it that is not.
+            while older.id in books.hidden:
+                below = books.older_than(older)
+                if below is None:
+                    return
+                older = below
+        self.full(older)
 
     def _roll_back(self, head: HeldShard, deadline_s: float) -> bool:
         """Drop a full shard by turning its bytes back to the next older step; False: look again what is there.
@@ -299,6 +313,11 @@ class Chains:
                 f"shard {tuple(path[0].id)} cannot be had: chunk {error.index} of step "
                 f"{error.link.key.step} does not match its digest; it was dropped"
             ) from error
+
+
+def _turns_back(head: HeldShard) -> bool:
+    """Whether dropping it may change its bytes: an owner's segment has other shards, and a trainer maps it."""
+    return head.kind == pb.REPLICA_KIND_COPY
 
 
 def _within(view: memoryview, shard: HeldShard, index: int) -> memoryview:

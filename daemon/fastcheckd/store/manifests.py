@@ -127,6 +127,4 @@ def decode(data: bytes) -> store_pb2.StoredShard:
         # Steps only rise along a chain, so it cannot run in a circle.
         if not stored.manifest.key.step < way.from_step <= STEP_MAX:
             raise CorruptError(f"is step {stored.manifest.key.step} and starts from step {way.from_step}")
-        if stored.manifest.kind != pb.REPLICA_KIND_COPY:
-            raise CorruptError("has a way back and is no copy")
     return stored

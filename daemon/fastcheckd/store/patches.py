@@ -33,6 +33,8 @@ from .way_back import WayBackFile
 
 logger = logging.getLogger(__name__)
 
+#: A way back waits so long for room: that of the step before last may be just about to go.
+ROOM_WAIT_S = 1.0
 _UNTOUCHED, _KEPT, _BEGUN, _REPLACED = range(4)
 
 
@@ -120,7 +122,7 @@ class Patch:
         start, stop = self.chunks.range(index)
         with self._writing(index):
             assert self._way is not None
-            self._way.append(self._books.pools, index, way_back, stop - start)
+            self._way.append(self._books.pools, index, way_back, stop - start, wait_s=ROOM_WAIT_S)
             copy_bytes(self._bytes[start:stop], slot[: stop - start])
             self._states[index] = _REPLACED
 

@@ -29,7 +29,8 @@ from .held import HeldShard
 from .manifests import check_manifest, replica_id
 from .patches import Patch, begin_patch
 from .segment_pools import SegmentPools, Usage
-from .segments import Segment, pool_of
+from .segments import Segment, is_staging, pool_of
+from .thinning import Thinning
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ __all__ = ["HeldShard", "Patch", "RamStore", "Segment", "Usage"]
 
 #: A patch can come in between so often.
 READ_ATTEMPTS = 3
+#: A pool that nothing was taken from for so many calls of `trim` has no use for its free segments.
+UNUSED_TRIMS = 10
 FOLDERS = ("segments", "ways", "manifests", "tmp")
 
 
@@ -148,17 +151,17 @@ class RamStore:
         self._pools.close()
         os.close(self._lock_fd)
 
-    def allocate(self, size_bytes: int, pool: str) -> Segment:
+    def allocate(self, size_bytes: int, pool: str, *, wait_s: float = 0.0) -> Segment:
         """A segment of at least `size_bytes` (0 is fine), the caller's own until `release`.
 
         Its content is what the last tenant of the same pool left. Allocating new memory takes about
-        0.2 s per GB.
+        0.2 s per GB. Where the budget is short, memory that comes back within `wait_s` will do.
 
         Raises:
             OverBudgetError: asked, used and budget are in the message.
             StoreFullError: the file system is full; nothing that was held is lost.
         """
-        return self._pools.allocate(size_bytes, pool)
+        return self._pools.allocate(size_bytes, pool, wait_s=wait_s)
 
     def release(self, segment: Segment) -> None:
         """The caller of `allocate` is done with the segment; the shards published in it keep it."""
@@ -191,6 +194,13 @@ class RamStore:
     def count_segments(self, pool: str) -> int:
         """Number of a pool's segments, in use or free."""
         return self._pools.count(pool)
+
+    def trim(self) -> int:
+        """Give the system back free segments that were not needed since the last call; returns their bytes.
+
+        To be called about once a minute. What trainers copy into stays warm between rare saves.
+        """
+        return self._pools.trim(unused_max=UNUSED_TRIMS, keep=is_staging)
 
     def publish(
         self, manifest: pb.ShardManifest, segment: Segment, offset: int, *, verified: bool
@@ -257,6 +267,14 @@ class RamStore:
             OverBudgetError, StoreFullError, StoreError: no room for what a patch needs.
         """
         return begin_patch(self._books, base, step, on_wanted)
+
+    def begin_thinning(self, older: HeldShard) -> Thinning:
+        """Begin to collect the way back to a held shard from the next newer step, whose bytes lie elsewhere.
+
+        Raises:
+            OverBudgetError, StoreFullError, StoreError: no room for it.
+        """
+        return Thinning(self._books, older)
 
     def find(self, key: pb.ShardKey, kind: pb.ReplicaKind.ValueType) -> HeldShard | None:
         """The replica of that kind, if it is held."""

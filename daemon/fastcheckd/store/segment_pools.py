@@ -82,19 +82,23 @@ class SegmentPools:
         #: The part of `_used_bytes` that threads are unlinking right now.
         self._doomed_bytes = 0
         self._closed = False
+        #: Of each pool that something was taken from since the last `trim`: the fewest free ones that were left.
+        self._least_free: dict[str, int] = {}
+        #: How many times in a row `trim` has found that nothing was taken.
+        self._unused: dict[str, int] = {}
 
-    def allocate(self, size_bytes: int, pool: str, *, recycle: bool = True) -> Segment:
+    def allocate(self, size_bytes: int, pool: str, *, recycle: bool = True, wait_s: float = 0.0) -> Segment:
         """A segment of at least so many bytes, recycled if possible and wanted. The caller owns one reference.
 
         Raises:
             InvalidRequestError: the size is negative.
-            OverBudgetError: the budget does not allow it, even without the free segments.
+            OverBudgetError: the budget does not allow it, even without the free segments, and for `wait_s` did not.
             StoreFullError: the file system has no room, even without the free segments.
         """
         if size_bytes < 0:
             raise InvalidRequestError(f"a segment of {size_bytes} bytes was asked for")
         size = rounded(size_bytes)
-        recycled = self._recycle_or_reserve(size, pool, recycle)
+        recycled = self._recycle_or_reserve(size, pool, recycle, wait_s)
         if recycled is not None:
             return recycled
         try:
@@ -122,15 +126,16 @@ class SegmentPools:
                 self._free.remove(file)
                 file.references = 1
                 self._in_use.add(file)
+            self._note_taken(pool)
             return file
 
-    def grow(self, file: PooledFile, more_bytes: int) -> None:
+    def grow(self, file: PooledFile, more_bytes: int, *, wait_s: float = 0.0) -> None:
         """Set memory aside for a file in use that is about to become longer.
 
         Raises:
-            OverBudgetError: the budget does not allow it, even without the free segments.
+            OverBudgetError: as `allocate`.
         """
-        self._recycle_or_reserve(more_bytes, "", recycle=False)
+        self._recycle_or_reserve(more_bytes, "", recycle=False, wait_s=wait_s)
         with self._changed:
             file.size_bytes += more_bytes
 
@@ -141,9 +146,9 @@ class SegmentPools:
             file.size_bytes = size_bytes
             self._changed.notify_all()
 
-    def _recycle_or_reserve(self, size: int, pool: str, recycle: bool) -> Segment | None:
+    def _recycle_or_reserve(self, size: int, pool: str, recycle: bool, wait_s: float) -> Segment | None:
         """A free segment, or None with `size` bytes of the budget set aside for a new one."""
-        deadline_s = time.monotonic() + UNLINK_WAIT_S
+        started_s = time.monotonic()
         while True:
             with self._changed:
                 self._check_open()
@@ -156,15 +161,17 @@ class SegmentPools:
                 if lack <= 0:
                     self._used_bytes += size
                     return None
-                wait_s = deadline_s - time.monotonic()
-                if lack > self._doomed_bytes + sum(s.size_bytes for s in self._free) or wait_s <= 0:
+                coming = lack <= self._doomed_bytes + sum(s.size_bytes for s in self._free)
+                waited_s = time.monotonic() - started_s
+                left_s = (UNLINK_WAIT_S if coming else min(wait_s, UNLINK_WAIT_S)) - waited_s
+                if left_s <= 0:
                     raise OverBudgetError(
                         f"{size} bytes asked for, {self._used_bytes} of the RAM budget of "
                         f"{self._budget_bytes} bytes are in use on this node: raise ram_budget_bytes, keep "
                         "fewer steps, or use more nodes"
                     )
-                if lack <= self._doomed_bytes:
-                    self._changed.wait(wait_s)
+                if not coming or lack <= self._doomed_bytes:
+                    self._changed.wait(left_s)
                     continue
                 victim = pick_victim(self._free, lack - self._doomed_bytes)
                 self._doom([victim])
@@ -270,6 +277,29 @@ class SegmentPools:
         with self._changed:
             return sum(1 for group in (self._in_use, self._free) for s in group if s.pool == pool)
 
+    def trim(self, *, unused_max: int, keep: Callable[[str], bool]) -> int:
+        """Give back free segments that were not needed since the last call, however busy the pool was; returns bytes.
+
+        Of a pool from which nothing was taken nothing goes, since its next tenant may just be rare; after
+        `unused_max` such calls in a row everything, unless `keep(pool)`.
+        """
+        with self._changed:
+            doomed: list[PooledFile] = []
+            for pool in {s.pool for s in self._free}:
+                free = [s for s in self._free if s.pool == pool]
+                if pool in self._least_free:
+                    self._unused.pop(pool, None)
+                    doomed += free[: self._least_free[pool]]
+                    continue
+                self._unused[pool] = self._unused.get(pool, 0) + 1
+                if self._unused[pool] >= unused_max and not keep(pool):
+                    del self._unused[pool]
+                    doomed += free
+            self._least_free.clear()
+            self._doom(doomed)
+        self._unlink(doomed)
+        return sum(s.size_bytes for s in doomed)
+
     def usage(self) -> Usage:
         """Memory at this moment."""
         with self._changed:
@@ -298,6 +328,11 @@ class SegmentPools:
         segment.allocated = True
         segment.tenants += 1
         self._in_use.add(segment)
+        self._note_taken(segment.pool)
+
+    def _note_taken(self, pool: str) -> None:
+        left = sum(1 for s in self._free if s.pool == pool)
+        self._least_free[pool] = min(left, self._least_free.get(pool, left))
 
     def _drop_reference(self, segment: PooledFile) -> list[PooledFile]:
         """With the lock held: one reference less. Returns what the caller must unlink without the lock."""
@@ -307,6 +342,7 @@ class SegmentPools:
             return []
         self._in_use.remove(segment)
         self._free.append(segment)
+        self._changed.notify_all()  # whoever waits for room may have it
         if not segment.recyclable or self._used_bytes > self._budget_bytes:
             doomed = [segment]
         else:

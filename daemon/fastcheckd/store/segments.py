@@ -33,6 +33,11 @@ def staging_pool(job: str, rank: int) -> str:
     return f"staging.{job}.{rank}"
 
 
+def is_staging(pool: str) -> bool:
+    """Whether trainers copy into the segments of a pool."""
+    return pool.startswith("staging.")
+
+
 def pool_of(manifest: pb.ShardManifest) -> str:
     """The pool that a replica's segment belongs to: how it is known again after a restart."""
     if manifest.kind == pb.REPLICA_KIND_COPY:

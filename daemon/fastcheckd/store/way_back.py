@@ -108,8 +108,15 @@ class WayBackFile(PooledFile):
             raise CorruptError(f"way back {path} has {size} bytes, too few for a table of {chunks} chunks")
         return cls(path, rounded(size), chunks, size)
 
-    def append(self, pools: SegmentPools, index: int, record: Buffer, chunk_bytes: int) -> None:
-        """Add a chunk's record, and only then name it in the table.
+    @property
+    def written_bytes(self) -> int:
+        """Table and records so far, without what is set aside for more."""
+        return self._end
+
+    def append(
+        self, pools: SegmentPools, index: int, record: Buffer, chunk_bytes: int, *, wait_s: float = 0.0
+    ) -> None:
+        """Add a chunk's record, and only then name it in the table; waits so long for room in the budget.
 
         Raises:
             InvalidRequestError: it is empty or too large for a chunk of this size.
@@ -122,7 +129,7 @@ class WayBackFile(PooledFile):
             )
         with self._growing:
             start = self._end
-            self._make_room(pools, start + len(record))
+            self._make_room(pools, start + len(record), wait_s)
             self._end += len(record)
         entry = _ENTRY.pack(start, len(record), 0)
         what = f"write a way back of {len(record)} bytes"
@@ -171,10 +178,10 @@ class WayBackFile(PooledFile):
             raise StoreError(f"cannot cut {self.path}: {error.strerror}") from None
         pools.settle(self, rounded(size))
 
-    def _make_room(self, pools: SegmentPools, end: int) -> None:
+    def _make_room(self, pools: SegmentPools, end: int, wait_s: float = 0.0) -> None:
         lack = end - self.size_bytes
         if lack > 0:
-            pools.grow(self, max(-(-lack // PAGE_BYTES) * PAGE_BYTES, GROW_BYTES))
+            pools.grow(self, max(-(-lack // PAGE_BYTES) * PAGE_BYTES, GROW_BYTES), wait_s=wait_s)
 
     def _write_at(self, offset: int, data: Buffer, *, create: bool = False) -> None:
         fd = directory.create_or_open(self.path) if create else directory.open_regular(self.path, write=True)

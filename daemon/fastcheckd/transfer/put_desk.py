@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 TRANSFERS_MAX = 128
 #: A transfer without a connection is given up after so many transfer timeouts.
 IDLE_TIMEOUTS = 3
+#: How long a put waits for room. The owner may know sooner than this node that an older step may go.
+ROOM_WAIT_S = 1.0
 _Key = tuple[str, int, int, int]
 
 
@@ -280,7 +282,7 @@ class PutDesk:
                 return base, PatchTarget(patch, base, self._counters, step=step)
             except StoreError as error:
                 logger.info("shard %s comes whole: %s", tuple(base.id), error)
-        segment = self._store.allocate(table.shard_bytes, COPY_POOL)
+        segment = self._store.allocate(table.shard_bytes, COPY_POOL, wait_s=ROOM_WAIT_S)
         return None, WholeTarget(self._store, segment, table, step=step)
 
     def _acceptable_base(self, request: peer_pb2.BeginPutRequest, table: ChunkTable) -> HeldShard | None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from ..chunks import ChunkTable
 from ..codec.chunk_plan import ChunkPlan
-from ..codec.encoder import Use, unchanged
+from ..codec.decoder import raw_way_back, turn_around
+from ..codec.encoder import Encoded, Use, unchanged
 from ..codec.fitting import Fits
 from ..codec.format import NO_DIGEST
 from ..digests import DIGEST_BYTES, chunk_digest
@@ -75,7 +76,8 @@ class ShardSource:
     `plans` says what each chunk consists of. `base` is dropped when its chunks are cut otherwise.
     `choose(index)` is asked once per chunk and order whether encoding it pays. `prepare(index)`, if given, is
     run once per chunk before anything else is done with it, and may change its bytes: a lossy coding. `fits` has the
-    learning rates that other shards of the save have found.
+    learning rates that other shards of the save have found. `on_way_back(index, record)`, if given, gets what turns
+    each chunk that was to be encoded against the base back into the base's, in the thread that encoded it.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class ShardSource:
         choose: Callable[[int], bool],
         prepare: Callable[[int], None] | None = None,
         fits: Fits | None = None,
+        on_way_back: Callable[[int, bytes], None] | None = None,
     ) -> None:
         if not (len(view) == table.shard_bytes and table.lengths == [plan.bytes for plan in plans]):
             raise InvalidRequestError("view, chunk table and plans do not describe the same shard")
@@ -105,6 +108,7 @@ class ShardSource:
         self._choose = choose
         self._prepare = prepare
         self._fits = fits or Fits()
+        self._on_way_back = on_way_back
         self._digests: list[bytes | None] = [None] * len(table)
         self._digest_locks = [threading.Lock() for _ in range(min(_LOCKS, len(table)))]
         self._lock = threading.Lock()
@@ -235,10 +239,24 @@ class ShardSource:
             base_digest=base_digest,
             fits=self._fits,
         )
+        if base is not None and self._on_way_back is not None:
+            self._on_way_back(index, self._way_back(index, base, encoded))
         with self._lock:
             self.encode_s += seconds
             self.encoded_chunks += encoded is not None
         return None if encoded is None else Payload(Codec.ENCODED, encoded.payload, encoded.uses)
+
+    def _way_back(self, index: int, base: memoryview, encoded: Encoded | None) -> bytes:
+        if encoded is not None:
+            return turn_around(encoded.payload, base, self._slice(index))
+        assert self.base is not None
+        return raw_way_back(
+            base,
+            step=self.base.step,
+            newer_step=self._step,
+            digest=self._base_digest(index),
+            newer_digest=self.digest(index),
+        )
 
     def _taken(self, key: _Key, encoding: _Encoding, payload: Payload | None) -> None:
         with self._lock:

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 TRICKLE_S = 1.0
 BURST_S = 0.1
 RESTART_S = 1.0
+#: How often free memory that nobody has needed meanwhile is given back.
+TRIM_S = 60.0
 
 
 class UpkeepRoom:
@@ -88,7 +90,8 @@ class UpkeepRoom:
             loop.call_soon_threadsafe(self._inventory.lost, held)
 
         self._store.on_condemned = condemned
-        for name, work in (("scrub", self._scrubber.run), ("inventory", self._inventory.run)):
+        works = (("scrub", self._scrubber.run), ("inventory", self._inventory.run), ("trim", self._trim))
+        for name, work in works:
             self._tasks.append(asyncio.create_task(_kept_going(name, work), name=name))
 
     async def stop(self) -> None:
@@ -128,6 +131,12 @@ class UpkeepRoom:
     def scrub_age_ms(self) -> int | None:
         """How long ago the replica that waits longest was checked; None: nothing is held."""
         return self._scrubber.age_ms()
+
+    async def _trim(self) -> None:
+        while True:
+            await asyncio.sleep(TRIM_S)
+            if given_back := await asyncio.to_thread(self._store.trim):
+                logger.info("gave back %d bytes that nobody needed", given_back)
 
     def _kept_steps(self) -> dict[str, list[int]] | None:
         return self._view.kept_steps() if self._view.view.version else None

@@ -244,6 +244,15 @@ def test_always_and_never_ask_nobody():
     assert not plan.offer_base and not plan.choose(0)
 
 
+def test_where_memory_is_short_all_that_has_a_base_is_encoded_however_fast_the_link():
+    planner = Planner("auto", 1)
+    train(planner, LOOPBACK, 20)
+    plan = planner.plan(ROUTE, LENGTHS, has_base=True, lean=True)
+    assert plan.offer_base and all(plan.choose(i) for i in range(64))
+    assert not planner.plan(ROUTE, LENGTHS, has_base=False, lean=True).offer_base
+    assert not Planner("never", 1).plan(ROUTE, LENGTHS, has_base=True, lean=True).offer_base
+
+
 def test_a_probe_takes_a_few_chunks_and_at_least_one():
     planner = Planner("auto", 1)
     train(planner, SLOW_LINK, 1)

@@ -118,9 +118,8 @@ async def running_node(directory: Path, registry: Registry, **settings: object) 
     config = Config(
         node_id="owner",
         chunk_bytes=CHUNK,
-        ram_budget_bytes=BUDGET,
         quarantine_s=0.1,
-        **{"codec": "always", **settings},  # type: ignore[arg-type]
+        **{"codec": "always", "ram_budget_bytes": BUDGET, **settings},  # type: ignore[arg-type]
     )
     counters = Counters()
     store = RamStore.open(directory / "owner", budget_bytes=BUDGET, counters=counters)

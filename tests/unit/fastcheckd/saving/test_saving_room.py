@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from tests.unit.fastcheckd.saving.saving_harness import (
+    BUDGET,
     CHUNK,
     layout_of,
     next_step,
@@ -18,7 +19,15 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import layout_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
-from fastcheckd.errors import InvalidRequestError, NoQuorumError, NotHeldError, SupersededError
+from fastcheckd.errors import (
+    FastCheckdError,
+    InvalidRequestError,
+    NoQuorumError,
+    NotHeldError,
+    OverBudgetError,
+    SupersededError,
+)
+from fastcheckd.saving.room_needed import ample_bytes
 
 STATE = noise(8 * CHUNK)
 LOSSY = layout_pb2.Precision(momentum=layout_pb2.MOMENTUM_CODING_INDEX8)
@@ -321,5 +330,130 @@ def test_a_resumed_lossy_step_is_lossy_and_not_made_so_twice(tmp_path, quantiser
             resumed = await again.room.find(tpb.WatchSaveRequest(job="gpt", rank=0, session=1, step=1))
             await again.done(resumed)
         assert resumed.lossy and registry.reports[-1].record.lossy and len(quantiser.calls) == 8
+
+    in_world(tmp_path, body)
+
+
+def test_with_little_memory_the_older_step_is_kept_as_a_way_back(tmp_path):
+    async def body(node, registry, holders):
+        state, pool = STATE, "staging.gpt.0"
+        for step in range(1, 6):
+            await node.save(step, state)
+            older = node.store.held("gpt", step - 1)
+            assert [held.is_full for held in older] == [False] * len(older)
+            assert whole(held_bytes_kept(node.store, step)) == state
+            state = next_step(state, step)
+        assert node.store.count_segments(pool) == 2
+        assert node.counters.get("shards_thinned") == 8
+
+    in_world(tmp_path, body, ram_budget_bytes=5 * len(STATE))
+
+
+def held_bytes_kept(store, step):
+    """The owner's shards of a step, without making them full."""
+    found = {}
+    for held in store.held("gpt", step):
+        into = bytearray(held.manifest.bytes)
+        store.copy_to(held, memoryview(into))
+        found[held.manifest.offset] = bytes(into)
+    return found
+
+
+def test_with_enough_memory_every_step_stays_as_it_is(tmp_path):
+    async def body(node, registry, holders):
+        state = STATE
+        for step in (1, 2, 3):
+            await node.save(step, state)
+            state = next_step(state, step)
+        assert all(held.is_full for held in node.store.held("gpt"))
+        assert node.counters.get("shards_thinned") == 0
+
+    in_world(tmp_path, body)
+
+
+def test_a_step_that_is_not_committed_leaves_the_one_before_as_it_is(tmp_path):
+    async def body(node, registry, holders):
+        await node.save(1, STATE)
+        registry.answers = [
+            rpb.ReportResponse(
+                state=rpb.REPORT_STATE_REFUSED, error=pb.ErrorDetail(code=pb.ERROR_CODE_FENCED, message="no")
+            )
+        ]
+        with pytest.raises(FastCheckdError):
+            await node.save(2, next_step(STATE))
+        assert all(held.is_full for held in node.store.held("gpt", 1))
+        usage = node.store.usage()
+        held = sum({held.segment: held.segment.size_bytes for held in node.store.held("gpt")}.values())
+        assert usage.used_bytes - usage.free_bytes == held, "the way back is given back"
+
+    in_world(tmp_path, body, ram_budget_bytes=5 * len(STATE))
+
+
+def test_spare_segments_are_as_many_as_steps_that_are_kept_or_under_way(tmp_path):
+    async def body(node, registry, holders):
+        pool = "staging.gpt.0"
+        await node.save(1, STATE)
+        await eventually(lambda: node.store.count_segments(pool) == 3)
+        registry.waiting = True
+        await node.stage(2, next_step(STATE))
+        await node.stage(3, next_step(STATE, 1))
+        await eventually(lambda: node.store.count_segments(pool) == 4)
+        registry.waiting = False
+
+    in_world(tmp_path, body)
+
+
+def test_where_memory_is_short_a_step_waits_for_the_one_under_way(tmp_path):
+    async def body(node, registry, holders):
+        hog = node.store.allocate(BUDGET - 3 * len(STATE), "staging.other.0")
+        await node.save(1, STATE)
+        registry.waiting = True
+        under_way = await node.stage(2, next_step(STATE))
+        third = node.store.allocate(len(STATE) - (64 << 10), "staging.other.0")
+        coming = asyncio.create_task(node.stage(3, next_step(STATE, 1)))
+        await eventually(lambda: under_way.sent)
+        assert not coming.done()
+        registry.waiting = False
+        await node.done(under_way)
+        for held in node.store.held("gpt", 1):
+            node.store.drop(held)
+        await node.done(await coming)
+        for segment in (hog, third):
+            node.store.release(segment)
+
+    in_world(tmp_path, body, keep_steps=1)
+
+
+def test_a_refusal_for_want_of_room_says_how_much_would_do(tmp_path):
+    async def body(node, registry, holders):
+        node.store.allocate(BUDGET - len(STATE) // 2, "staging.other.0")
+        with pytest.raises(OverBudgetError) as refused:
+            await node.stage(1, STATE)
+        assert str(ample_bytes(len(STATE), tolerate=1, keep_steps=2)) in str(refused.value)
+
+    in_world(tmp_path, body)
+
+
+def test_as_the_last_resort_the_owners_bytes_of_an_older_step_go(tmp_path):
+    async def body(node, registry, holders):
+        for step in (1, 2):
+            await node.save(step, noise(8 * CHUNK, step))  # no way back is smaller than the step
+        assert [held.is_full for held in node.store.held("gpt")] == [True] * 4
+        node.store.allocate(BUDGET - 5 * len(STATE) // 2, "staging.other.0")
+        await node.save(3, noise(8 * CHUNK, 3))
+        assert {held.key.step for held in node.store.held("gpt")} == {2, 3}
+        assert node.counters.get("own_steps_dropped") == 1
+        assert copies(holders, 1) == noise(8 * CHUNK, 1)
+
+    in_world(tmp_path, body)
+
+
+def test_the_newest_committed_step_never_goes(tmp_path):
+    async def body(node, registry, holders):
+        await node.save(1, STATE)
+        node.store.allocate(BUDGET - 3 * len(STATE) // 2, "staging.other.0")
+        with pytest.raises(OverBudgetError):
+            await node.stage(2, next_step(STATE))
+        assert whole(held_bytes_kept(node.store, 1)) == STATE
 
     in_world(tmp_path, body)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from store_helpers import make_manifest, open_store, payload, put, segment_files
 
 from fastcheckd.errors import InvalidRequestError, OverBudgetError, StoreError, StoreFullError
+from fastcheckd.store.ram_store import UNUSED_TRIMS
 from fastcheckd.store.segment_pools import FREE_SEGMENTS_MIN, best_fit, pick_victim
 from fastcheckd.store.segments import COPY_POOL, Segment, rounded, staging_pool
 
@@ -292,3 +293,36 @@ def test_an_error_that_is_not_about_room_is_told_as_such(tmp_path):
     assert not isinstance(caught.value, StoreFullError)
     assert store.usage().used_bytes == 0
     store.close()
+
+
+def test_whoever_may_wait_gets_the_room_that_comes_back(store):
+    held = store.allocate(200 * KIB, COPY_POOL)
+    with pytest.raises(OverBudgetError):
+        store.allocate(200 * KIB, "staging.a.0", wait_s=0.01)
+    letting_go = threading.Timer(0.05, store.release, [held])
+    letting_go.start()
+    assert store.allocate(200 * KIB, "staging.a.0", wait_s=20).size_bytes == 200 * KIB
+    letting_go.join()
+
+
+def test_what_nobody_needed_meanwhile_is_given_back(store):
+    pool = staging_pool("gpt", 0)
+    for segment in [store.allocate(8 * KIB, pool) for _ in range(3)]:
+        store.release(segment)
+    store.trim()
+    for _ in range(5):  # one at a time
+        store.release(store.allocate(8 * KIB, pool))
+    assert store.trim() == 2 * 8 * KIB
+    assert store.usage().free_bytes == 8 * KIB
+    store.release(store.allocate(8 * KIB, pool))
+    assert store.trim() == 0
+
+
+def test_rare_tenants_find_warm_memory_for_trainers_and_not_for_copies(store):
+    pools = (staging_pool("gpt", 0), COPY_POOL)
+    for pool in pools:
+        store.release(store.allocate(8 * KIB, pool))
+    for _ in range(1 + UNUSED_TRIMS):
+        assert [len(store.free_segments(pool)) for pool in pools] == [1, 1]
+        store.trim()
+    assert [len(store.free_segments(pool)) for pool in pools] == [1, 0]

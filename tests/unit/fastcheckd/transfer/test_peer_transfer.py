@@ -459,10 +459,10 @@ def test_a_put_whose_caller_left_while_memory_was_made_is_undone(
         allocate = holder.store.allocate
         asked, go_on, made = threading.Event(), threading.Event(), threading.Event()
 
-        def slow(size_bytes: int, pool: str) -> Segment:
+        def slow(size_bytes: int, pool: str, **options: float) -> Segment:
             asked.set()
             go_on.wait(10)
-            segment = allocate(size_bytes, pool)
+            segment = allocate(size_bytes, pool, **options)
             made.set()
             return segment
 

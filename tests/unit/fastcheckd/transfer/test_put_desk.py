@@ -187,7 +187,7 @@ def test_a_bad_request_is_refused_before_anything_is_reserved(
     expected, change = BAD_REQUESTS[case]
     bad = request()
     change(bad)
-    monkeypatch.setattr(bench.store, "allocate", lambda *_: pytest.fail("memory was reserved"))
+    monkeypatch.setattr(bench.store, "allocate", lambda *_, **__: pytest.fail("memory was reserved"))
     with pytest.raises(expected):
         bench.desk.begin(bad)
     assert bench.counters.get("puts_refused") == 1
@@ -352,10 +352,10 @@ def test_of_two_begins_at_once_the_later_one_wins(bench: Bench, monkeypatch: pyt
     allocate = bench.store.allocate
     later: list[peer_pb2.BeginPutResponse] = []
 
-    def overtaken(size_bytes: int, pool: str) -> Segment:
+    def overtaken(size_bytes: int, pool: str, **options: float) -> Segment:
         monkeypatch.setattr(bench.store, "allocate", allocate)
         later.append(bench.desk.begin(request()))
-        return allocate(size_bytes, pool)
+        return allocate(size_bytes, pool, **options)
 
     monkeypatch.setattr(bench.store, "allocate", overtaken)
     with pytest.raises(FencedError, match="newer put"):
