@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("network_namespaces")
 MBIT_PER_S = 200.0
 PORT = 7999
 
-#: Sends for so many seconds, as fast as it goes; the receiving end prints what came each quarter of a second.
+#: Sends as fast as it goes until its input ends; the receiving end prints what came each quarter of a second.
 SINK = """
 import socket, sys, time
 listener = socket.create_server((sys.argv[1], int(sys.argv[2])))
@@ -29,11 +29,12 @@ while data := sock.recv(1 << 20):
         count, mark = 0, now
 """
 SOURCE = """
-import socket, sys, time
+import socket, sys, threading
 sock = socket.create_connection((sys.argv[1], int(sys.argv[2])))
-data, until = bytes(1 << 18), time.monotonic() + float(sys.argv[3])
-while time.monotonic() < until:
-    sock.sendall(data)
+enough = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), enough.set()), daemon=True).start()
+while not enough.is_set():
+    sock.sendall(bytes(1 << 18))
 """
 SAVE = """
 import sys, time, torch
@@ -49,7 +50,7 @@ with Checkpointer("gpt", rank=0, world_size=1) as ckpt:
 class Flow:
     """A TCP flow from one machine to another."""
 
-    def __init__(self, lab: Lab, sender: str, receiver: str, seconds: float) -> None:
+    def __init__(self, lab: Lab, sender: str, receiver: str) -> None:
         where = [lab.network.address(receiver), str(PORT)]
         self._sink = subprocess.Popen(
             lab.network.command(receiver, sys.executable, "-c", SINK, *where),
@@ -57,11 +58,14 @@ class Flow:
         )  # fmt: skip
         assert self._sink.stdout is not None and self._sink.stdout.readline() == "ready\n"
         self._source = subprocess.Popen(
-            lab.network.command(sender, sys.executable, "-c", SOURCE, *where, str(seconds)), cwd=ROOT
-        )
+            lab.network.command(sender, sys.executable, "-c", SOURCE, *where),
+            stdin=subprocess.PIPE, cwd=ROOT,
+        )  # fmt: skip
 
     def finish(self) -> list[tuple[float, float, int]]:
-        """(from, until, bytes) of each quarter of a second, on the machine's clock."""
+        """End it; (from, until, bytes) of each quarter of a second, on the machine's clock."""
+        assert self._source.stdin is not None
+        self._source.stdin.close()
         out, _ = self._sink.communicate(timeout=120)
         assert self._source.wait(10) == 0
         return [(float(a), float(b), int(n)) for a, b, n in (line.split() for line in out.splitlines())]
@@ -79,7 +83,7 @@ def test_a_flow_of_the_trainer_keeps_nine_tenths_and_the_copy_is_made(make_lab) 
         3, spread=1, codec="never", chunk_bytes=262144, pacing="adaptive", ram_budget_bytes="512MiB"
     )
     lab.network.shape("node-0", MBIT_PER_S)
-    flow = Flow(lab, "node-0", "node-1", seconds=30)
+    flow = Flow(lab, "node-0", "node-1")
     time.sleep(5)  # the flow alone: what it is compared with
     began, done = map(float, lab.train("node-0", SAVE, "32").split())
     samples = flow.finish()

@@ -40,6 +40,7 @@ from .sockets import (
     send_all,
     set_timeout,
     shut,
+    waiting_bytes,
     wire_bytes,
 )
 
@@ -75,6 +76,10 @@ class Lane:
     def wire_bytes(self) -> tuple[int, int]:
         """Bytes that left and came so far, as the kernel counts them. From any thread."""
         return wire_bytes(self._sock)
+
+    def waiting_bytes(self) -> int:
+        """Bytes that wait in the kernel until the other end has acknowledged them. From any thread."""
+        return waiting_bytes(self._sock)
 
     def limit(self, bytes_per_s: float) -> None:
         """Send no faster than that; infinite: as fast as it goes. From any thread."""

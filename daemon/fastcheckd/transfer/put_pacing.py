@@ -67,7 +67,11 @@ class Course:
         with self._lock:
             shrunk = self._sent_bytes / self._raw_bytes if self._raw_bytes else 1.0
             left_bytes = self._left_bytes * min(1.0, shrunk)
-        return left_bytes / max(_LEFT_S_MIN, self._due() - now)
+        return left_bytes / self.left_s(now)
+
+    def left_s(self, now: float) -> float:
+        """The time that is left for it."""
+        return max(_LEFT_S_MIN, self._due() - now)
 
 
 class PutPacing:
@@ -114,6 +118,8 @@ class PutPacing:
             held_up=lambda: counters.add("puts_paced"),
             clock=clock,
         )
+        self._chunk_bytes = chunk_bytes
+        self._drain_s = transfer_timeout_s / 4
         self._yielding = Yielding()
         self._lock = threading.Lock()
         self._lanes: set[Lane] = set()
@@ -223,8 +229,16 @@ class PutPacing:
         self._decide(now)
 
     def _decide(self, now: float) -> None:
-        floor = sum(course.needs_bytes_per_s(now) for course in self._courses)
-        self._allow(self._yielding.allowance(now, floor=floor))
+        self._allow(self._yielding.allowance(now, floor=self._floor(now)))
+
+    def _floor(self, now: float) -> float:
+        """Bytes per second without which a put is late. What was handed to the kernel is not there yet."""
+        if not self._courses:
+            return 0.0
+        with self._lock:
+            waiting_bytes = sum(lane.waiting_bytes() for lane in self._lanes)
+        soonest_s = min(course.left_s(now) for course in self._courses)
+        return waiting_bytes / soonest_s + sum(course.needs_bytes_per_s(now) for course in self._courses)
 
     def report(self) -> peer_pb2.PacingReport:
         """For people: what holds puts back now, or would if there were any."""
@@ -254,7 +268,9 @@ class PutPacing:
         with self._lock:
             share = _SHARE_SLACK * self._allowance.bytes_per_s / max(1, len(self._lanes))
             for lane in self._lanes:
-                lane.limit(share)
+                # What was handed over at a higher rate, and one chunk more, must not seem dead to the other end.
+                alive = (lane.waiting_bytes() + self._chunk_bytes) / self._drain_s
+                lane.limit(max(share, alive))
 
 
 def interface_bytes(name: str) -> tuple[int, int] | None:

@@ -8,11 +8,13 @@ while here one call moves a whole chunk with the lock released. No frames live h
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import socket
 import ssl
 import struct
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ _SO_MAX_PACING_RATE = 47
 _NO_LIMIT = 0xFFFFFFFF
 #: Enough for a sign of life: what a connection moves in spite of any limit.
 _RATE_BYTES_PER_S_MIN = 64 << 10
+#: So many deadlines may pass without an answer while what we sent still arrives there.
+_PATIENCE = 6
 #: From linux/in.h; Python does not name it.
 _IP_BIND_ADDRESS_NO_PORT = 24
 
@@ -112,11 +116,12 @@ def recv_exact_into(sock: socket.socket, place: memoryview | bytearray) -> None:
     """Fill `place` with the next bytes.
 
     Raises:
-        TimeoutError: no byte came for the deadline.
+        TimeoutError: no byte came for the deadline, nor did any that we had sent arrive there.
         EOFError: the other end closed before all came.
         OSError: the connection is gone.
     """
     tls = isinstance(sock, ssl.SSLSocket)
+    queued, patience = waiting_bytes(sock), _PATIENCE
     with memoryview(place) as view:
         received = 0
         while received < len(view):
@@ -124,7 +129,12 @@ def recv_exact_into(sock: socket.socket, place: memoryview | bytearray) -> None:
                 with view[received:] as rest:
                     count = sock.recv_into(rest, 0, 0 if tls else socket.MSG_WAITALL)
             except BlockingIOError:
-                raise TimeoutError("no byte came for too long") from None
+                # What we sent is still on its way there, held back perhaps: no answer can have come.
+                before, queued = queued, waiting_bytes(sock)
+                patience -= 1
+                if not patience or not 0 < queued < before:
+                    raise TimeoutError("no byte came for too long") from None
+                continue
             if count == 0:
                 raise EOFError("the connection was closed")
             received += count
@@ -170,6 +180,15 @@ def limit_rate(sock: socket.socket, bytes_per_s: float) -> None:
     value = min(max(int(min(bytes_per_s, _NO_LIMIT)), _RATE_BYTES_PER_S_MIN), _NO_LIMIT)
     with contextlib.suppress(OSError):  # closed meanwhile: nothing left to space
         sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("@I", value))
+
+
+def waiting_bytes(sock: socket.socket) -> int:
+    """Bytes that were handed to the kernel and that the other end has not acknowledged; 0 of a closed socket."""
+    try:
+        answer = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+    except (OSError, ValueError):  # closed meanwhile
+        return 0
+    return int(struct.unpack("@i", answer)[0])
 
 
 def shut(sock: socket.socket) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import socket
 import struct
@@ -262,3 +263,25 @@ def test_what_waits_in_the_interfaces_queue_makes_it_no_faster() -> None:
     stand.meter.sent += 20 * MB  # handed to the interface at once; it sends 100 MB/s
     stand.others_send(100 * MB, 1)
     assert stand.pacing.report().capacity_bytes_per_s == pytest.approx(100 * MB, rel=0.01)
+
+
+def test_what_waits_in_the_kernel_is_not_there_yet(connection: tuple[socket.socket, socket.socket]) -> None:
+    stand = Stand()
+    stand.others_send(100 * MB, 4)
+    here, there = connection
+    with here, there, stand.pacing.put_under_way(MB, lambda: 0.0) as course:
+        here.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:  # until the kernel takes no more
+                here.send(bytes(1 << 16))
+        lane = Lane(here, "b", 5.0)
+        stand.pacing.begin(lane)
+        course.sent(raw_bytes=MB, sent_bytes=MB)
+        assert lane.waiting_bytes() > 0
+        stand.others_send(100 * MB)
+        assert stand.told[0] == "deadline"
+        while lane.waiting_bytes():
+            there.recv(1 << 20)
+        stand.others_send(100 * MB)
+        assert stand.told[0] == "traffic"
+        stand.pacing.end(lane)
