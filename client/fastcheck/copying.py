@@ -23,10 +23,11 @@ from .state import dtypes
 from .state.flatten import FlatState, Piece
 from .state.places import Move
 
-_PIECE_BYTES = 16 << 20
-#: Moves out of a segment are cut into pieces of this to twice this. Beyond a part of the processor's last cache, 43 MB
-#: where it has 105, memmove writes past the caches, and takes two thirds of the time.
-_POUR_BYTES = 48 << 20
+#: Long moves are cut into pieces of this to twice this. Beyond a part of the processor's last cache, 43 MB where it has
+#: 105, memmove writes past the caches, and takes two thirds of the time.
+_PIECE_BYTES = 48 << 20
+#: Pages are made present in blocks of this at least.
+_POPULATE_BYTES = 16 << 20
 #: Below this, waking threads costs more than they save.
 _PARALLEL_BYTES_MIN = 32 << 20
 
@@ -166,7 +167,8 @@ class Copier:
 
     def pour(self, moves: Sequence[Move]) -> None:
         """Move bytes from address to address, on all threads if they are many."""
-        todo = Moves(_cut(moves))
+        # The largest first, so that the threads end together.
+        todo = Moves(part for move in sorted(moves, key=lambda move: -move[2]) for part in _cut(move))
         try:
             self.help(todo, sum(size for _, _, size in moves))
             todo.work()
@@ -191,12 +193,11 @@ def carried(piece: Piece, segment: torch.Tensor) -> Pair:
     return dtypes.carrier(into), dtypes.carrier(source)
 
 
-def _cut(moves: Sequence[Move]) -> Iterator[Move]:
-    """The largest first, so that the threads end together."""
-    for into, source, size in sorted(moves, key=lambda move: -move[2]):
-        step = -(-size // max(1, size // _POUR_BYTES))
-        for start in range(0, size, step):
-            yield into + start, source + start, min(step, size - start)
+def _cut(move: Move) -> Iterator[Move]:
+    into, source, size = move
+    step = -(-size // max(1, size // _PIECE_BYTES))
+    for start in range(0, size, step):
+        yield into + start, source + start, min(step, size - start)
 
 
 def _moves(pieces: Iterable[Piece], base: int) -> Iterator[Move]:
@@ -204,7 +205,7 @@ def _moves(pieces: Iterable[Piece], base: int) -> Iterator[Move]:
         if size <= _PIECE_BYTES:  # ten thousand times, perhaps
             yield base + offset, tensor.data_ptr(), size
         else:
-            yield from _cut([(base + offset, tensor.data_ptr(), size)])
+            yield from _cut((base + offset, tensor.data_ptr(), size))
 
 
 def _populated(moves: Iterable[Move], end: int) -> Iterator[Move]:
@@ -216,7 +217,7 @@ def _populated(moves: Iterable[Move], end: int) -> Iterator[Move]:
     for into, source, size in moves:
         if into + size > present:
             start = max(into, present)
-            present = min(max(into + size, start + _PIECE_BYTES), end)
+            present = min(max(into + size, start + _POPULATE_BYTES), end)
             yield start, 0, present - start
         yield into, source, size
 

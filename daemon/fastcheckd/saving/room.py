@@ -40,7 +40,7 @@ from ..store.segments import Segment, staging_pool
 from ..view import ViewFollower
 from .content import NOTHING, of_layout, of_manifests
 from .replicate import Replicator
-from .room_needed import advice, ample_bytes
+from .room_needed import advice, whole_bytes
 from .save import Save, SaveKey
 from .shared import Shared
 
@@ -250,11 +250,15 @@ class SavingRoom:
         return advice(sum(self._state_bytes.values()), tolerate=config.tolerate, keep_steps=config.keep_steps)
 
     def _is_lean(self, rank: tuple[str, int]) -> bool:
-        """Whether memory is short, for all that is known: this node takes as much for others as it gives them."""
-        config = self._config
-        saved = sum(self._state_bytes.values())
-        ample = ample_bytes(saved, tolerate=config.tolerate, keep_steps=config.keep_steps)
-        return config.ram_budget_bytes < ample or rank in self._replicator.short_of_room
+        """Whether memory is short, for all that is known: what is held of others' last steps will come again."""
+        replicas = {
+            (held.key.job, held.key.rank, held.key.shard): held.manifest.bytes
+            for held in self._store.held()
+            if held.kind == pb.REPLICA_KIND_COPY
+        }
+        step_bytes = sum(self._state_bytes.values()) + sum(replicas.values())
+        needed = whole_bytes(step_bytes, keep_steps=self._config.keep_steps)
+        return self._config.ram_budget_bytes < needed or rank in self._replicator.short_of_room
 
     def _expire_reserved(self) -> None:
         for save in [s for s in self._reserved.values() if s.idle_s() > RESERVED_S_MAX]:

@@ -17,9 +17,14 @@ SLOTS_BYTES = 64 << 20
 WAY_SHARE = 0.35
 
 
+def whole_bytes(step_bytes: int, *, keep_steps: int) -> int:
+    """Below this budget there is no room to keep every step as it is; `step_bytes`: own ones and replicas of a step."""
+    return round((keep_steps + 1) * step_bytes * ROOM)
+
+
 def ample_bytes(state_bytes: int, *, tolerate: int, keep_steps: int) -> int:
-    """Below this budget there is no room to keep every step as it is."""
-    return round((1 + tolerate) * (keep_steps + 1) * state_bytes * ROOM)
+    """The same for a node that keeps as much for each of `tolerate` others as it has them keep."""
+    return whole_bytes((1 + tolerate) * state_bytes, keep_steps=keep_steps)
 
 
 def lean_bytes(state_bytes: int, *, tolerate: int, keep_steps: int) -> int:

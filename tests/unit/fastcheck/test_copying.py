@@ -11,7 +11,7 @@ from fastcheck.copying import Copier
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_is_poured_arrives_whole_and_nothing_else_is_touched(monkeypatch, threads):
-    monkeypatch.setattr(copying, "_POUR_BYTES", 1000)
+    monkeypatch.setattr(copying, "_PIECE_BYTES", 1000)
     monkeypatch.setattr(copying, "_PARALLEL_BYTES_MIN", 1)
     pieces: list[int] = []
 

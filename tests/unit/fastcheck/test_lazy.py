@@ -420,7 +420,7 @@ def test_a_fence_that_is_broken_off_by_the_user_fails_the_save_and_the_next_one_
 
 
 def test_a_helping_thread_that_fails_fails_the_save(daemon, monkeypatch):
-    state = {"w": torch.ones(20_000_000)}
+    state = {"w": torch.ones(50_000_000)}
     trainer = threading.get_ident()
 
     def broken(into: int, source: int, size: int) -> None:

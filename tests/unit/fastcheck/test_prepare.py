@@ -130,7 +130,8 @@ def test_cold_memory_is_made_present_block_by_block_just_ahead_of_the_copy(monke
 
     monkeypatch.setattr(copying_module, "populate", populate)
     monkeypatch.setattr(copying_module, "move_bytes", move)
-    monkeypatch.setattr(copying_module, "_PIECE_BYTES", 64 << 10)
+    for size in ("_PIECE_BYTES", "_POPULATE_BYTES"):
+        monkeypatch.setattr(copying_module, size, 64 << 10)
     Copier(1).copy(flat, segment.tensor, warm=False)
     assert all(high <= low for (_, high), (low, _) in itertools.pairwise(present))
     warm = anonymous(flat.state_bytes)

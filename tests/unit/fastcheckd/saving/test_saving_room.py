@@ -346,7 +346,18 @@ def test_with_little_memory_the_older_step_is_kept_as_a_way_back(tmp_path):
         assert node.store.count_segments(pool) == 2
         assert node.counters.get("shards_thinned") == 8
 
-    in_world(tmp_path, body, ram_budget_bytes=5 * len(STATE))
+    in_world(tmp_path, body, ram_budget_bytes=3 * len(STATE))
+
+
+def test_memory_is_little_only_for_what_is_kept_here(tmp_path):
+    async def body(node, registry, holders):
+        state = STATE
+        for step in (1, 2, 3):  # nothing of others comes here
+            await node.save(step, state)
+            state = next_step(state, step)
+        assert node.counters.get("shards_thinned") == 0
+
+    in_world(tmp_path, body, ram_budget_bytes=4 * len(STATE))
 
 
 def held_bytes_kept(store, step):
