@@ -184,7 +184,7 @@ class _DataRooms:
         self.registry.use_voters(seen.voter_records)
         await asyncio.to_thread(self._remember_voters, seen)
         await asyncio.to_thread(_prune, self.store, self.view.kept_steps())
-        self.saving.tidied()
+        self.saving.memory.tidied()
 
     def _brought(self, shards: Sequence[HeldShard]) -> None:
         self.upkeep.brought(shards)

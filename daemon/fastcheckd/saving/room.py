@@ -28,7 +28,6 @@ from ..errors import (
     NotHeldError,
     NotNewerError,
     OverBudgetError,
-    StoreError,
     StoreFullError,
     SupersededError,
 )
@@ -39,8 +38,8 @@ from ..store.retention import PROVISIONAL_KEPT
 from ..store.segments import Segment, staging_pool
 from ..view import ViewFollower
 from .content import NOTHING, of_layout, of_manifests
+from .memory import ROOM_WAIT_S, StepMemory
 from .replicate import Replicator
-from .room_needed import advice, whole_bytes
 from .save import Save, SaveKey
 from .shared import Shared
 
@@ -53,15 +52,10 @@ STALL_CHECK_S = 0.25
 #: How long a newer step waits until a given-up one has let go of its memory.
 GIVE_UP_PATIENCE_S = 2.0
 OPEN_TIMEOUT_S = 5.0
-SPARES_OFFERED_MAX = 8
 #: How long a trainer's question about a save waits for a restarted process to know its own past.
 RESUME_PATIENCE_S = 20.0
 #: A segment that its trainer has not sealed for so long will not be sealed any more.
 RESERVED_S_MAX = 900.0
-#: How long a trainer waits for memory that older steps are just about to give back.
-ROOM_WAIT_S = 0.25
-#: Saves of a rank by which is judged how many of them are under way at once.
-OVERLAPS_KEPT = 8
 #: Steps given up before they were reported whose numbers are remembered for their holders.
 OBSOLETE_MAX = 8
 
@@ -93,17 +87,14 @@ class SavingRoom:
         self._reserved: dict[str, Save] = {}
         self._saves: dict[tuple[str, int], list[Save]] = {}
         self._spares: dict[tuple[str, int], asyncio.Task[None]] = {}
-        #: Size of each rank's newest step, and how many of its steps were under way with each of the last.
-        self._state_bytes: dict[tuple[str, int], int] = {}
-        self._overlaps: dict[tuple[str, int], deque[int]] = {}
         #: Ranks whose last steps could not be committed for want of a registry or of other ranks: until
         #: one is, their trainers do not wait for what only waits itself.
         self._starved: set[tuple[str, int]] = set()
         #: Steps given up that nobody was told of: their provisional copies may go.
         self._obsolete: dict[tuple[str, int], deque[int]] = {}
-        #: Newest committed step of each job by the view that the store was last tidied up by.
-        self._tidied: dict[str, int] = {}
-        self._tidying = asyncio.Event()
+        self.memory = StepMemory(
+            config=config, store=store, view=view, counters=counters, short_of_room=replicator.short_of_room
+        )
         #: Set once the steps that an earlier life of this process staged are under way again.
         self._resumed = asyncio.Event()
 
@@ -182,10 +173,10 @@ class SavingRoom:
         might be under way at once.
         """
         rank = (request.job, request.rank)
-        self._state_bytes[rank] = request.state_bytes
+        self.memory.sized(rank, request.state_bytes)
         pool = staging_pool(*rank)
         if not self._store.free_segments(pool):
-            await self._until_tidy(request.job)
+            await self.memory.until_tidy(request.job, self._committed.get(request.job, -1))
         while True:
             # Without any segment yet there is nothing that could come back.
             wait_s = ROOM_WAIT_S if self._store.count_segments(pool) else 0.0
@@ -197,76 +188,24 @@ class SavingRoom:
                     await self._give_up(waiting[0], waiting[-1].key.step)
                 elif under_way := len(self._under_way(*rank)):
                     await self._wait_for_room(request, under_way)
-                elif await asyncio.to_thread(self._give_up_older, *rank):
+                elif await asyncio.to_thread(self.memory.give_up_older, *rank, self._newest(request.job)):
                     continue
                 elif isinstance(error, OverBudgetError):
-                    raise OverBudgetError(f"{error}; {self._advice()}") from None
+                    raise OverBudgetError(f"{error}; {self.memory.advice()}") from None
                 else:
                     raise
-
-    def _give_up_older(self, job: str, rank: int) -> bool:
-        """Drop the rank's own bytes of a step before the newest committed one; whether memory comes back.
-
-        The last resort: without it no step could be saved any more. Its copies at the holders stay.
-        """
-        newest = max(self._view.newest_step(job) or -1, self._committed.get(job, -1))
-        own = sorted(
-            (h for h in self._store.held(job) if h.kind == pb.REPLICA_KIND_OWNER and h.key.rank == rank),
-            key=lambda h: h.key.step,
-        )
-        if not any(h.key.step == newest and h.is_full for h in own):
-            return False
-        full_step = min((h.key.step for h in own if h.is_full), default=newest)
-        if full_step >= newest:
-            return False
-        logger.warning(
-            "no room for another step of rank %d of job %r: its steps up to %d stay at their holders alone",
-            rank, job, full_step,
-        )  # fmt: skip
-        try:
-            for held in [h for h in own if h.key.step <= full_step]:
-                self._store.drop(held)
-        except StoreError as error:
-            logger.warning("and cannot be dropped here: %s", error)
-            return False
-        self._counters.add("own_steps_dropped")
-        return True
-
-    def tidied(self) -> None:
-        """What the registry does not keep any more has been dropped here."""
-        self._tidied = {job: max(steps) for job, steps in self._view.kept_steps().items() if steps}
-        self._tidying.set()
-        self._tidying = asyncio.Event()
-
-    async def _until_tidy(self, job: str) -> None:
-        """The last step is committed; soon a view says so, and the warm memory of an older one is free."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ROOM_WAIT_S):
-                while self._tidied.get(job, -1) < self._committed.get(job, -1):
-                    await self._tidying.wait()
-
-    def _advice(self) -> str:
-        config = self._config
-        return advice(sum(self._state_bytes.values()), tolerate=config.tolerate, keep_steps=config.keep_steps)
-
-    def _is_lean(self, rank: tuple[str, int]) -> bool:
-        """Whether memory is short, for all that is known: what is held of others' last steps will come again."""
-        replicas = {
-            (held.key.job, held.key.rank, held.key.shard): held.manifest.bytes
-            for held in self._store.held()
-            if held.kind == pb.REPLICA_KIND_COPY
-        }
-        step_bytes = sum(self._state_bytes.values()) + sum(replicas.values())
-        needed = whole_bytes(step_bytes, keep_steps=self._config.keep_steps)
-        return self._config.ram_budget_bytes < needed or rank in self._replicator.short_of_room
 
     def _expire_reserved(self) -> None:
         for save in [s for s in self._reserved.values() if s.idle_s() > RESERVED_S_MAX]:
             logger.warning("%s was reserved but never sealed; taking its segment back", save.key)
             self.abandon(save.save_id)
 
+    def _newest(self, job: str) -> int:
+        """Newest committed step that is known of; -1: none."""
+        return max(self._view.newest_step(job) or -1, self._committed.get(job, -1))
+
     def _check_newer(self, request: tpb.BeginSaveRequest) -> None:
-        newest = max(self._view.newest_step(request.job) or -1, self._committed.get(request.job, -1))
+        newest = self._newest(request.job)
         if request.step <= newest:
             raise NotNewerError(
                 f"step {request.step} of job {request.job!r} is not newer than its newest committed step {newest}; "
@@ -343,30 +282,6 @@ class SavingRoom:
         undecided = [s for s in saves if s.reported and not s.done]
         return len(undecided) < PROVISIONAL_KEPT
 
-    async def _make_spares(self, save: Save) -> None:
-        """Have as many segments as this rank's steps take at once, before they are asked for.
-
-        Those that are kept, unless memory is short, and as many more as are under way at once, by the last saves.
-
-        A trainer that is told of them touches their pages in the background, so that only its first
-        save finds cold memory.
-        """
-        rank = (save.key.job, save.key.rank)
-        pool = staging_pool(*rank)
-        wanted = (1 if save.lean else self._config.keep_steps) + max(self._overlaps[rank])
-        while not save.done:
-            save.offer(tuple(self._store.free_segments(pool)[:SPARES_OFFERED_MAX]))
-            usage = self._store.usage()
-            needed = usage.used_bytes - usage.free_bytes + 2 * save.state_bytes
-            if self._store.count_segments(pool) >= wanted or needed > usage.budget_bytes:
-                return  # all there, or room is short: leave it to what must be kept
-            try:
-                segment = await asyncio.to_thread(self._store.allocate_new, save.state_bytes, pool)
-            except FastCheckdError as error:
-                logger.info("no spare segment: %s", error)
-                return
-            self._store.release(segment)
-
     def abandon(self, save_id: str) -> None:
         """Give back a segment that will not be sealed; unknown ids are no error."""
         save = self._reserved.pop(save_id, None)
@@ -423,16 +338,15 @@ class SavingRoom:
         save.obsolete = lambda: tuple(self._obsolete.get((save.key.job, save.key.rank), ()))
         save.on_provisional = self._note_provisional
         rank = (save.key.job, save.key.rank)
-        self._state_bytes[rank] = save.state_bytes
-        save.lean = self._is_lean(rank)
-        overlaps = self._overlaps.setdefault(rank, deque(maxlen=OVERLAPS_KEPT))
-        overlaps.append(len(self._under_way(*rank)))
+        self.memory.sized(rank, save.state_bytes)
+        self.memory.begun(rank, len(self._under_way(*rank)))
+        save.lean = self.memory.is_lean(rank)
         save.moved()
         save.advance(tpb.SAVE_STATE_STAGED)
         save.task = asyncio.create_task(self._run(save), name=f"save-{save.key}")
         earlier = self._spares.get((save.key.job, save.key.rank))
         if earlier is None or earlier.done():
-            making = asyncio.create_task(self._make_spares(save), name=f"spares-{save.key}")
+            making = asyncio.create_task(self.memory.make_spares(save), name=f"spares-{save.key}")
             self._spares[save.key.job, save.key.rank] = making
 
     async def _run(self, save: Save) -> None:
