@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -25,14 +24,13 @@ from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
-from . import codec, lossy_resume, paper_report, placement, staging, workers
+from . import codec, lanes, lossy_resume, paper_report, placement, staging, workers
 from .codec_rows import print_rows
 from .detection import detection, soak
+from .entry import end_in_order_when_told, write_results
 from .growth import growth
-from .lanes import lanes
 from .limits import FramedTcp, Memcpy
 from .links import links
-from .machine import describe
 from .plots import write_plots
 from .replicated import replicated
 from .report import Figure, print_table
@@ -182,6 +180,8 @@ PARTS = (
     "soak",
     "paper",
 )
+#: Parts whose rows can be asked for alone.
+ROWS: dict[str, Sequence[str]] = {"lanes": tuple(lanes.ROWS), "staging": tuple(staging.ROWS)}
 ASKED_FOR = ("replicated", "scale", "growth", "lossy", "soak", "paper")
 
 
@@ -209,10 +209,10 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
         "soak": lambda: soak(arguments.minutes, say, arguments.burners),
         "transfer": lambda: transfers(arguments.rounds),
         "restore": lambda: restores(rounds, quick),
-        "lanes": lambda: lanes(arguments.rounds, say),
+        "lanes": lambda: lanes.measure(arguments.rounds, say, arguments.rows),
         "replicated": shared,
         "workers": lambda: workers.measure(rounds, say),
-        "staging": lambda: staging.measure(arguments.rounds, quick, say),
+        "staging": lambda: staging.measure(arguments.rounds, quick, say, arguments.rows),
         "links": lambda: shaped_links(arguments.rounds),
         "scale": scaled,
         "growth": grown,
@@ -241,6 +241,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--idle-seconds", type=float, default=30.0)
     parser.add_argument("--only", choices=PARTS, help=f"one part; without it, all but {', '.join(ASKED_FOR)}")
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        metavar="ROW",
+        help="of the one part, only these: "
+        + "; ".join(f"{part}: {', '.join(rows)}" for part, rows in ROWS.items()),
+    )
     parser.add_argument("--nodes", type=int, default=100, help="simulated ones, of the scale part")
     parser.add_argument("--trials", type=int, default=50, help="detection: kills of each kind")
     parser.add_argument("--minutes", type=float, default=30.0, help="of the soak")
@@ -259,12 +266,17 @@ def main() -> None:
     paper_report.add_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()
+    known = ROWS.get(arguments.only, ())
+    if unknown := set(arguments.rows or ()) - set(known):
+        parser.error(
+            f"--rows {' '.join(unknown)}: {arguments.only or 'all parts together'} has "
+            f"{', '.join(known) if known else 'none to choose from'}"
+        )
+    end_in_order_when_told()
     results = measure(
         arguments, [arguments.only] if arguments.only else [part for part in PARTS if part not in ASKED_FOR]
     )
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / time.strftime("%Y%m%d-%H%M%S.json")
-    path.write_text(json.dumps({"machine": describe()} | results, indent=2) + "\n")
+    path = write_results(arguments.out, results)
     print(f"every run: {path}")
     if arguments.plots:
         for plot in write_plots(results, arguments.plots):

@@ -1,7 +1,7 @@
 """The bulk lane by itself: CPU per byte at both ends, its share of shaped links, and what training beside it loses.
 
 CPU is that of the two data processes for copies without codec, digests included. Shaped links are veth pairs between
-network namespaces (root only) with a real daemon in each. `python -m tests.benchmarks.lanes` runs all of it.
+network namespaces (root only) with a real daemon in each. `--only lanes --rows allreduce` runs a part of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
 from .limits import FRAME_BYTES, FramedTcp, frames
-from .report import Figure, print_table
+from .report import Figure
 
 #: Gbit/s, and how long a put is to take at that rate, in seconds: long enough that its beginning does not count, and
 #: little enough memory.
@@ -304,7 +304,7 @@ def _cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-PARTS: dict[str, Callable[[int], list[Figure]]] = {
+ROWS: dict[str, Callable[[int], list[Figure]]] = {
     "cpu": lane_cpu,
     "ways": sending_ways,
     "shares": link_shares,
@@ -313,20 +313,13 @@ PARTS: dict[str, Callable[[int], list[Figure]]] = {
 NEED_NAMESPACES = ("shares", "allreduce")
 
 
-def lanes(rounds: int, say: Callable[[str], None], parts: Sequence[str] = tuple(PARTS)) -> list[Figure]:
-    """All figures that can be had here; `say` is told what is left out."""
+def measure(rounds: int, say: Callable[[str], None], rows: Sequence[str] | None = None) -> list[Figure]:
+    """All figures that can be had here, or some; `say` is told what is left out."""
     figures = []
-    for name in parts:
+    for name in rows or ROWS:
         if name in NEED_NAMESPACES and (reason := why_not()):
             say(f"lanes over shaped links are left out: {reason}")
             continue
         say(f"lanes: {name}")
-        figures += PARTS[name](rounds)
+        figures += ROWS[name](rounds)
     return figures
-
-
-if __name__ == "__main__":
-    wanted = sys.argv[2:] or list(PARTS)
-    print_table(
-        lanes(int(sys.argv[1]) if len(sys.argv) > 1 else 3, lambda text: print(text, file=sys.stderr), wanted)
-    )

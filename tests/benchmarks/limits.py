@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import socket
 import subprocess
 import sys
@@ -61,7 +62,9 @@ class FramedTcp:
         folder = Path(tempfile.mkdtemp(prefix="fastcheck-bench-"))
         port_file = folder / "port"
         arguments = [str(port_file), str(size_bytes), str(streams), "digests" if digests else ""]
-        self._receiver = subprocess.Popen([sys.executable, "-m", "tests.benchmarks.limits", *arguments])
+        command = [sys.executable, "-m", "tests.benchmarks.limits", *arguments]
+        # It ends when its standard input does, so with us, however we end.
+        self._receiver = subprocess.Popen(command, stdin=subprocess.PIPE)
         deadline = time.monotonic() + 60
         while not port_file.exists():
             if time.monotonic() > deadline or self._receiver.poll() is not None:
@@ -111,7 +114,8 @@ class FramedTcp:
 
     def close(self) -> None:
         """End the receiving process."""
-        self._receiver.terminate()
+        assert self._receiver.stdin is not None
+        self._receiver.stdin.close()
         self._receiver.wait()
 
 
@@ -138,8 +142,14 @@ def _receive(connection: socket.socket, target: memoryview, streams: int, digest
         connection.sendall(b"1")
 
 
+def _end_with_input() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
 def serve(port_file: Path, size_bytes: int, streams: int, digests: bool) -> None:
-    """Receive until terminated."""
+    """Receive until standard input ends."""
+    threading.Thread(target=_end_with_input, daemon=True).start()
     memory = mmap.mmap(-1, size_bytes)
     for position in range(0, size_bytes, mmap.PAGESIZE):
         memory[position] = 1

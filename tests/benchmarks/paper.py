@@ -55,7 +55,10 @@ class Plan:
     layouts: dict[int, tuple[str, ...]] = field(
         default_factory=lambda: {4: (EQUAL, HOLDERS), 5: (HOLDERS,), 8: (EQUAL, HOLDERS)}
     )
+    #: What links are to stand for, and how fast they are of that. Less than 1 is a scale model: where all nodes share
+    #: few cores, links that are slower in the same proportion leave each Gbit/s as many cores as real nodes have.
     gbits_per_s: tuple[float, ...] = (1.0, 2.5)
+    link_scale: float = 1.0
     stages: tuple[int, ...] = (10, 200, 600)
     #: Models in the watched rank's state, 40 MB each. Where all ranks save at once each has one.
     models: int = 6
@@ -100,7 +103,8 @@ class Experiment:
         for rate in self._plan.gbits_per_s:
             for links in self._plan.layouts[count]:
                 for stage in self._plan.stages:
-                    where = Where(count, rate, links, stage)
+                    scale = self._plan.link_scale
+                    where = Where(count, rate * scale, links, stage, scale)
                     self._say(f"{where}:")
                     # Wiped nodes come back, and models are taken up, before the links are shaped.
                     self._site.network.heal()
@@ -238,5 +242,10 @@ def measure(plan: Plan, say: Say, server_python: Path = SERVER_PYTHON) -> dict[s
         "comparisons": found,
         "server_bytes_per_s": ceilings,
         "not_run": {REMOTE: no_server} if no_server else {},
-        "plan": {"models": plan.models, "stages": plan.stages, "codec": plan.codec},
+        "plan": {
+            "models": plan.models,
+            "stages": plan.stages,
+            "codec": plan.codec,
+            "link_scale": plan.link_scale,
+        },
     }

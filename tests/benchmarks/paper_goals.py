@@ -54,6 +54,8 @@ class Where:
     links: str
     #: Steps that the models were trained for.
     stage: int
+    #: Of a scale model: the true rate over the one that it stands for.
+    link_scale: float = 1.0
 
     @property
     def holders(self) -> int:
@@ -62,7 +64,10 @@ class Where:
 
     def __str__(self) -> str:
         limit = "equal links" if self.links == EQUAL else "holders' links the limit"
-        return f"{self.nodes} nodes, {self.gbit_per_s:g} Gbit/s, {limit}, step {self.stage}"
+        rate = f"{self.gbit_per_s:g} Gbit/s"
+        if self.link_scale != 1:
+            rate += f" (scale model of {self.gbit_per_s / self.link_scale:g})"
+        return f"{self.nodes} nodes, {rate}, {limit}, step {self.stage}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import paper
-from .paper_goals import BASELINES, OURS, Comparison, Run
+from .paper_goals import BASELINES, EQUAL, HOLDERS, OURS, Comparison, Run
 
 CEILING_GOAL, GAIN_GOAL, GAIN_HOLDERS = 0.95, 2.9, 3
 
@@ -30,31 +32,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=paper.SERVER_PYTHON,
         help="paper: interpreter that has the storage server (make bench-paper-server)",
     )
-    parser.add_argument("--paper-rounds", type=int, default=plan.rounds, help="paper: saves of each system")
     parser.add_argument("--paper-codec", choices=("always", "auto"), default=plan.codec)
-    parser.add_argument(
+    some = parser.add_argument_group("a part of the paper's experiment")
+    some.add_argument(
         "--paper-nodes", type=int, nargs="+", choices=list(plan.layouts), default=list(plan.layouts)
     )
-    parser.add_argument("--paper-gbits", type=float, nargs="+", default=list(plan.gbits_per_s))
+    some.add_argument("--paper-links", nargs="+", choices=(EQUAL, HOLDERS), default=[EQUAL, HOLDERS])
+    some.add_argument("--paper-gbits", type=float, nargs="+", default=list(plan.gbits_per_s))
+    some.add_argument(
+        "--paper-link-scale",
+        type=float,
+        default=plan.link_scale,
+        help="below 1: a scale model, all links that much slower, for nodes that share few cores; with --paper-models",
+    )
+    some.add_argument("--paper-stages", type=int, nargs="+", default=list(plan.stages), help="training steps")
+    some.add_argument("--paper-models", type=int, default=plan.models, help="in the state, 40 MB each")
+    some.add_argument("--paper-rounds", type=int, default=plan.rounds, help="saves of each system")
+    some.add_argument("--paper-recoveries", type=int, default=plan.recoveries, help="of each system")
+
+
+def plan_of(arguments: argparse.Namespace) -> paper.Plan:
+    """The experiment that was asked for.
+
+    Raises:
+        SystemExit: none of the nodes that were asked for has such links.
+    """
+    if arguments.quick:
+        plan = paper.quick(arguments.paper_states)
+        return dataclasses.replace(plan, link_scale=arguments.paper_link_scale)
+    layouts = {
+        nodes: tuple(links for links in paper.Plan().layouts[nodes] if links in arguments.paper_links)
+        for nodes in arguments.paper_nodes
+    }
+    if not any(layouts.values()):
+        sys.exit(f"nothing to run: {arguments.paper_nodes} nodes have no links {arguments.paper_links}")
+    return paper.Plan(
+        layouts={nodes: links for nodes, links in layouts.items() if links},
+        gbits_per_s=tuple(arguments.paper_gbits),
+        link_scale=arguments.paper_link_scale,
+        stages=tuple(sorted(arguments.paper_stages)),
+        models=arguments.paper_models,
+        rounds=arguments.paper_rounds,
+        recoveries=arguments.paper_recoveries,
+        codec=arguments.paper_codec,
+        states=arguments.paper_states,
+    )
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure, print, and give back everything for the JSON file."""
-    if arguments.quick:
-        plan = paper.quick(arguments.paper_states)
-    else:
-        plan = paper.Plan()
-        plan = dataclasses.replace(
-            plan,
-            layouts={nodes: plan.layouts[nodes] for nodes in arguments.paper_nodes},
-            gbits_per_s=tuple(arguments.paper_gbits),
-            rounds=arguments.paper_rounds,
-            codec=arguments.paper_codec,
-            states=arguments.paper_states,
-        )
+    plan = plan_of(arguments)
     results = paper.measure(plan, say, arguments.paper_server)
     comparisons: list[Comparison] = results["comparisons"]
     print_comparisons(comparisons)
+    for nodes in plan.layouts:
+        print(cores_said(nodes, len(os.sched_getaffinity(0)), plan.link_scale))
     for ceiling in results["server_bytes_per_s"]:
         up, down = (statistics.median(ceiling[way]) * 8e-9 for way in ("up", "down"))
         print(f"storage server alone, links not shaped: {up:.2f} Gbit/s up, {down:.2f} Gbit/s down")
@@ -82,6 +114,18 @@ def print_comparisons(comparisons: Sequence[Comparison]) -> None:
             limits(c),
         )
     Console(width=200).print(table)
+
+
+def cores_said(nodes: int, cores: int, link_scale: float) -> str:
+    """How much computing stood beside how much network."""
+    own = cores / nodes
+    said = f"{nodes} nodes shared {cores} cores: {own:.2g} each"
+    if link_scale != 1:
+        said += (
+            f"; scale model: to links 1/{1 / link_scale:g} as fast that is what {own / link_scale:.2g} cores "
+            "are at the full rate"
+        )
+    return said
 
 
 def limits(comparison: Comparison) -> str:
@@ -113,4 +157,5 @@ def _reduction(comparison: Comparison, baseline: str) -> str:
 def _goal(comparison: Comparison) -> str:
     if comparison.goal is None:
         return ""
-    return f"{comparison.goal:.0f} %{'' if comparison.met else ', MISSED'}"
+    model = "" if comparison.where.link_scale == 1 else " (scale model)"
+    return f"{comparison.goal:.0f} %{model}{'' if comparison.met else ', MISSED'}"

@@ -6,8 +6,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fastcheck import Checkpointer
 from fastcheck.copying import default_copy_threads
 from fastcheck.local import LocalCluster
 
+from .affinity import apart
 from .limits import Memcpy
 from .report import Figure
 from .workload import change, gpt2_state, state_bytes
@@ -25,17 +27,25 @@ from .workload import change, gpt2_state, state_bytes
 _WARM_UP = 3
 _SETTLE_S = 60
 
+Say = Callable[[str], None]
 
-def measure(rounds: int, quick: bool, say: Callable[[str], None]) -> list[Figure]:
-    """All rows of staging."""
-    rounds = 1 if quick else rounds
-    state = _even_state(40, 30_000_000) if quick else gpt2_state()
-    return [
-        *_threads(state, rounds, say),
-        *_first(state, rounds, say),
-        *_many_small(60_000_000 if quick else 750_000_000, rounds, say),
-        *_lazy(5 if quick else 40, rounds, say, width=256 if quick else 1024),
-    ]
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    rounds: int
+    #: Equal tensors and bytes of the state; no tensors: as GPT-2 has it.
+    tensors: int = 0
+    state_bytes: int = 0
+    small_bytes: int = 750_000_000
+    #: Of the training, and its layers' width.
+    steps: int = 40
+    width: int = 1024
+
+    def state(self) -> Any:
+        """What is saved."""
+        return _even_state(self.tensors, self.state_bytes) if self.tensors else gpt2_state()
 
 
 @contextmanager
@@ -61,9 +71,10 @@ def _save_ms(ckpt: Checkpointer, step: int, state: Any) -> float:
     return float(handle.stats["blocked_s"]) * 1e3
 
 
-def _threads(state: Any, rounds: int, say: Callable[[str], None]) -> list[Figure]:
+def _threads(size: Size, say: Say) -> list[Figure]:
     """One copying thread, and as many as cores are idle."""
     figures = []
+    state, rounds = size.state(), size.rounds
     memcpy = Memcpy(state_bytes(state))
     for threads, goal in ((1, "ratio <= 1.03"), (default_copy_threads(), "ratio <= 0.75")):
         runs, limits = [], []
@@ -82,13 +93,14 @@ def _threads(state: Any, rounds: int, say: Callable[[str], None]) -> list[Figure
     return figures
 
 
-def _first(state: Any, rounds: int, say: Callable[[str], None]) -> list[Figure]:
+def _first(size: Size, say: Say) -> list[Figure]:
     """The first save of a job, on a cluster that has none of its memory: prepared and not."""
+    state = size.state()
     memcpy = Memcpy(state_bytes(state))
     figures = []
     for prepared in (False, True):
         runs, limits = [], []
-        for _ in range(max(1, rounds // 3)):
+        for _ in range(max(1, size.rounds // 3)):
             with _cluster(state_bytes(state)) as cluster, _trainer(cluster, "first") as ckpt:
                 ckpt.steps()
                 if prepared:
@@ -118,8 +130,9 @@ def _even_state(tensors: int, size_bytes: int) -> dict[str, Any]:
     return {"t": {str(i): torch.randn(size_bytes // 4 // tensors) for i in range(tensors)}}
 
 
-def _many_small(size_bytes: int, rounds: int, say: Callable[[str], None]) -> list[Figure]:
+def _many_small(size: Size, say: Say) -> list[Figure]:
     """The same bytes in 10,000 tensors and in 40, in turn."""
+    size_bytes, rounds = size.small_bytes, size.rounds
     states = {tensors: _even_state(tensors, size_bytes) for tensors in (40, 10_000)}
     runs: dict[int, list[float]] = {tensors: [] for tensors in states}
     with _cluster(2 * size_bytes) as cluster, ExitStack() as stack:
@@ -138,66 +151,116 @@ def _many_small(size_bytes: int, rounds: int, say: Callable[[str], None]) -> lis
     ]
 
 
-def _lazy(steps: int, rounds: int, say: Callable[[str], None], width: int) -> list[Figure]:
-    """Steps of a small training: without saves, with a lazy save at each fourth, with a plain one.
+class _Training:
+    """A small training on this process' cores, and its mean step with saves at each fourth and without."""
 
-    Once with both nodes on the trainer's cores as equals: two nodes' work on one machine. Once with the holder giving
-    way, since elsewhere it would have cores of its own.
-    """
-    torch.manual_seed(1)
-    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(width, width), torch.nn.GELU())]
-    net = torch.nn.Sequential(*layers)
-    optimizer = torch.optim.AdamW(net.parameters())
-    batch = torch.randn(512, width)
-    size = 3 * sum(p.numel() * 4 for p in net.parameters())
+    def __init__(self, width: int, steps: int) -> None:
+        torch.manual_seed(1)
+        layers = [layer for _ in range(6) for layer in (torch.nn.Linear(width, width), torch.nn.GELU())]
+        self._net = torch.nn.Sequential(*layers)
+        self._optimizer = torch.optim.AdamW(self._net.parameters())
+        self._batch = torch.randn(512, width)
+        self._steps, self._done = steps, 0
+        self.size_bytes = 3 * sum(p.numel() * 4 for p in self._net.parameters())
 
-    def train(ckpt: Checkpointer, first: int, lazy: bool | None) -> tuple[float, float]:
-        """Mean milliseconds of a step, its share of saves and waits included; what the trainer itself stood still."""
+    def run(self, ckpt: Checkpointer, lazy: bool | None) -> tuple[float, float]:
+        """Mean milliseconds of a step, its share of saves and waits included; what the trainer itself stood still.
+
+        `lazy`: of the saves; None: no saves.
+        """
         times, handles = [], []
-        for step in range(first, first + steps):
+        for step in range(self._done + 1, self._done + self._steps + 1):
             started = time.perf_counter()
             if lazy is not None and step % 4 == 0:
-                state = {"net": net, "optimizer": optimizer, "step": step}
+                state = {"net": self._net, "optimizer": self._optimizer, "step": step}
                 handles.append(ckpt.save(step, state, lazy=lazy))
-            optimizer.zero_grad()
-            net(batch).square().mean().backward()
-            optimizer.step()
+            self._optimizer.zero_grad()
+            self._net(self._batch).square().mean().backward()
+            self._optimizer.step()
             times.append((time.perf_counter() - started) * 1e3)
+        self._done += self._steps
         stood_s = sum(float(handle.stats["blocked_s"]) for handle in handles)
-        return statistics.fmean(times), stood_s * 1e3 / steps
+        return statistics.fmean(times), stood_s * 1e3 / self._steps
 
+
+def _together(cluster: LocalCluster) -> AbstractContextManager[None]:
+    """Trainer and both nodes on all cores, as equals: what one machine makes of two nodes' work."""
+    return nullcontext()
+
+
+def _holder_aside(cluster: LocalCluster) -> AbstractContextManager[None]:
+    """The holder gives way to everything: elsewhere it would have cores of its own, here it takes the trainer's."""
+    for pid in _pids(cluster, "node-1"):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
+    return nullcontext()
+
+
+def _apart(cluster: LocalCluster) -> AbstractContextManager[None]:
+    """The training on one half of the cores, all daemons on the other: as on a node whose training leaves cores idle.
+
+    What the SDK does in the trainer's process, lazy copies included, stays on the trainer's half.
+    """
+    return apart(pid for node_id in cluster.node_ids for pid in _pids(cluster, node_id))
+
+
+def _pids(cluster: LocalCluster, node_id: str) -> list[int]:
+    (node,) = (n for n in cluster.status()["nodes"] if n["node_id"] == node_id)
+    found: list[int] = node["pids"]
+    return found
+
+
+def _steps(
+    where: Callable[[LocalCluster], AbstractContextManager[None]], said: str, size: Size, say: Say
+) -> list[Figure]:
+    """Steps of a small training: without saves, with a lazy save at each fourth, with a plain one, in turns."""
+    training = _Training(size.width, size.steps)
+    runs: dict[bool | None, list[float]] = {None: [], True: [], False: []}
+    stood: dict[bool | None, list[float]] = {None: [], True: [], False: []}
+    with (
+        _cluster(training.size_bytes) as cluster,
+        _trainer(cluster, "lazy") as ckpt,
+        where(cluster),
+    ):
+        for number in range(size.rounds + 1):
+            for lazy, found in runs.items():
+                step_ms, stood_ms = training.run(ckpt, lazy)
+                say(
+                    f"training{said}, lazy saves {lazy}: {step_ms:.1f} ms a step, {stood_ms:.1f} standing still"
+                )
+                if number:  # the first round touches the memory
+                    found.append(step_ms)
+                    stood[lazy].append(stood_ms)
+    limit = "the same steps without saves"
     figures = []
-    for aside in (False, True):
-        runs: dict[bool | None, list[float]] = {None: [], True: [], False: []}
-        stood: dict[bool | None, list[float]] = {None: [], True: [], False: []}
-        with _cluster(size) as cluster, _trainer(cluster, "lazy") as ckpt:
-            if aside:
-                _step_aside(cluster, "node-1")
-            at = 1
-            for number in range(rounds + 1):
-                for lazy, found in runs.items():
-                    step_ms, stood_ms = train(ckpt, at, lazy)
-                    at += steps
-                    say(
-                        f"training, lazy saves {lazy}: {step_ms:.1f} ms a step, {stood_ms:.1f} standing still"
-                    )
-                    if number:  # the first round touches the memory
-                        found.append(step_ms)
-                        stood[lazy].append(stood_ms)
-        limit = "the same steps without saves"
-        where = ", the holder at niceness 19" if aside else ""
-        for lazy, kind in ((True, "lazy"), (False, "plain")):
-            goal = "ratio <= 1.02" if lazy else ""
-            name = f"step with a {kind} save at each fourth{where}"
-            figures.append(Figure(name, "ms", runs[lazy], runs[None], limit, goal))
-            name = f"of that, the trainer itself stands still{where} ({kind})"
-            figures.append(Figure(name, "ms", stood[lazy], runs[None], limit))
+    for lazy, kind in ((True, "lazy"), (False, "plain")):
+        goal = "ratio <= 1.02" if lazy else ""
+        name = f"step with a {kind} save at each fourth{said}"
+        figures.append(Figure(name, "ms", runs[lazy], runs[None], limit, goal))
+        name = f"of that, the trainer itself stands still{said} ({kind})"
+        figures.append(Figure(name, "ms", stood[lazy], runs[None], limit))
     return figures
 
 
-def _step_aside(cluster: LocalCluster, node_id: str) -> None:
-    """Make a node give way to everything: elsewhere it would have cores of its own, here it takes the trainer's."""
-    (node,) = (n for n in cluster.status()["nodes"] if n["node_id"] == node_id)
-    for pid in node["pids"]:
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
+ROWS: dict[str, Callable[[Size, Say], list[Figure]]] = {
+    "threads": _threads,
+    "first": _first,
+    "tensors": _many_small,
+    "steps": lambda size, say: _steps(_together, "", size, say),
+    "steps-aside": lambda size, say: _steps(_holder_aside, ", the holder at niceness 19", size, say),
+    "steps-apart": lambda size, say: _steps(
+        _apart, ", trainer and daemons each on one half of the cores", size, say
+    ),
+}
+
+
+def measure(rounds: int, quick: bool, say: Say, rows: Sequence[str] | None = None) -> list[Figure]:
+    """All rows of staging, or some."""
+    size = Size(1, 40, 30_000_000, 60_000_000, 5, 256) if quick else Size(rounds)
+    figures = []
+    for name in rows or ROWS:
+        if name == "steps-apart" and len(os.sched_getaffinity(0)) < 2:
+            say("training and daemons apart are left out: there is one core")
+            continue
+        figures += ROWS[name](size, say)
+    return figures

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tests.netlab.wires import ROOT, Network, lives
+from tests.netlab.wires import ROOT, Network, lives, remove_leftovers
 
 from fastcheck.admin import AdminClient
 from fastcheck.errors import FastCheckError
@@ -71,7 +71,7 @@ class Lab:
             stack.callback(self._remove)
             if self._network_is_mine:
                 stack.enter_context(self.network)
-            _remove_leftovers()
+            remove_what_is_left()
             (self.folder / "raft.key").write_bytes(secrets.token_bytes(32))
             (self.folder / "raft.key").chmod(0o600)
             for node in self.node_ids:
@@ -218,8 +218,9 @@ def _environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)}
 
 
-def _remove_leftovers() -> None:
-    """What killed test runs have left in memory."""
+def remove_what_is_left() -> None:
+    """Networks, daemons and memory of runs that were killed."""
+    remove_leftovers()
     for folder in [*_SHM.glob("fastcheck-netlab-*"), *Path(tempfile.gettempdir()).glob("fcnet-*")]:
         made = re.fullmatch(r"(?:fastcheck-netlab|fcnet)-(\d+)-\w+", folder.name)
         if made and not lives(int(made[1])):

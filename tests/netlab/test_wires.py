@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 from tests.netlab.wires import Network, lives, remove_leftovers, run, unreachable
@@ -146,24 +147,43 @@ def test_a_rate_of_both_directions_holds_for_what_others_send_and_ends_with_heal
         server.wait(10)
 
 
-def test_a_network_is_gone_with_all_that_ran_in_it_also_when_its_maker_was_killed():
-    maker = (
-        "import os, signal, subprocess, sys\n"
-        "from tests.netlab.wires import Network, run\n"
-        "network = Network(['a'])\n"
-        "network.__enter__()\n"
-        "sleep = network.command('a', 'sleep', '600')\n"
-        "child = subprocess.Popen(sleep, stdout=subprocess.DEVNULL, start_new_session=True)\n"
-        "while str(child.pid) not in run('ip', 'netns', 'pids', network.namespace('a')).split():\n"
-        "    pass\n"
-        "print(network.namespace('a'), child.pid, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", maker], stdout=subprocess.PIPE, text=True, timeout=60, check=False
-    )
+MAKER = """
+import os, signal, subprocess, sys
+from tests.netlab.wires import Network, run
+network = Network(["a"])
+network.__enter__()
+sleep = network.command("a", "sleep", "600")
+child = subprocess.Popen(sleep, stdout=subprocess.DEVNULL, start_new_session=True)
+while str(child.pid) not in run("ip", "netns", "pids", network.namespace("a")).split():
+    pass
+print(network.namespace("a"), child.pid, flush=True)
+if sys.argv[1:] == ["and keeper"]:
+    network._keeper.kill()
+    network._keeper.wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def make_and_be_killed(*arguments):
+    """A network's namespace, and the process in it, of a maker that is gone."""
+    command = [sys.executable, "-c", MAKER, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     name, pid = done.stdout.split()
+    return name, int(pid)
+
+
+def test_a_network_is_gone_with_all_that_ran_in_it_when_its_maker_was_killed():
+    name, pid = make_and_be_killed()
+    deadline = time.monotonic() + 30
+    while name in run("ip", "netns", "list"):
+        assert time.monotonic() < deadline, "nobody removed it"
+        time.sleep(0.05)
+    assert not lives(pid)
+
+
+def test_the_next_run_removes_what_a_killed_one_left_whose_keeper_was_killed_as_well():
+    name, pid = make_and_be_killed("and keeper")
     assert name in run("ip", "netns", "list")
     assert name in remove_leftovers()
     assert name not in run("ip", "netns", "list")
-    assert not lives(int(pid))
+    assert not lives(pid)

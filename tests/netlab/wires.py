@@ -12,12 +12,14 @@ A delayed direction leads through `delaying.py` in the same way. Rates are shape
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -75,12 +77,14 @@ def lives(pid: int) -> bool:
 def remove_leftovers() -> list[str]:
     """Remove the networks, and the processes in them, of test runs that were killed; their names."""
     removed = []
-    for line in run("ip", "netns", "list").splitlines():
-        name = line.split()[0]
-        made = re.fullmatch(rf"{PREFIX}-(\d+)-.+", name)
-        if made and not lives(int(made[1])):
-            _remove_namespace(name)
-            removed.append(name)
+    with (Path(tempfile.gettempdir()) / f"{PREFIX}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the killed run's keeper does the same
+        for line in run("ip", "netns", "list").splitlines():
+            name = line.split()[0]
+            made = re.fullmatch(rf"{PREFIX}-(\d+)-.+", name)
+            if made and not lives(int(made[1])):
+                _remove_namespace(name)
+                removed.append(name)
     return removed
 
 
@@ -102,7 +106,8 @@ def _remove_namespace(name: str) -> None:
 
 
 class Network:
-    """Machines that reach each other, until told otherwise. A context manager: it is gone afterwards.
+    """Machines that reach each other, until told otherwise. A context manager: it is gone afterwards, also when this
+    process is killed (`keeper.py`).
 
     Args:
         names: of the machines; the i-th gets the address 10.77.0.(i + 1).
@@ -116,9 +121,11 @@ class Network:
         self._shaped: set[str] = set()
         #: Machines whose port at the bridge is shaped, too.
         self._shaped_in: set[str] = set()
+        self._keeper: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Network:
         remove_leftovers()
+        self._keeper = _start_keeper()
         try:
             self._build()
         except BaseException:
@@ -198,6 +205,10 @@ class Network:
         if self._delayer is not None:
             self._delayer.wait(_COMMAND_S)
             self._delayer = None
+        if self._keeper is not None:
+            self._keeper.kill()
+            self._keeper.wait(_COMMAND_S)
+            self._keeper = None
 
     # Parts.
 
@@ -265,6 +276,15 @@ class Network:
             f"fcntl.ioctl(socket.socket(), {_SIOCETHTOOL}, request)\n"
         )
         run(*self.command(name, sys.executable, "-c", program))
+
+
+def _start_keeper() -> subprocess.Popen[bytes]:
+    nothing = subprocess.DEVNULL
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.netlab.keeper", str(os.getpid())],
+        cwd=ROOT, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)},
+    )  # fmt: skip
 
 
 def _tbf(device: str, mbit_per_s: float) -> list[str]:

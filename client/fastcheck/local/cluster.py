@@ -27,6 +27,7 @@ import yaml
 from ..admin import AdminClient
 from ..errors import FastCheckError
 from . import layout, processes
+from .keeper import start_keeper
 from .layout import NodePorts
 from .ports import find_free_ports
 from .processes import ProcessRef
@@ -56,7 +57,8 @@ class LocalNode:
 
 
 class LocalCluster:
-    """The cluster in one folder. As a context manager it is taken down at the end, whatever happened.
+    """The cluster in one folder. As a context manager it is taken down at the end, whatever happened: also when this
+    process is killed (`keeper.py`). Otherwise a cluster that is up stays up, whoever ends.
 
     Args:
         cluster_dir: its folder; made by `up`.
@@ -70,14 +72,21 @@ class LocalCluster:
         self._say = on_event or (lambda text: None)
         # Agents started by this very process are its children and must be reaped by it.
         self._children: list[subprocess.Popen[bytes]] = []
+        #: Whether the cluster is to end with this process.
+        self._entered = False
+        self._keeper: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalCluster:
+        self._entered = True
+        if self.exists:
+            self._keep()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.down()
+        self._entered = False
 
     # -- questions
 
@@ -142,7 +151,7 @@ class LocalCluster:
 
         Raises:
             LocalClusterError: one is running here already, a daemon died, or not all are UP in time. What was
-                started is stopped again; the logs stay.
+                started is stopped again, also when this process is killed meanwhile; the logs stay.
         """
         if not 1 <= nodes <= layout.NODES_MAX:
             raise LocalClusterError(f"a local cluster has 1 to {layout.NODES_MAX} nodes, not {nodes}")
@@ -159,12 +168,15 @@ class LocalCluster:
                 self._remove_data()
             self._make_config(nodes, tolerate, ram_budget, settings or {})
         try:
+            self._keep()
             for node_id in self.node_ids:
                 self._spawn(node_id)
             self.wait_up(self.node_ids, timeout_s=timeout_s)
         except BaseException:
             self.down()
             raise
+        if not self._entered:
+            self._dismiss_keeper()
         return self.status()
 
     def start(self, node_id: str, *, timeout_s: float = 60.0) -> Json:
@@ -199,9 +211,10 @@ class LocalCluster:
     def down(self) -> None:
         """Stop all nodes, in good order if they can; delete their RAM and state. Logs stay. Repeatable."""
         if not self.exists:
+            self._dismiss_keeper()
             return
         with self._locked():
-            agents = [node.agent for node in self._nodes().values() if node.agent is not None]
+            agents = self._all_agents()
             for agent in agents:
                 if (process := agent.find()) is not None:
                     with contextlib.suppress(psutil.NoSuchProcess):
@@ -214,6 +227,7 @@ class LocalCluster:
                 processes.kill_all(agent)
             self._reap()
             self._remove_data()
+        self._dismiss_keeper()
         self._say("the cluster is down")
 
     def wait_up(self, node_ids: Sequence[str], *, timeout_s: float) -> None:
@@ -240,6 +254,9 @@ class LocalCluster:
     @property
     def _state_file(self) -> Path:
         return self.dir / "cluster.json"
+
+    def _config_file(self, node_id: str) -> Path:
+        return layout.node_dir(self.dir, node_id) / "config.yaml"
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -331,7 +348,7 @@ class LocalCluster:
         )
         folder = layout.node_dir(self.dir, name)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        self._config_file(name).write_text(yaml.safe_dump(config, sort_keys=False))
         node = LocalNode(
             node_id=name,
             address=f"unix://{layout.runtime_dir(self.dir, name)}/fastcheckd.sock",
@@ -342,8 +359,7 @@ class LocalCluster:
         self._save(state)
 
     def _spawn(self, node_id: str) -> None:
-        folder = layout.node_dir(self.dir, node_id)
-        config_file = folder / "config.yaml"
+        config_file = self._config_file(node_id)
         config = yaml.safe_load(config_file.read_text())
         for outside in (layout.runtime_root(self.dir), Path(self._load()["ram_root"])):
             if outside is not None:
@@ -363,6 +379,24 @@ class LocalCluster:
             state["nodes"][node_id]["agent"] = dataclasses.asdict(ProcessRef.of(child.pid))
             self._save(state)
         self._say(f"started {node_id} (pid {child.pid})")
+
+    def _all_agents(self) -> list[ProcessRef]:
+        """Those that are recorded, and one that was started by a process which did not live to record it."""
+        nodes = self._nodes().values()
+        configs = {str(self._config_file(node.node_id)) for node in nodes}
+        recorded = [node.agent for node in nodes if node.agent is not None]
+        return list(dict.fromkeys([*recorded, *processes.agents_with(configs)]))
+
+    def _keep(self) -> None:
+        """From now on the cluster ends with this process."""
+        if self._keeper is None:
+            self._keeper = start_keeper(self.dir, processes.own_environment())
+
+    def _dismiss_keeper(self) -> None:
+        if self._keeper is not None:
+            self._keeper.kill()
+            self._keeper.wait()
+            self._keeper = None
 
     def _reap(self) -> None:
         self._children = [child for child in self._children if child.poll() is None]
@@ -398,7 +432,7 @@ class LocalCluster:
             folder = layout.node_dir(self.dir, name)
             for part in (folder / "state", folder / "run"):
                 shutil.rmtree(part, ignore_errors=True)
-            (folder / "config.yaml").unlink(missing_ok=True)
+            self._config_file(name).unlink(missing_ok=True)
         for root in (layout.runtime_root(self.dir), Path(state["ram_root"])):
             if root is not None:
                 shutil.rmtree(root, ignore_errors=True)

@@ -13,7 +13,7 @@ import site
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +70,17 @@ def node_processes(agent: ProcessRef) -> list[psutil.Process]:
     return [p for p in found.values() if not _is_zombie(p.pid)]
 
 
+def agents_with(config_files: Collection[str]) -> list[ProcessRef]:
+    """Agents that run with one of these config files, by their command lines."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            command = process.cmdline()
+            if command[-3:-1] == ["run", "--config"] and command[-1] in config_files:
+                found.append(ProcessRef(process.pid, process.create_time()))
+    return found
+
+
 def kill_all(agent: ProcessRef, extra: Iterable[ProcessRef] = (), *, timeout_s: float = 10.0) -> list[int]:
     """SIGKILL a node's processes, the agent first so that it restarts no child, until none is left.
 
@@ -95,6 +106,11 @@ def kill_all(agent: ProcessRef, extra: Iterable[ProcessRef] = (), *, timeout_s: 
                 process.kill()
                 killed[process.pid] = process
         psutil.wait_procs(processes, timeout=0.2)
+
+
+def own_environment() -> dict[str, str]:
+    """Environment for a child that is to find this package where this process does."""
+    return os.environ | {"PYTHONPATH": python_path(("fastcheck", "fastcheck_proto"), os.environ)}
 
 
 def daemon_environment(own_keys: Iterable[str]) -> dict[str, str]:

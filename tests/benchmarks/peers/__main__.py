@@ -6,14 +6,12 @@ Needs 24 GB of memory; run it alone. `python -m tests.benchmarks.peers --only fa
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..machine import describe
+from ..entry import end_in_order_when_told, write_results
 from ..plots import write_plots
 from ..workload import WIDTH, width_of
 from .catalogue import BY_KEY, CATALOGUE, OURS, PEERS, TORCHSTORE, Entry
@@ -77,6 +75,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--plots", type=Path, help="write plots of this run into this folder, as SVG")
     arguments = parser.parse_args()
+    end_in_order_when_told()
     keys = arguments.only.split(",") if arguments.only else list(BY_KEY)
     if unknown := [key for key in keys if key not in BY_KEY]:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(BY_KEY)}")
@@ -91,7 +90,7 @@ def main() -> None:
     bounds = Bounds(seconds=arguments.seconds, resident_bytes=int(arguments.memory_gb * 1e9))
     entries = [entry for entry in CATALOGUE if entry.key in keys]
     found = compare(entries, pythons, width, starts, rounds, bounds)
-    results = {"machine": describe(), "side_by_side": found}
+    results = {"side_by_side": found}
     sides = [side_of(row) for row in found]
     processes = [start for row in found for start in row["starts"]]
     print_sides(
@@ -99,9 +98,7 @@ def main() -> None:
         [seconds for process in processes for seconds in process["memcpy_s"]],
         processes[0]["state_bytes"] if processes else 0,
     )
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / time.strftime("%Y%m%d-%H%M%S-peers.json")
-    path.write_text(json.dumps(results, indent=2) + "\n")
+    path = write_results(arguments.out, results, "-peers")
     path.with_suffix(".md").write_text(markdown(sides))
     print(f"every round: {path}")
     if arguments.plots:

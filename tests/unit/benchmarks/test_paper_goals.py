@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 from tests.benchmarks.paper_goals import (
     CHECKPOINT,
@@ -21,7 +23,7 @@ from tests.benchmarks.paper_goals import (
     possible_reduction_percent,
     reduction_percent,
 )
-from tests.benchmarks.paper_report import limits
+from tests.benchmarks.paper_report import add_arguments, cores_said, limits, plan_of
 
 AT_ONCE = Where(nodes=4, gbit_per_s=1.0, links=HOLDERS, stage=600)
 STATE_BYTES = 240_000_000
@@ -121,3 +123,56 @@ def test_a_baseline_that_was_not_run_is_missing_and_nothing_is_made_up_for_it():
     assert set(found.baselines) == {COPY}
     assert found.to_json()["reductions_percent"] == {COPY: 75.0}
     assert compare(AT_ONCE, runs(CHECKPOINT, OURS, [1.0])) == []
+
+
+def test_a_scale_model_names_its_true_rate_and_what_it_stands_for():
+    where = Where(4, 0.25, EQUAL, 600, link_scale=0.1)
+    assert str(where) == "4 nodes, 0.25 Gbit/s (scale model of 2.5), equal links, step 600"
+    seconds = STATE_BYTES / payload_ceiling_bytes_per_s(0.25)
+    found = only(compare(where, runs(RECOVERY, OURS, [seconds]) + runs(RECOVERY, COPY, [seconds])))
+    assert found.ceiling_share == pytest.approx(1.0), "limits are those of the true rate"
+    assert "are at the full rate" in cores_said(4, 2, 0.1)
+    assert "5 cores" in cores_said(4, 2, 0.1)
+    assert cores_said(4, 2, 1.0) == "4 nodes shared 2 cores: 0.5 each"
+
+
+def plan(*arguments: str):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    add_arguments(parser)
+    return plan_of(parser.parse_args(arguments))
+
+
+def test_a_part_of_the_experiment_can_be_asked_for():
+    whole = plan()
+    assert whole.layouts == {4: (EQUAL, HOLDERS), 5: (HOLDERS,), 8: (EQUAL, HOLDERS)}
+    assert (whole.models, whole.stages, whole.link_scale) == (6, (10, 200, 600), 1.0)
+    some = plan(
+        *(
+            "--paper-nodes",
+            "4",
+            "5",
+            "--paper-links",
+            HOLDERS,
+            "--paper-gbits",
+            "1",
+            "--paper-link-scale",
+            "0.1",
+        ),
+        *(
+            "--paper-stages",
+            "600",
+            "10",
+            "--paper-models",
+            "2",
+            "--paper-rounds",
+            "3",
+            "--paper-recoveries",
+            "2",
+        ),
+    )
+    assert some.layouts == {4: (HOLDERS,), 5: (HOLDERS,)}
+    assert (some.gbits_per_s, some.link_scale, some.stages) == ((1.0,), 0.1, (10, 600))
+    assert (some.models, some.rounds, some.recoveries) == (2, 3, 2)
+    with pytest.raises(SystemExit, match="nothing to run"):
+        plan("--paper-nodes", "5", "--paper-links", EQUAL)
