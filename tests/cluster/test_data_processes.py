@@ -2,7 +2,7 @@
 
 import os
 import signal
-import time
+from pathlib import Path
 
 import psutil
 from tests.cluster.harness import DEADLINE_S, counters, process_of, until
@@ -23,15 +23,27 @@ def workers_of(cluster, node):
     return until(found, f"the worker processes of {node}")
 
 
+def scratch_of(workers):
+    """What lies in the memory where workers find what they are given (`workers.crew`), as far as it says what."""
+    found = []
+    for worker in workers:
+        for link in Path(f"/proc/{worker.pid}/fd").iterdir():
+            if "memfd:fastcheck-worker" in str(link.readlink()):
+                with link.open("rb") as memory:
+                    found.append(memory.read(4096))
+    assert len(found) >= len(workers)
+    return found
+
+
 def kill_while_they_have_work(ckpt, training, step, workers):
     """SIGKILL all of them while chunks of a save are with them; the save's outcome."""
     for worker in workers:
         worker.suspend()
+        until(lambda worker=worker: worker.status() == psutil.STATUS_STOPPED, "a worker to stand still")
+    before = scratch_of(workers)
     training.step()
     handle = ckpt.save(step, training.state)
-    handle.wait_staged()
-    # Time to be given chunks; without any, the outcome has to be the same.
-    time.sleep(0.5)
+    until(lambda: scratch_of(workers) != before, "the workers to be given chunks")
     assert not handle.committed, "nobody can have worked on it"
     for worker in workers:
         os.kill(worker.pid, signal.SIGKILL)

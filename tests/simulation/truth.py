@@ -211,11 +211,14 @@ class Truth:
     def holders(self, job: str, step: int, rank: int, shard: int, digest: bytes) -> list[str]:
         """Nodes with an intact copy."""
         keys = ((OWNER, job, step, rank, shard), (COPY, job, step, rank, shard))
-        return [
-            name
-            for name, ram in self.rams.items()
-            if any((r := ram.replicas.get(k)) is not None and r.intact and r.digest == digest for k in keys)
-        ]
+        found = []
+        for name, ram in self.rams.items():
+            for key in keys:
+                replica = ram.replicas.get(key)
+                if replica is not None and replica.intact and replica.digest == digest:
+                    found.append(name)
+                    break
+        return found
 
     # Clients
 

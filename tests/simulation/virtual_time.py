@@ -40,7 +40,7 @@ class Process:
         self.paused = False
         self.dead = False
         self.loop = loop
-        self.backlog: list[asyncio.Handle] = []
+        self.backlog: list[Handle] = []
         #: Who is told of its death, by any key.
         self.mourners: dict[object, Callable[[], None]] = {}
         self.context = contextvars.copy_context()
@@ -49,7 +49,8 @@ class Process:
     @property
     def now(self) -> float:
         """What this machine's clock shows."""
-        return self.clock.local(self.loop.now)
+        clock = self.clock
+        return clock.offset_s + self.loop.now * clock.rate
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine as part of this process."""
@@ -102,6 +103,35 @@ class StuckError(Exception):
     """Nothing will ever happen any more."""
 
 
+class Handle:
+    """A callback to come: as much of an `asyncio.Handle` as anybody here asks for. A seed makes ten thousand."""
+
+    __slots__ = ("args", "callback", "context", "gone", "when_s")
+
+    def __init__(
+        self, callback: Callable[..., object], args: Any, context: contextvars.Context, when_s: float = 0.0
+    ) -> None:
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self.when_s = when_s
+        self.gone = False
+
+    def cancel(self) -> None:
+        self.gone = True
+        self.callback, self.args = _nothing, ()
+
+    def cancelled(self) -> bool:
+        return self.gone
+
+    def when(self) -> float:
+        return self.when_s
+
+
+def _nothing() -> None:
+    pass
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """The loop; `now` is the true time in seconds since its start."""
 
@@ -109,10 +139,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.now = 0.0
         self.callbacks = 0
-        self._timers: list[tuple[float, int, asyncio.Handle]] = []
+        self._timers: list[tuple[float, int, Handle]] = []
         self._order = itertools.count()
         self._nobody = contextvars.Context()
-        self._queue: deque[asyncio.Handle] = deque()
+        self._queue: deque[Handle] = deque()
         #: Every task ever made: the garbage collector must not close one of a killed process midway.
         self._all: list[asyncio.Task[Any]] = []
         _Task._ages = itertools.count()
@@ -131,69 +161,81 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         """What the calling process' machine shows."""
         process = PROCESS.get()
-        return self.now if process is None else process.clock.local(self.now)
+        return self.now if process is None else process.now
 
-    def call_soon(
+    def call_soon(  # type: ignore[override]
         self, callback: Any, *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+    ) -> Handle:
+        handle = Handle(callback, args, contextvars.copy_context() if context is None else context)
         self._queue.append(handle)
         return handle
 
     def call_soon_threadsafe(self, *_args: Any, **_kwargs: Any) -> asyncio.Handle:
         raise AssertionError("the simulation has one thread")
 
-    def call_later(
+    def call_later(  # type: ignore[override]
         self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.TimerHandle:
+    ) -> Handle:
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.TimerHandle:
+    ) -> Handle:
         process = PROCESS.get()
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        handle = Handle(callback, args, contextvars.copy_context() if context is None else context, when)
         due = when if process is None else process.clock.true(when)
         # Never early, not even by a rounding: a timeout looks at its clock again.
-        heapq.heappush(self._timers, (due + 1e-9, next(self._order), timer))
-        return timer
+        heapq.heappush(self._timers, (due + 1e-9, next(self._order), handle))
+        return handle
 
     def at(
         self, when: float, callback: Callable[..., object], args: Any, context: contextvars.Context | None
     ) -> None:
         """Call at a true time; without a context on behalf of nobody."""
-        handle = asyncio.Handle(callback, args, self, self._nobody if context is None else context)
+        handle = Handle(callback, args, self._nobody if context is None else context)
         heapq.heappush(self._timers, (when, next(self._order), handle))
 
-    def ready_again(self, handles: list[asyncio.Handle]) -> None:
+    def ready_again(self, handles: list[Handle]) -> None:
         self._queue.extend(handles)
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        pass  # skipped when it is due
-
     def _run_once(self) -> None:
+        """All turns until somebody stops the loop: they are too many for one call each."""
+        queue = self._queue
+        while True:
+            if not queue:
+                self._advance()
+            for _ in range(len(queue)):
+                handle = queue.popleft()
+                if handle.gone:
+                    continue
+                process = handle.context.get(PROCESS)
+                if process is not None:
+                    if process.dead:
+                        continue
+                    if process.paused:
+                        process.backlog.append(handle)
+                        continue
+                self.callbacks += 1
+                try:
+                    handle.context.run(handle.callback, *handle.args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001  as asyncio's own handles do
+                    message = f"Exception in callback {handle.callback!r}"
+                    self.call_exception_handler({"message": message, "exception": error})
+            if self._stopping:
+                return
+
+    def _advance(self) -> None:
+        """To the next timers."""
         queue, timers = self._queue, self._timers
-        if not queue:
-            while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
-                heapq.heappop(timers)
-            if not timers:
-                raise StuckError("no callback and no timer is left")
-            self.now = max(self.now, timers[0][0])
-            while timers and timers[0][0] <= self.now:
-                queue.append(heapq.heappop(timers)[2])
-        for _ in range(len(queue)):
-            handle = queue.popleft()
-            if handle._cancelled:  # type: ignore[attr-defined]
-                continue
-            process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
-            if process is not None:
-                if process.dead:
-                    continue
-                if process.paused:
-                    process.backlog.append(handle)
-                    continue
-            self.callbacks += 1
-            handle._run()
+        while timers and timers[0][2].gone:
+            heapq.heappop(timers)
+        if not timers:
+            raise StuckError("no callback and no timer is left")
+        self.now = now = max(self.now, timers[0][0])
+        while timers and timers[0][0] <= now:
+            queue.append(heapq.heappop(timers)[2])
 
     def _write_to_self(self) -> None:
         raise AssertionError("the simulation has one thread")

@@ -87,6 +87,18 @@ async def three(voters):
             voters.stop(i)
 
 
+async def be_patient(voters):
+    """A voter that gets no core for a while is from now on no reason for an election: a new term is a doing."""
+    for raft in voters.running.values():
+        conf = raft._engine.conf
+        conf.raftMinTimeout, conf.raftMaxTimeout, conf.leaderFallbackTimeout = 30.0, 31.0, 30.0
+
+    def waits_long(raft):
+        return raft.is_leader or raft._engine._SyncObj__raftElectionDeadline > time.monotonic() + 20
+
+    await eventually(lambda: voters.leader and all(map(waits_long, voters.running.values())))
+
+
 # Good times
 
 
@@ -356,6 +368,7 @@ def test_who_is_not_a_voter_is_closed_and_changes_nothing(voters, tmp_path, capl
         async with three(voters):
             # The lowest address: all others connect to it, as an insider would.
             target = min(voters.voters, key=lambda v: v.raft_address)
+            await be_patient(voters)
             leader, term = voters.leader, voters.leader.term
             count = 0
             for what, attack in attacks(voters, target, tmp_path):

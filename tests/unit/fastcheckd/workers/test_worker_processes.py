@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -117,6 +119,28 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid)
 
 
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true"
+        time.sleep(0.005)
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP; when this returns it stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def was_given_a_job(stand: Stand) -> bool:
+    """Whether a job lies in a socket of a worker, which has not read it."""
+
+    def unread_bytes(line) -> int:
+        return int.from_bytes(fcntl.ioctl(line._ours, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+    return any(unread_bytes(line) for worker in list(stand.workers._living) for line in worker.lines)
+
+
 def test_what_workers_encode_is_what_threads_encode(stand: Stand) -> None:
     fits_there, fits_here = Fits(), Fits()
     for base in (True, False):
@@ -218,12 +242,12 @@ def test_what_a_worker_refuses_is_done_here(stand: Stand) -> None:
 
 def test_a_job_of_a_killed_worker_is_done_again_and_another_worker_comes(stand: Stand) -> None:
     (pid,) = stand.workers.pids
-    os.kill(pid, signal.SIGSTOP)  # so that it has the job when it is killed
+    stop(pid)  # so that it has the job when it is killed
     with ThreadPoolExecutor(1) as threads:
         applying = threads.submit(
             stand.work.apply, stand.payload(), stand.base, stand.out, old_digest=stand.base_digest
         )
-        time.sleep(0.2)
+        until(lambda: was_given_a_job(stand))
         assert not applying.done()
         os.kill(pid, signal.SIGKILL)
         uses, back = applying.result(WAIT_S)
@@ -243,7 +267,7 @@ def test_a_job_of_a_killed_worker_is_done_again_and_another_worker_comes(stand: 
 
 def test_a_hung_worker_is_killed_and_its_job_done_again(hasty: Stand) -> None:
     (pid,) = hasty.workers.pids
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     made, _ = hasty.encode(hasty.work)
     assert gone(pid)
     assert bytes(made.payload) == bytes(hasty.payload())
@@ -254,10 +278,9 @@ def test_a_hung_worker_is_killed_and_its_job_done_again(hasty: Stand) -> None:
 def test_a_job_that_is_called_off_ends_only_with_its_worker(hasty: Stand) -> None:
     (pid,) = hasty.workers.pids
     pool = CodecPool(1, 1, hasty.work)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     job = pool.submit(pool.work.apply, hasty.payload(), hasty.base, hasty.out, old_digest=hasty.base_digest)
-    while not job.running():
-        time.sleep(0.001)
+    until(lambda: job.running() or job.done())
     call_off(job)
     assert gone(pid), "a worker may still write"
     pool.close()
@@ -304,10 +327,7 @@ def test_a_worker_that_cannot_start_is_tried_again_and_missed_by_nobody(
         broken.setattr(sys, "executable", "/bin/false")
         counters = Counters()
         workers = Workers(tmp_path, processes=1, threads=1, nice=0, timeout_s=1, counters=counters)
-        deadline = time.monotonic() + WAIT_S
-        while counters.get("workers_lost") < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: counters.get("workers_lost") >= 2)
     assert workers.wait_ready(1, WAIT_S)
     workers.close()
 
