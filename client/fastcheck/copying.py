@@ -11,12 +11,13 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from .errors import SaveFailedError
+from .front import Front
 from .gpu import Cuda, Gpu, Mark, Pair
 from .pages import populate
 from .state import dtypes
@@ -47,7 +48,9 @@ class Moves:
         #: Destination, source, bytes. Without a source: the destination's pages are only made present.
         self._todo = deque(moves)
         self._changed = threading.Condition()
-        self._workers: set[object] = set()
+        #: Who copies, and the destination of the last run that it has begun.
+        self._workers: dict[object, int] = {}
+        self._broken_off = False
         self._error: BaseException | None = None
 
     def work(self) -> None:
@@ -55,13 +58,14 @@ class Moves:
         worker = object()
         try:
             with self._changed:
-                self._workers.add(worker)
+                self._workers[worker] = 0
             while True:
                 try:
                     move = self._todo.popleft()
                 except IndexError:
                     return
                 if move[1]:
+                    self._workers[worker] = move[0]
                     move_bytes(*move)
                 else:
                     populate(move[0], move[2])
@@ -70,8 +74,17 @@ class Moves:
             raise
         finally:
             with self._changed:
-                self._workers.discard(worker)
+                self._workers.pop(worker, None)
                 self._changed.notify_all()
+
+    def low_in(self, base: int) -> Callable[[], int | None]:
+        """`low` as an offset into the memory at `base`."""
+
+        def offset() -> int | None:
+            low = self.low()
+            return None if low is None else max(0, low - base)
+
+        return offset
 
     def spoil(self, error: BaseException) -> None:
         """Something was not copied, or not as it should be: `join` will say so."""
@@ -80,7 +93,24 @@ class Moves:
 
     def cancel(self) -> None:
         """Begin nothing more: the memory is about to be given back."""
+        self._broken_off = self._broken_off or bool(self._todo)
         self._todo.clear()
+
+    def low(self) -> int | None:
+        """Everything for destinations below this has been copied; None: all of it. For moves in ascending order.
+
+        Asked while others copy, so it may say less than is true, never more: whoever takes a run from the front of the
+        queue is in the books before, with the one that it took last.
+        """
+        try:
+            # The first run that nobody has begun, then those under way: in this order none is missed in between.
+            first = next((move[0] for move in self._todo if move[1]), None)
+            under_way = list(self._workers.values())
+        except RuntimeError:  # it was taken just now
+            return 0
+        if self._broken_off or self._error is not None:
+            return 0
+        return min(under_way, default=None) if first is None else min([first, *under_way])
 
     def quiet(self) -> None:
         """Wait until nobody copies: for as long as one run takes per thread."""
@@ -105,15 +135,20 @@ class Copier:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def copy(self, flat: FlatState, segment: torch.Tensor, *, warm: bool = True) -> None:
+    def copy(
+        self, flat: FlatState, segment: torch.Tensor, *, warm: bool = True, front: Front | None = None
+    ) -> None:
         """Write the header, all tensors but those left for later, and zeros between them.
 
-        `segment` is flat uint8, at least state_bytes long; `warm`: its pages were used before.
+        `segment` is flat uint8, at least state_bytes long; `warm`: its pages were used before. `front` is kept up to
+        date, and waits for what is left for later.
         """
+        front = front or Front(flat.state_bytes)
         assert segment.numel() >= flat.state_bytes
         plain: list[Piece] = []
         strided: list[Piece] = []
         far: list[Piece] = []
+        late: list[Piece] = []
         base, end = segment.data_ptr(), 0
         takes = self._gpu.takes
         for piece in flat.pieces:
@@ -122,13 +157,19 @@ class Copier:
                 ctypes.memset(base + end, 0, offset - end)
             end = offset + size
             if later:
-                continue
-            if takes(tensor):
+                late.append(piece)
+            elif takes(tensor):
                 far.append(piece)
             else:
                 by_address = tensor.is_cpu and tensor.is_contiguous()
                 (plain if by_address else strided).append(piece)
         moves = self.begin(plain, segment, warm=warm)
+        front.begin("plain", moves.low_in(base))
+        for part, pieces in (("strided", strided), ("far", far), ("late", late)):
+            if pieces:
+                front.wait_for(part, pieces[0].offset)
+        front.wait_for("header", end)
+        front.end("all")
         until: Mark = {}
         try:
             if far:
@@ -138,6 +179,7 @@ class Copier:
             for piece in strided:
                 into, source = carried(piece, segment)
                 into.copy_(source)
+            front.end("strided")
             moves.work()
             moves.join()
         finally:
@@ -148,6 +190,8 @@ class Copier:
         ctypes.memmove(base + flat.header_offset, flat.header, len(flat.header))
         end = flat.header_offset + len(flat.header)
         ctypes.memset(base + end, 0, flat.state_bytes - end)
+        front.end("far")
+        front.end("header")
 
     def begin(self, pieces: Iterable[Piece], segment: torch.Tensor, *, warm: bool = True) -> Moves:
         """The moves for contiguous CPU tensors; nothing is copied yet. The caller keeps the tensors alive."""

@@ -19,7 +19,7 @@ from .errors import CorruptError, FastCheckError, OutOfMemoryError
 from .progress import Reporter
 from .segments import Segment, anonymous
 from .state.flatten import FlatState
-from .transport import Loaded, Patience, Staged, Staging, check_ready
+from .transport import Loaded, Patience, Staged, Staging, check_ready, seal_of
 
 #: A link slower than this is of no use; it bounds how long a push may take.
 _BYTES_PER_S_MIN = 10_000_000
@@ -97,14 +97,7 @@ def _messages(request: pb.BeginSaveRequest, flat: FlatState) -> Iterator[pb.Push
             del buffer[:STREAM_PIECE_BYTES]
     if buffer:
         yield pb.PushRequest(data=bytes(buffer))
-    seal = pb.PushSeal(
-        header_offset=flat.header_offset,
-        header_bytes=len(flat.header),
-        layout=flat.layout,
-        shared=flat.shared,
-        shared_digests=flat.shared_digests,
-    )
-    yield pb.PushRequest(seal=seal)
+    yield pb.PushRequest(seal=seal_of(flat))
 
 
 def _ordered_bytes(flat: FlatState) -> Iterator[bytes]:

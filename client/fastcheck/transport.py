@@ -85,6 +85,17 @@ class Transport(Protocol):
         ...
 
 
+def seal_of(flat: FlatState) -> pb.PushSeal:
+    """What the daemon is told of a state beside its bytes."""
+    return pb.PushSeal(
+        header_offset=flat.header_offset,
+        header_bytes=len(flat.header),
+        layout=flat.layout,
+        shared=flat.shared,
+        shared_digests=flat.shared_digests,
+    )
+
+
 def check_ready(ready: pb.LoadReady, request: pb.LoadRequest, *, allow_lossy: bool) -> None:
     """Raise CorruptError unless the daemon's answer makes sense, LossyCheckpointError unless it may be had."""
     if request.HasField("step") and ready.step != request.step:

@@ -136,6 +136,9 @@ class Config:
     #: Processes that work on bytes: the data process, and so many less one that encode and decode for it. More where
     #: four or more codec threads are to be busy at once: about a third of their time needs an interpreter's lock.
     data_processes: int = 1
+    #: Whether a state is sent while its trainer still copies it: `auto` where the machine has many cores
+    #: (saving/ahead.py), `always`, `never`. Never, until a quiet machine has shown what it does to `save`.
+    overlap_staging: str = "never"
     #: Niceness of those threads, on top of the daemon's own: what sends and receives goes before them, too.
     codec_nice: int = 10
 
@@ -197,6 +200,11 @@ class Config:
         need(1 <= self.lane_streams <= 16, "lane_streams", "must be from 1 to 16")
         need(1 <= self.worker_threads <= 256, "worker_threads", "must be from 1 to 256")
         need(self.codec in CODEC_POLICIES, "codec", f"must be one of {', '.join(CODEC_POLICIES)}")
+        need(
+            self.overlap_staging in CODEC_POLICIES,
+            "overlap_staging",
+            f"must be one of {', '.join(CODEC_POLICIES)}",
+        )
         need(1 <= self.codec_threads <= 256, "codec_threads", "must be from 1 to 256")
         need(1 <= self.data_processes <= 64, "data_processes", "must be from 1 to 64")
         need(0 <= self.codec_nice <= 19, "codec_nice", "must be from 0 to 19")

@@ -10,6 +10,8 @@ import threading
 #: Name → what it counts.
 NAMES: dict[str, str] = {
     "saves_staged": "saves sealed by trainers",
+    "saves_ahead": "saves that were sent while their trainers copied",
+    "saves_ahead_stopped": "of those, the ones that were stopped before the seal",
     "saves_committed": "saves that were committed",
     "saves_failed": "saves that ended in an error",
     "saves_superseded": "saves given up for a newer step",

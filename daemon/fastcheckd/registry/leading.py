@@ -178,8 +178,9 @@ class Leader:
         chunk_bytes: int,
         avoid: Collection[str],
         oldest_step: int,
+        ahead: bool = False,
     ) -> Placement:
-        """Split a rank's state into shards and name their holders.
+        """Split a rank's state into shards and name their holders; `ahead`: nobody may wait for the step yet.
 
         Raises:
             FencedError: the session or the owner's life is over.
@@ -229,6 +230,8 @@ class Leader:
             )
 
         placement = self._raft.read(decide)
+        if ahead:
+            return placement
         self._reports.collector.placed(
             job,
             step,

@@ -1,4 +1,4 @@
-"""Carries a sealed save to its holders and through the commit.
+"""Carries a save to its holders and through the commit; one that is not sealed yet, as far as it may go.
 
 Place → wait until the step before is sent → put every shard to every holder at once, against the step before
 where the planner says so → publish the owner's manifests → report until the registry decides. A holder that fails
@@ -96,10 +96,21 @@ class Replicator:
         self._placing = Placing(config, identity, registry, view, self._quarantine)
 
     async def run(self, save: Save) -> None:
-        """Bring a staged save to COMMITTED; raises what stopped it."""
-        started = time.monotonic()
-        self.rhythm.sealed((save.key.job, save.key.rank), started)
-        save.sealed_at = started
+        """Bring a save to COMMITTED; raises what stopped it.
+
+        One that is not sealed yet is sent as far as it is filled. Nothing is acknowledged, published or reported
+        before the seal.
+        """
+        if save.sealed:
+            await self._run(save)
+            return
+        announcing = asyncio.create_task(self._placing.announce(save))
+        try:
+            await self._run(save)
+        finally:
+            announcing.cancel()
+
+    async def _run(self, save: Save) -> None:
         placed = await self._placing.place(save)
         if save.after is not None:
             # Step by step: what is being sent now is the next one's base.
@@ -120,13 +131,13 @@ class Replicator:
                             None  # not pinned any more; who gets the shard later gets it whole
                         )
             self._learn(shards)
-            await self._commit(save, shards, epoch, started)
+            await self._commit(save, shards, epoch)
             await asyncio.get_running_loop().run_in_executor(self._executor, self._thin, shards)
 
-    async def _commit(self, save: Save, shards: list[Shard], epoch: int, started: float) -> None:
+    async def _commit(self, save: Save, shards: list[Shard], epoch: int) -> None:
         """Report a step whose copies are made until it is committed; raises what stopped it."""
         while True:
-            save.replicate_s = time.monotonic() - started
+            save.replicate_s = time.monotonic() - save.sealed_at
             self._account(save, shards)
             if self._alone(shards) and not save.reported:
                 save.reach(tpb.SAVE_STATE_PROVISIONAL)
@@ -247,6 +258,8 @@ class Replicator:
                 fits=fits,
                 prepare=content.quantise and Preparation(content.quantise, view, plans, base),
                 on_way_back=None if thinning is None else thinning.add,
+                filling=save.filling,
+                offset=offset,
             )
             shards.append(Shard(index, offset, table.shard_bytes, source, manifest, plan, thinning=thinning))
             offset += table.shard_bytes
@@ -291,6 +304,7 @@ class Replicator:
 
     async def _put(self, save: Save, shard: Shard, holder: pb.Holder, epoch: int) -> FastCheckdError | None:
         """Send one copy; a failure is returned, and the holder rests, so that the others go on."""
+        await shard.source.until_begun()
         started = time.monotonic()
         put = asyncio.create_task(
             self._peers.put_shard(
@@ -311,7 +325,7 @@ class Replicator:
             if not put.done():
                 raise PeerError(f"node {node_id} went DOWN while it was sent shard {shard.index}")
             outcome = put.result()
-            seconds = time.monotonic() - started
+            seconds = time.monotonic() - started - outcome.waited_s
             await self._publish_own(save, shard)
         except FastCheckdError as error:
             shard.troubled = True

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 
 from fastcheck_proto.v1 import common_pb2 as pb
-from fastcheck_proto.v1 import layout_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
@@ -36,12 +37,13 @@ from ..registry.client import RegistryClient
 from ..store.ram_store import HeldShard, RamStore
 from ..store.retention import PROVISIONAL_KEPT
 from ..store.segments import Segment, staging_pool
+from ..transfer.filling import Filling
 from ..view import ViewFollower
-from .content import NOTHING, of_layout, of_manifests
+from . import ahead
+from .content import NOTHING, of_manifests
 from .memory import ROOM_WAIT_S, StepMemory
 from .replicate import Replicator
 from .save import Save, SaveKey
-from .shared import Shared
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,8 @@ class SavingRoom:
         self._committed: dict[str, int] = {}
         self._reserved: dict[str, Save] = {}
         self._saves: dict[tuple[str, int], list[Save]] = {}
+        #: Sending that was begun before the seal, and is just ending without one: its memory is not free yet.
+        self._leaving: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._spares: dict[tuple[str, int], asyncio.Task[None]] = {}
         #: Ranks whose last steps could not be committed for want of a registry or of other ranks: until
         #: one is, their trainers do not wait for what only waits itself.
@@ -106,6 +110,12 @@ class SavingRoom:
         """
         # Copies of lists: the event loop changes them meanwhile.
         return any(
+            save.filling is not None
+            and save.filling.has(1)
+            and save.task is not None
+            and not save.task.done()
+            for save in list(self._reserved.values())
+        ) or any(
             save.state < tpb.SAVE_STATE_REPLICATED and save.stalled_because is None
             for saves in list(self._saves.values())
             for save in list(saves)
@@ -150,6 +160,8 @@ class SavingRoom:
         for save in [s for s in self._reserved.values() if (s.key.job, s.key.rank) == rank]:
             self.abandon(save.save_id)  # the trainer came back without sealing it
         self._expire_reserved()
+        if (leaving := self._leaving.get(rank)) is not None:
+            await asyncio.wait({leaving}, timeout=GIVE_UP_PATIENCE_S)
         self._check_newer(request)
         bound = request.max_in_flight or self._config.max_in_flight
         waited_s = await self._wait_for_room(request, bound)
@@ -164,6 +176,8 @@ class SavingRoom:
             state_bytes=request.state_bytes,
         )
         self._reserved[save.save_id] = save
+        if request.HasField("ahead"):
+            self._begin_ahead(save, request.ahead)
         return save, waited_s
 
     async def _allocate(self, request: tpb.BeginSaveRequest) -> Segment:
@@ -283,22 +297,76 @@ class SavingRoom:
         return len(undecided) < PROVISIONAL_KEPT
 
     def abandon(self, save_id: str) -> None:
-        """Give back a segment that will not be sealed; unknown ids are no error."""
+        """Give back a segment that will not be sealed, and take back what was sent; unknown ids are no error."""
         save = self._reserved.pop(save_id, None)
-        if save is not None:
+        if save is None:
+            return
+        if save.reading is not None:
+            save.reading.cancel()
+        if save.task is None or save.task.done():
             self._store.release(save.segment)
+            return
+        # Its threads read the bytes until it has ended.
+        self._stop_ahead(save, "it will not be sealed")
+        rank, task = (save.key.job, save.key.rank), save.task
+        self._leaving[rank] = task
 
-    async def seal(
-        self,
-        save_id: str,
-        header_offset: int,
-        header_bytes: int,
-        layout: layout_pb2.StateLayout | None,
-        shared: Shared | None = None,
-    ) -> Save:
-        """The trainer is done writing: start replicating. Without a layout the state is bytes without meaning.
+        def gone(_: object) -> None:
+            self._store.release(save.segment)
+            if self._leaving.get(rank) is task:
+                del self._leaving[rank]
 
-        With `shared` it is a part of a state that all ranks hold alike.
+        task.add_done_callback(gone)
+
+    # --- sent while it is copied -----------------------------------------------------------------
+
+    def _begin_ahead(self, save: Save, said: tpb.PushSeal) -> None:
+        """Read what the trainer says of its state, and send the bytes as they come if that is worth it."""
+        save.reading = asyncio.create_task(ahead.read(save, said, self._config.chunk_bytes))
+        # The seal tells of what is wrong; without one nobody asks.
+        save.reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
+        if not ahead.worth_it(self._config.overlap_staging, save.state_bytes, len(os.sched_getaffinity(0))):
+            return
+        save.filling = Filling(
+            ahead.PATIENCE_SHARE * self._config.transfer_timeout_s,
+            lambda: self._stop_ahead(save, "its trainer is slow, or paused"),
+        )
+        self._counters.add("saves_ahead")
+        self._attach(save)
+        save.task = asyncio.create_task(self._run_ahead(save), name=f"save-{save.key}")
+
+    async def _run_ahead(self, save: Save) -> None:
+        assert save.reading is not None
+        with contextlib.suppress(FastCheckdError):  # the seal tells
+            await asyncio.shield(save.reading)
+            # What is made lossy is changed in place, and could not be sent anew.
+            if save.sealed or not save.lossy:
+                await self._run(save)
+
+    def fill(self, save_id: str, filled_bytes: int) -> bool:
+        """The trainer has copied so much of its state; False if nobody needs to know."""
+        save = self._reserved.get(save_id)
+        if save is None or save.filling is None:
+            return False
+        save.filling.fill(min(filled_bytes, save.state_bytes))
+        return True
+
+    def lost_sight(self, save_id: str) -> None:
+        """Whoever told how far the copy is has gone."""
+        save = self._reserved.get(save_id)
+        if save is not None:
+            self._stop_ahead(save, "its trainer is gone")
+
+    def _stop_ahead(self, save: Save, why: str) -> None:
+        """Take back what was sent before the seal. A seal that comes after all begins anew."""
+        if save.task is None or save.sealed or save.task.done() or save.task.cancelling():
+            return
+        logger.info("%s is not sent any more while it is copied: %s", save.key, why)
+        self._counters.add("saves_ahead_stopped")
+        save.task.cancel()
+
+    async def seal(self, save_id: str, said: tpb.SealSaveRequest | tpb.PushSeal | None) -> Save:
+        """The trainer is done writing: replicate and commit. None: the state is as was said when the save began.
 
         Raises:
             InvalidRequestError: header or layout do not fit the state.
@@ -310,40 +378,54 @@ class SavingRoom:
         save = self._reserved.get(save_id)
         if save is None:
             raise unknown
-        if header_bytes == 0 or header_offset + header_bytes > save.state_bytes:
-            raise InvalidRequestError("the state header lies outside of the state")
-        if shared is not None:
-            shared.check(save.state_bytes)
-        # A large model's layout has a million runs.
-        content = await asyncio.to_thread(of_layout, layout, save.state_bytes, self._config.chunk_bytes)
+        if said is not None:
+            self._stop_ahead(save, "the seal says something else")
+            await ahead.read(save, said, self._config.chunk_bytes)
+        elif save.reading is None:
+            raise InvalidRequestError("nothing was said of this state when its save began")
+        else:
+            await asyncio.shield(save.reading)
+        if save.task is not None and (save.task.done() or save.task.cancelling()):
+            await asyncio.wait({save.task})
+            save.task = save.filling = None
         if self._reserved.pop(save_id, None) is not save:
             raise unknown
-        save.header_offset, save.header_bytes = header_offset, header_bytes
-        save.content, save.lossy = content, content.lossy
-        if shared is not None:
-            save.shared, save.shared_digests = shared.part, shared.digests
         self._counters.add("saves_staged")
         self._launch(save)
         return save
 
+    def _attach(self, save: Save) -> None:
+        """Let a save that is about to be sent know of the rank's others."""
+        rank = (save.key.job, save.key.rank)
+        saves = self._saves.setdefault(rank, [])
+        save.after = next((s for s in reversed(saves) if not s.done), None)
+        save.oldest_step = lambda: min([save.key.step, *(s.key.step for s in saves if not s.done)])
+        save.may_report = lambda: self._may_report(save)
+        save.obsolete = lambda: tuple(self._obsolete.get(rank, ()))
+        save.on_provisional = self._note_provisional
+        self.memory.sized(rank, save.state_bytes)
+        save.lean = self.memory.is_lean(rank)
+        save.sealed_at = time.monotonic()
+
     def _launch(self, save: Save) -> None:
-        saves = self._saves.setdefault((save.key.job, save.key.rank), [])
+        """A sealed save is the daemon's: have it replicated and committed, unless that has been begun."""
+        rank = (save.key.job, save.key.rank)
+        if save.task is None:
+            self._attach(save)
+        saves = self._saves[rank]
         finished = [s for s in saves if s.done]
         for old in finished[: max(0, len(finished) - FINISHED_KEPT)]:
             saves.remove(old)
-        save.after = next((s for s in reversed(saves) if not s.done), None)
         saves.append(save)
-        save.oldest_step = lambda: min(s.key.step for s in saves if not s.done or s is save)
-        save.may_report = lambda: self._may_report(save)
-        save.obsolete = lambda: tuple(self._obsolete.get((save.key.job, save.key.rank), ()))
-        save.on_provisional = self._note_provisional
-        rank = (save.key.job, save.key.rank)
-        self.memory.sized(rank, save.state_bytes)
         self.memory.begun(rank, len(self._under_way(*rank)))
-        save.lean = self.memory.is_lean(rank)
+        save.sealed_at = time.monotonic()
+        self._replicator.rhythm.sealed(rank, save.sealed_at)
         save.moved()
         save.advance(tpb.SAVE_STATE_STAGED)
-        save.task = asyncio.create_task(self._run(save), name=f"save-{save.key}")
+        if save.task is None:
+            save.task = asyncio.create_task(self._run(save), name=f"save-{save.key}")
+        elif save.filling is not None:
+            save.filling.seal()
         earlier = self._spares.get((save.key.job, save.key.rank))
         if earlier is None or earlier.done():
             making = asyncio.create_task(self.memory.make_spares(save), name=f"spares-{save.key}")
@@ -360,7 +442,11 @@ class SavingRoom:
         except Exception as failure:
             logger.exception("%s failed by a defect", save.key)
             error = FastCheckdError(f"internal error: {failure!r}")
-        self._finish(save, error)
+        if save.sealed:
+            self._finish(save, error)
+        else:  # nothing counts before the seal, and after it another attempt does
+            logger.info("%s could not be sent while it is copied: %s", save.key, error)
+            self._counters.add("saves_ahead_stopped")
 
     def _finish(self, save: Save, error: FastCheckdError | None) -> None:
         if save.done:
@@ -476,7 +562,8 @@ class SavingRoom:
     async def stop(self) -> None:
         """Cancel what is under way; staged steps with manifests are resumed by the next process."""
         tasks = [s.task for saves in self._saves.values() for s in saves if s.task is not None]
-        tasks += self._spares.values()
+        tasks += [s.task for s in self._reserved.values() if s.task is not None]
+        tasks += [*self._leaving.values(), *self._spares.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -5,6 +5,7 @@
         │                 └─────(no registry)──▶ PROVISIONAL ─────────────┘
         └─abandon         └───────── FAILED ◀──────────┘
 
+A save that is sent while it is staged (`Save.filling`) is RESERVED all the while: its copies count from the seal on.
 A save only moves forward; whoever watches it may miss a state but never the last one.
 Owned by the event loop's thread, but for `moved()`, which sending threads may call.
 """
@@ -23,6 +24,7 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 from ..errors import FastCheckdError, ReplicasDisagreeError
 from ..rpc import detail
 from ..store.segments import Segment
+from ..transfer.filling import Filling
 from .content import NOTHING, Content
 
 State: TypeAlias = tpb.SaveState.ValueType
@@ -73,12 +75,16 @@ class Save:
     shared_digests: tuple[pb.PartDigests, ...] = ()
     #: The step of this rank before it while that is under way: it is sent first, and is then this one's base.
     after: Save | None = None
+    #: What the trainer said of the state when it began is being read and checked.
+    reading: asyncio.Task[None] | None = None
+    #: It is sent while the trainer still copies, as far as this says.
+    filling: Filling | None = None
     #: The registry may have heard that this rank is replicated: from then on the step may be committed.
     reported: bool = False
     #: How often ranks of the job had been taken over when it was placed; 0: not known.
     generation: int = 0
 
-    #: By the monotonic clock.
+    #: By the monotonic clock; before the seal, when it was begun.
     sealed_at: float = 0.0
     state: State = tpb.SAVE_STATE_UNSPECIFIED
     error: FastCheckdError | None = None
@@ -113,6 +119,11 @@ class Save:
     def done(self) -> bool:
         """Committed or failed."""
         return self.state in FINAL
+
+    @property
+    def sealed(self) -> bool:
+        """The trainer is done writing."""
+        return self.state != tpb.SAVE_STATE_UNSPECIFIED
 
     @property
     def sent(self) -> bool:
@@ -164,6 +175,11 @@ class Save:
     async def until_done(self) -> None:
         """Return when the save is committed or has failed."""
         while not self.done:
+            await self._changed.wait()
+
+    async def until_sealed(self) -> None:
+        """Return when the trainer is done writing."""
+        while not self.sealed:
             await self._changed.wait()
 
     async def until_sent(self) -> None:

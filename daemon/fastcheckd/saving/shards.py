@@ -30,7 +30,7 @@ class Copy:
 
     holder: pb.Holder
     outcome: PutOutcome
-    #: From asking to acknowledgement.
+    #: From asking to acknowledgement, without the time that the trainer was waited for.
     seconds: float
 
     @property

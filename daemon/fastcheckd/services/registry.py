@@ -133,6 +133,7 @@ class RegistryService(RegistrySigns, RegistryUpkeep, registry_pb2_grpc.RegistryS
             chunk_bytes=request.chunk_bytes,
             avoid=request.avoid,
             oldest_step=min(request.oldest_step, request.step),
+            ahead=request.ahead,
         )
         response = registry_pb2.PlaceResponse(
             epoch=placement.epoch, domains_short=placement.domains_short, generation=placement.generation

@@ -22,7 +22,6 @@ from ..restore.without_quorum import LOOKUP_TIMEOUT_S as PROVISIONAL_LOOKUP_TIME
 from ..rpc import abort, answers
 from ..saving.room import SavingRoom
 from ..saving.save import Save
-from ..saving.shared import Shared
 
 #: Pieces of state that a sender may choose; ours are smaller.
 PIECE_BYTES_MAX = 4 * STREAM_PIECE_BYTES
@@ -58,7 +57,24 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             save_id=save.save_id,
             segment=tpb.SegmentRef(path=str(save.segment.path), bytes=save.segment.size_bytes),
             waited_s=waited_s,
+            read_ahead=save.reading is not None,
+            follows=save.filling is not None,
         )
+
+    @answers
+    async def FollowCopy(
+        self, request_iterator: AsyncIterator[tpb.FollowCopyRequest], context: Context
+    ) -> tpb.FollowCopyResponse:
+        """Send what is copied."""
+        save_id = ""
+        try:
+            async for request in request_iterator:
+                save_id = save_id or request.save_id
+                if not self._saving.fill(save_id, request.filled_bytes):
+                    break
+        finally:
+            self._saving.lost_sight(save_id)
+        return tpb.FollowCopyResponse()
 
     async def _begin(self, request: tpb.BeginSaveRequest) -> tuple[Save, float]:
         _check_rank(request.job, request.rank, request.world_size)
@@ -71,19 +87,23 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
                 f"this rank's state has {request.state_bytes} bytes, but node {self._config.node_id} may use only "
                 f"{self._config.ram_budget_bytes}: raise ram_budget_bytes"
             )
+        if request.ahead.header_bytes > HEADER_BYTES_MAX:
+            raise InvalidRequestError(f"a state header may have at most {HEADER_BYTES_MAX} bytes")
         return await self._saving.begin(request)
 
     @answers
     async def SealSave(self, request: tpb.SealSaveRequest, context: Context) -> tpb.SealSaveResponse:
         """Start replicating."""
-        await self._seal(request.save_id, request)
+        if request.as_begun:
+            await self._saving.seal(request.save_id, None)
+        else:
+            await self._seal(request.save_id, request)
         return tpb.SealSaveResponse()
 
     async def _seal(self, save_id: str, seal: tpb.SealSaveRequest | tpb.PushSeal) -> None:
         if seal.header_bytes > HEADER_BYTES_MAX:
             raise InvalidRequestError(f"a state header may have at most {HEADER_BYTES_MAX} bytes")
-        layout = seal.layout if seal.HasField("layout") else None
-        await self._saving.seal(save_id, seal.header_offset, seal.header_bytes, layout, Shared.of(seal))
+        await self._saving.seal(save_id, seal)
 
     @answers
     async def AbandonSave(self, request: tpb.AbandonSaveRequest, context: Context) -> tpb.AbandonSaveResponse:

@@ -80,7 +80,7 @@ def put_stream(
     A chunk goes when `gate` lets it pass; `course` hears of each that went.
 
     While one chunk is sent the next AHEAD are encoded, so a connection keeps at most AHEAD + 1 encoded
-    chunks in memory, besides what the source keeps for all of them.
+    chunks in memory, besides what the source keeps for all of them. Chunks that are not there yet are waited for.
 
     Raises:
         CorruptError: chunks are bad after all repeats: the bytes change here, or the way there is broken.
@@ -105,6 +105,7 @@ def put_stream(
                 against_base=against_base,
                 plain=sending > 0,
                 tally=tally,
+                connection=hello.first,
                 still_wanted=lane.check,
             )
             let = _let_pass(made, gate=gate, course=course, lane=lane, table=source.table)
@@ -146,17 +147,26 @@ def _made_ahead(
     against_base: bool,
     plain: bool,
     tally: PutTally,
+    connection: int,
     still_wanted: Callable[[], None],
 ) -> Generator[tuple[int, Payload], None, None]:
-    """The payloads of `chunks` in order, the next ones under way; close it to call those off."""
+    """The payloads of `chunks` in order, the next ones under way; close it to call those off.
+
+    One that is not there yet is waited for here, where it keeps no thread of the codec's, and only when there is
+    nothing else to send.
+    """
     orders: deque[tuple[int, Order]] = deque()
-    rest = iter(chunks)
+    rest = deque(chunks)
     try:
-        while True:
-            while len(orders) <= AHEAD and (index := next(rest, None)) is not None:
+        while rest or orders:
+            while rest and len(orders) <= AHEAD and source.has(rest[0]):
+                index = rest.popleft()
                 orders.append((index, source.order(index, against_base=against_base, plain=plain)))
             if not orders:
-                return
+                started = time.perf_counter()
+                source.until_filled(rest[0], still_wanted)
+                tally.waited(connection, time.perf_counter() - started)
+                continue
             index, order = orders[0]
             payload = order.take(still_wanted)
             orders.popleft()

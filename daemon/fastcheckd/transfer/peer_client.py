@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
@@ -99,7 +100,7 @@ class PeerClient(PeerCalls):
         `manifest` needs no digests. `progress` is told, on the event loop, how many payload bytes were sent
         since it was last called. `obsolete_steps` of the shard were given up and never reported. When this returns,
         raises or is cancelled, no thread uses `source` for it any more. Pacing may hold it up, but it should be done
-        at `due()`, by the monotonic clock.
+        at `due()`, by the monotonic clock. Nothing is acknowledged before the source is sealed.
 
         Raises:
             PeerError: the holder cannot be reached, stopped, or refused.
@@ -130,7 +131,7 @@ class PeerClient(PeerCalls):
         async with hired(self._executor, min(self._config.lane_streams, len(source))) as crew:
             request.streams = crew.size
             allocation_s = manifest.bytes / _FRESH_MEMORY_BYTES_PER_S
-            begun = await self._ask(stub.BeginPut, request, whom, self._timeout_s + allocation_s)
+            begun = await self._begin_put(stub, request, whom, self._timeout_s + allocation_s)
             try:
                 base_step = begun.base_step if begun.HasField("base_step") else None
                 if base_step is not None and (source.base is None or base_step != source.base.step):
@@ -151,6 +152,9 @@ class PeerClient(PeerCalls):
                         course = stack.enter_context(self._pacing.put_under_way(manifest.bytes, due))
                         work = partial(work, course=course)
                     await self._stream(crew, holder, begun.tickets, work)
+                started = time.monotonic()
+                await source.until_sealed()
+                tally.waited_for_seal(time.monotonic() - started)
                 # All computed by now, unless there was nothing to send.
                 chunk_digests = source.complete()
                 digest = shard_digest(chunk_digests)
@@ -316,6 +320,30 @@ class PeerClient(PeerCalls):
                 work(connected, Hello(first=first, stride=crew.size, ticket=ticket))
 
         await crew.run([partial(connection, first, ticket) for first, ticket in enumerate(tickets)])
+
+    async def _begin_put(
+        self,
+        stub: peer_pb2_grpc.PeerServiceAsyncStub,
+        request: peer_pb2.BeginPutRequest,
+        whom: str,
+        timeout_s: float,
+    ) -> peer_pb2.BeginPutResponse:
+        """A put that is given up meanwhile is aborted as soon as its id is known."""
+        asking = asyncio.create_task(self._ask(stub.BeginPut, request, whom, timeout_s))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            self._later(self._abort_begun(stub, asking, whom))
+            raise
+
+    async def _abort_begun(
+        self,
+        stub: peer_pb2_grpc.PeerServiceAsyncStub,
+        asking: asyncio.Task[peer_pb2.BeginPutResponse],
+        whom: str,
+    ) -> None:
+        with contextlib.suppress(FastCheckdError):  # then there is nothing to abort
+            await self._abort(stub, (await asking).transfer_id, whom)
 
     async def _abort(self, stub: peer_pb2_grpc.PeerServiceAsyncStub, transfer_id: str, whom: str) -> None:
         request = peer_pb2.AbortPutRequest(transfer_id=transfer_id)

@@ -120,6 +120,7 @@ class BeginSaveRequest(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     STATE_BYTES_FIELD_NUMBER: builtins.int
     MAX_IN_FLIGHT_FIELD_NUMBER: builtins.int
+    AHEAD_FIELD_NUMBER: builtins.int
     job: builtins.str
     rank: builtins.int
     world_size: builtins.int
@@ -129,6 +130,10 @@ class BeginSaveRequest(google.protobuf.message.Message):
     """Payload and header together."""
     max_in_flight: builtins.int
     """Steps that may be under way before BeginSave waits; 0: the daemon's default."""
+    @property
+    def ahead(self) -> Global___PushSeal:
+        """What the seal will say, where that is known before the bytes are there."""
+
     def __init__(
         self,
         *,
@@ -139,8 +144,10 @@ class BeginSaveRequest(google.protobuf.message.Message):
         step: builtins.int = ...,
         state_bytes: builtins.int = ...,
         max_in_flight: builtins.int = ...,
+        ahead: Global___PushSeal | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "max_in_flight", b"max_in_flight", "rank", b"rank", "session", b"session", "state_bytes", b"state_bytes", "step", b"step", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["ahead", b"ahead"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ahead", b"ahead", "job", b"job", "max_in_flight", b"max_in_flight", "rank", b"rank", "session", b"session", "state_bytes", b"state_bytes", "step", b"step", "world_size", b"world_size"]) -> None: ...
 
 Global___BeginSaveRequest: typing_extensions.TypeAlias = BeginSaveRequest
 
@@ -151,8 +158,14 @@ class BeginSaveResponse(google.protobuf.message.Message):
     SAVE_ID_FIELD_NUMBER: builtins.int
     SEGMENT_FIELD_NUMBER: builtins.int
     WAITED_S_FIELD_NUMBER: builtins.int
+    READ_AHEAD_FIELD_NUMBER: builtins.int
+    FOLLOWS_FIELD_NUMBER: builtins.int
     save_id: builtins.str
     waited_s: builtins.float
+    read_ahead: builtins.bool
+    """`ahead` was read: the seal may say `as_begun` instead of saying it again."""
+    follows: builtins.bool
+    """What is copied is sent while the rest is: FollowCopy is wanted."""
     @property
     def segment(self) -> Global___SegmentRef: ...
     def __init__(
@@ -161,11 +174,43 @@ class BeginSaveResponse(google.protobuf.message.Message):
         save_id: builtins.str = ...,
         segment: Global___SegmentRef | None = ...,
         waited_s: builtins.float = ...,
+        read_ahead: builtins.bool = ...,
+        follows: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["segment", b"segment"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["save_id", b"save_id", "segment", b"segment", "waited_s", b"waited_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["follows", b"follows", "read_ahead", b"read_ahead", "save_id", b"save_id", "segment", b"segment", "waited_s", b"waited_s"]) -> None: ...
 
 Global___BeginSaveResponse: typing_extensions.TypeAlias = BeginSaveResponse
+
+@typing.final
+class FollowCopyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SAVE_ID_FIELD_NUMBER: builtins.int
+    FILLED_BYTES_FIELD_NUMBER: builtins.int
+    save_id: builtins.str
+    """In the first message."""
+    filled_bytes: builtins.int
+    """From the start of the segment on: so many bytes will not change any more."""
+    def __init__(
+        self,
+        *,
+        save_id: builtins.str = ...,
+        filled_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["filled_bytes", b"filled_bytes", "save_id", b"save_id"]) -> None: ...
+
+Global___FollowCopyRequest: typing_extensions.TypeAlias = FollowCopyRequest
+
+@typing.final
+class FollowCopyResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___FollowCopyResponse: typing_extensions.TypeAlias = FollowCopyResponse
 
 @typing.final
 class SealSaveRequest(google.protobuf.message.Message):
@@ -175,11 +220,14 @@ class SealSaveRequest(google.protobuf.message.Message):
     HEADER_OFFSET_FIELD_NUMBER: builtins.int
     HEADER_BYTES_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
+    AS_BEGUN_FIELD_NUMBER: builtins.int
     SHARED_FIELD_NUMBER: builtins.int
     SHARED_DIGESTS_FIELD_NUMBER: builtins.int
     save_id: builtins.str
     header_offset: builtins.int
     header_bytes: builtins.int
+    as_begun: builtins.bool
+    """The state is as BeginSave said ahead; nothing but `save_id` counts then."""
     @property
     def layout(self) -> fastcheck_proto.v1.layout_pb2.StateLayout:
         """Unset: the state is bytes without meaning."""
@@ -199,11 +247,12 @@ class SealSaveRequest(google.protobuf.message.Message):
         header_offset: builtins.int = ...,
         header_bytes: builtins.int = ...,
         layout: fastcheck_proto.v1.layout_pb2.StateLayout | None = ...,
+        as_begun: builtins.bool = ...,
         shared: fastcheck_proto.v1.common_pb2.SharedPart | None = ...,
         shared_digests: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.PartDigests] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout", "shared", b"shared"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header_bytes", b"header_bytes", "header_offset", b"header_offset", "layout", b"layout", "save_id", b"save_id", "shared", b"shared", "shared_digests", b"shared_digests"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["as_begun", b"as_begun", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "layout", b"layout", "save_id", b"save_id", "shared", b"shared", "shared_digests", b"shared_digests"]) -> None: ...
 
 Global___SealSaveRequest: typing_extensions.TypeAlias = SealSaveRequest
 

@@ -60,6 +60,22 @@ _TrainerServiceBeginSaveType = typing_extensions.TypeVar(
     ],
 )
 
+_TrainerServiceFollowCopyType = typing_extensions.TypeVar(
+    '_TrainerServiceFollowCopyType',
+    grpc.StreamUnaryMultiCallable[
+        fastcheck_proto.v1.trainer_pb2.FollowCopyRequest,
+        fastcheck_proto.v1.trainer_pb2.FollowCopyResponse,
+    ],
+    grpc.aio.StreamUnaryMultiCallable[
+        fastcheck_proto.v1.trainer_pb2.FollowCopyRequest,
+        fastcheck_proto.v1.trainer_pb2.FollowCopyResponse,
+    ],
+    default=grpc.StreamUnaryMultiCallable[
+        fastcheck_proto.v1.trainer_pb2.FollowCopyRequest,
+        fastcheck_proto.v1.trainer_pb2.FollowCopyResponse,
+    ],
+)
+
 _TrainerServiceSealSaveType = typing_extensions.TypeVar(
     '_TrainerServiceSealSaveType',
     grpc.UnaryUnaryMultiCallable[
@@ -172,7 +188,7 @@ _TrainerServicePullType = typing_extensions.TypeVar(
     ],
 )
 
-class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _TrainerServiceBeginSaveType, _TrainerServiceSealSaveType, _TrainerServiceAbandonSaveType, _TrainerServiceWatchSaveType, _TrainerServiceListStepsType, _TrainerServiceLoadType, _TrainerServicePushType, _TrainerServicePullType]):
+class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _TrainerServiceBeginSaveType, _TrainerServiceFollowCopyType, _TrainerServiceSealSaveType, _TrainerServiceAbandonSaveType, _TrainerServiceWatchSaveType, _TrainerServiceListStepsType, _TrainerServiceLoadType, _TrainerServicePushType, _TrainerServicePullType]):
     @typing.overload
     def __init__(self: TrainerServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -182,6 +198,10 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.trainer_pb2.BeginSaveRequest,
             fastcheck_proto.v1.trainer_pb2.BeginSaveResponse,
+        ],
+        grpc.StreamUnaryMultiCallable[
+            fastcheck_proto.v1.trainer_pb2.FollowCopyRequest,
+            fastcheck_proto.v1.trainer_pb2.FollowCopyResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.trainer_pb2.SealSaveRequest,
@@ -223,6 +243,10 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
             fastcheck_proto.v1.trainer_pb2.BeginSaveRequest,
             fastcheck_proto.v1.trainer_pb2.BeginSaveResponse,
         ],
+        grpc.aio.StreamUnaryMultiCallable[
+            fastcheck_proto.v1.trainer_pb2.FollowCopyRequest,
+            fastcheck_proto.v1.trainer_pb2.FollowCopyResponse,
+        ],
         grpc.aio.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.trainer_pb2.SealSaveRequest,
             fastcheck_proto.v1.trainer_pb2.SealSaveResponse,
@@ -259,6 +283,11 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
     BeginSave: _TrainerServiceBeginSaveType
     """Reserves a staging segment. Waits while too many steps are in flight."""
 
+    FollowCopy: _TrainerServiceFollowCopyType
+    """How far the copy into a reserved segment has come, while it goes on. Says nothing about the save's end: only
+    SealSave does. When the stream ends before that, what was sent ahead is taken back.
+    """
+
     SealSave: _TrainerServiceSealSaveType
     """The segment is complete: from here on the step is the daemon's."""
 
@@ -292,6 +321,10 @@ TrainerServiceAsyncStub: typing_extensions.TypeAlias = TrainerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.trainer_pb2.BeginSaveRequest,
         fastcheck_proto.v1.trainer_pb2.BeginSaveResponse,
+    ],
+    grpc.aio.StreamUnaryMultiCallable[
+        fastcheck_proto.v1.trainer_pb2.FollowCopyRequest,
+        fastcheck_proto.v1.trainer_pb2.FollowCopyResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.trainer_pb2.SealSaveRequest,
@@ -339,6 +372,16 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[fastcheck_proto.v1.trainer_pb2.BeginSaveResponse, collections.abc.Awaitable[fastcheck_proto.v1.trainer_pb2.BeginSaveResponse]]:
         """Reserves a staging segment. Waits while too many steps are in flight."""
+
+    @abc.abstractmethod
+    def FollowCopy(
+        self,
+        request_iterator: _MaybeAsyncIterator[fastcheck_proto.v1.trainer_pb2.FollowCopyRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.trainer_pb2.FollowCopyResponse, collections.abc.Awaitable[fastcheck_proto.v1.trainer_pb2.FollowCopyResponse]]:
+        """How far the copy into a reserved segment has come, while it goes on. Says nothing about the save's end: only
+        SealSave does. When the stream ends before that, what was sent ahead is taken back.
+        """
 
     @abc.abstractmethod
     def SealSave(

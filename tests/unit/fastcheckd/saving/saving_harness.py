@@ -45,6 +45,8 @@ class Registry:
         #: Answers to the next reports; then everything is committed.
         self.answers: list[rpb.ReportResponse | Exception] = []
         self.reports: list[rpb.ReportRequest] = []
+        #: Of each step: which of its placements were asked for ahead of the seal.
+        self.placed_ahead: dict[int, list[bool]] = {}
         #: There is no quorum: nothing is answered.
         self.silent = False
         #: Some other rank is not there yet.
@@ -52,6 +54,7 @@ class Registry:
 
     async def place(self, request, timeout_s):
         self._answer()
+        self.placed_ahead.setdefault(request.step, []).append(request.ahead)
         if request.step in self.unplaceable:
             raise PlacementError("nobody is left")
         able = [h for h in self.holders if h.node.node_id not in request.avoid] or self.holders
@@ -96,7 +99,8 @@ class Node:
         )
         save, _ = await self.room.begin(request)
         save.segment.view[: len(state)] = state
-        return await self.room.seal(save.save_id, len(state) - 10, 10, layout)
+        seal = tpb.SealSaveRequest(header_offset=len(state) - 10, header_bytes=10, layout=layout)
+        return await self.room.seal(save.save_id, seal)
 
     async def save(self, step: int, state: bytes, layout: layout_pb2.StateLayout | None = None) -> Save:
         """Stage it and wait for the commit."""

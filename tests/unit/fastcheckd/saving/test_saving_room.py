@@ -209,7 +209,7 @@ def test_a_save_can_be_sealed_once(tmp_path):
     async def body(node, registry, holders):
         request = tpb.BeginSaveRequest(job="gpt", world_size=1, session=1, step=1, state_bytes=len(STATE))
         save, _ = await node.room.begin(request)
-        seals = [node.room.seal(save.save_id, 0, 1, None) for _ in range(3)]
+        seals = [node.room.seal(save.save_id, tpb.SealSaveRequest(header_bytes=1)) for _ in range(3)]
         found = await asyncio.gather(*seals, return_exceptions=True)
         assert sorted(isinstance(f, NotHeldError) for f in found) == [False, True, True]
         await node.done(save)
