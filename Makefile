@@ -18,7 +18,7 @@ PEERS_READY := $(PEERS_VENV)/.ready
 TORCHSTORE_VENV := .venv-peers-torchstore
 BUF := @bufbuild/buf@1.75.0
 
-.PHONY: demo test test-clusters-1 test-clusters-2 test-rest simulate lint format bench bench-peers peers-torchstore \
+.PHONY: demo test test-clusters test-rest simulate lint format bench bench-peers peers-torchstore \
 	bench-paper bench-paper-server \
 	proto clean help
 
@@ -44,17 +44,16 @@ $(PROTO_READY):
 demo: $(READY)
 	$(BIN)/fastcheck demo
 
-# Real clusters mostly wait: two runs at a time. The longer half of those runs beside all else.
-CLUSTERS_1 := tests/cluster/test_[a-j]*.py
-CLUSTERS_2 := tests/cluster/test_[k-z]*.py
+# Real clusters mostly wait: three files of them at a time, beside all else.
+CLUSTERS := tests/cluster tests/netlab
 test: $(READY)
-	$(MAKE) --no-print-directory --keep-going --jobs=2 test-clusters-2 test-rest test-clusters-1
+	$(MAKE) --no-print-directory --keep-going --jobs=2 test-clusters test-rest
 
-test-clusters-1 test-clusters-2: test-clusters-%: $(READY)
-	$(BIN)/python -m pytest -p no:cacheprovider --durations=15 $(CLUSTERS_$*) $(if $(filter 2,$*),tests/netlab)
+test-clusters: $(READY)
+	$(BIN)/python -m pytest -p no:cacheprovider --numprocesses=3 --dist=loadfile --durations=15 $(CLUSTERS)
 
 test-rest: $(READY)
-	$(BIN)/python -m pytest --durations=5 --ignore=tests/cluster --ignore=tests/netlab
+	$(BIN)/python -m pytest --durations=5 $(CLUSTERS:%=--ignore=%)
 
 SEEDS ?= 1-1000
 simulate: $(READY)
