@@ -758,3 +758,197 @@ class PullResponse(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["nothing", "ready", "data", "progress"] | None: ...
 
 Global___PullResponse: typing_extensions.TypeAlias = PullResponse
+
+@typing.final
+class ReadRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    BY_STREAM_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    step: builtins.int
+    """Unset: the newest committed step."""
+    by_stream: builtins.bool
+    """No daemon on this node: bytes come as `data`."""
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankRead]:
+        """Each rank at most once. None: all ranks, with their headers and no ranges."""
+
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        step: builtins.int | None = ...,
+        ranks: collections.abc.Iterable[Global___RankRead] | None = ...,
+        by_stream: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_step", b"_step", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_step", b"_step", "by_stream", b"by_stream", "job", b"job", "ranks", b"ranks", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
+
+Global___ReadRequest: typing_extensions.TypeAlias = ReadRequest
+
+@typing.final
+class RankRead(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    RANGES_FIELD_NUMBER: builtins.int
+    HEADER_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    header: builtins.bool
+    @property
+    def ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ByteRange]:
+        """In the rank's state; by offset, not overlapping."""
+
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        ranges: collections.abc.Iterable[Global___ByteRange] | None = ...,
+        header: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "ranges", b"ranges", "rank", b"rank"]) -> None: ...
+
+Global___RankRead: typing_extensions.TypeAlias = RankRead
+
+@typing.final
+class ByteRange(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    offset: builtins.int
+    bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        offset: builtins.int = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "offset", b"offset"]) -> None: ...
+
+Global___ByteRange: typing_extensions.TypeAlias = ByteRange
+
+@typing.final
+class ReadResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NOTHING_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
+    READY_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    """With `by_stream`, after `ready`: the ranges in the order of the request, each rank's header after its ranges; at most
+    2 MiB each.
+    """
+    @property
+    def nothing(self) -> Global___LoadNothing:
+        """No step was asked for by number and none is committed."""
+
+    @property
+    def progress(self) -> Global___LoadProgress: ...
+    @property
+    def ready(self) -> Global___ReadReady: ...
+    def __init__(
+        self,
+        *,
+        nothing: Global___LoadNothing | None = ...,
+        progress: Global___LoadProgress | None = ...,
+        ready: Global___ReadReady | None = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["data", b"data", "event", b"event", "nothing", b"nothing", "progress", b"progress", "ready", b"ready"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "event", b"event", "nothing", b"nothing", "progress", b"progress", "ready", b"ready"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["nothing", "progress", "ready", "data"] | None: ...
+
+Global___ReadResponse: typing_extensions.TypeAlias = ReadResponse
+
+@typing.final
+class ReadReady(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    WORLD_SIZE_FIELD_NUMBER: builtins.int
+    SEGMENT_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    LOSSY_FIELD_NUMBER: builtins.int
+    LOCAL_BYTES_FIELD_NUMBER: builtins.int
+    FETCHED_BYTES_FIELD_NUMBER: builtins.int
+    HOLDERS_FIELD_NUMBER: builtins.int
+    BAD_COPIES_FIELD_NUMBER: builtins.int
+    READ_S_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    world_size: builtins.int
+    lossy: builtins.bool
+    """Some rank's trainer allowed a lossy coding."""
+    local_bytes: builtins.int
+    """Bytes of chunks that were had from this node's memory, and from others."""
+    fetched_bytes: builtins.int
+    holders: builtins.int
+    bad_copies: builtins.int
+    read_s: builtins.float
+    @property
+    def segment(self) -> Global___SegmentRef:
+        """Unset with `by_stream`."""
+
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankReady]:
+        """As asked for; all by rank if none was."""
+
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        world_size: builtins.int = ...,
+        segment: Global___SegmentRef | None = ...,
+        ranks: collections.abc.Iterable[Global___RankReady] | None = ...,
+        lossy: builtins.bool = ...,
+        local_bytes: builtins.int = ...,
+        fetched_bytes: builtins.int = ...,
+        holders: builtins.int = ...,
+        bad_copies: builtins.int = ...,
+        read_s: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["segment", b"segment"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bad_copies", b"bad_copies", "fetched_bytes", b"fetched_bytes", "holders", b"holders", "local_bytes", b"local_bytes", "lossy", b"lossy", "ranks", b"ranks", "read_s", b"read_s", "segment", b"segment", "step", b"step", "world_size", b"world_size"]) -> None: ...
+
+Global___ReadReady: typing_extensions.TypeAlias = ReadReady
+
+@typing.final
+class RankReady(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    STATE_BYTES_FIELD_NUMBER: builtins.int
+    HEADER_OFFSET_FIELD_NUMBER: builtins.int
+    HEADER_BYTES_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    offset: builtins.int
+    """Where the rank's state begins in the segment."""
+    state_bytes: builtins.int
+    header_offset: builtins.int
+    """In the rank's state."""
+    header_bytes: builtins.int
+    @property
+    def shared(self) -> fastcheck_proto.v1.common_pb2.SharedPart:
+        """Set if the rank's state is a part of one that all ranks hold alike."""
+
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        offset: builtins.int = ...,
+        state_bytes: builtins.int = ...,
+        header_offset: builtins.int = ...,
+        header_bytes: builtins.int = ...,
+        shared: fastcheck_proto.v1.common_pb2.SharedPart | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["shared", b"shared"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header_bytes", b"header_bytes", "header_offset", b"header_offset", "offset", b"offset", "rank", b"rank", "shared", b"shared", "state_bytes", b"state_bytes"]) -> None: ...
+
+Global___RankReady: typing_extensions.TypeAlias = RankReady

@@ -89,6 +89,11 @@ class TrainerServiceStub(object):
                 request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.PullRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.PullResponse.FromString,
                 _registered_method=True)
+        self.Read = channel.unary_stream(
+                '/fastcheck.v1.TrainerService/Read',
+                request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.ReadRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.ReadResponse.FromString,
+                _registered_method=True)
 
 
 class TrainerServiceServicer(object):
@@ -167,6 +172,14 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Read(self, request, context):
+        """Byte ranges of any ranks' states of a committed step, and their headers (docs/reading.md). Takes nobody's place. The
+        segment stays put for as long as the stream is open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -219,6 +232,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.PullRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.PullResponse.SerializeToString,
+            ),
+            'Read': grpc.unary_stream_rpc_method_handler(
+                    servicer.Read,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.ReadRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.ReadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -490,6 +508,33 @@ class TrainerService(object):
             '/fastcheck.v1.TrainerService/Pull',
             fastcheck__proto_dot_v1_dot_trainer__pb2.PullRequest.SerializeToString,
             fastcheck__proto_dot_v1_dot_trainer__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Read(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/fastcheck.v1.TrainerService/Read',
+            fastcheck__proto_dot_v1_dot_trainer__pb2.ReadRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_trainer__pb2.ReadResponse.FromString,
             options,
             channel_credentials,
             insecure,

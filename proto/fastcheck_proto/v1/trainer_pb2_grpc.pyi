@@ -188,7 +188,23 @@ _TrainerServicePullType = typing_extensions.TypeVar(
     ],
 )
 
-class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _TrainerServiceBeginSaveType, _TrainerServiceFollowCopyType, _TrainerServiceSealSaveType, _TrainerServiceAbandonSaveType, _TrainerServiceWatchSaveType, _TrainerServiceListStepsType, _TrainerServiceLoadType, _TrainerServicePushType, _TrainerServicePullType]):
+_TrainerServiceReadType = typing_extensions.TypeVar(
+    '_TrainerServiceReadType',
+    grpc.UnaryStreamMultiCallable[
+        fastcheck_proto.v1.trainer_pb2.ReadRequest,
+        fastcheck_proto.v1.trainer_pb2.ReadResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        fastcheck_proto.v1.trainer_pb2.ReadRequest,
+        fastcheck_proto.v1.trainer_pb2.ReadResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        fastcheck_proto.v1.trainer_pb2.ReadRequest,
+        fastcheck_proto.v1.trainer_pb2.ReadResponse,
+    ],
+)
+
+class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _TrainerServiceBeginSaveType, _TrainerServiceFollowCopyType, _TrainerServiceSealSaveType, _TrainerServiceAbandonSaveType, _TrainerServiceWatchSaveType, _TrainerServiceListStepsType, _TrainerServiceLoadType, _TrainerServicePushType, _TrainerServicePullType, _TrainerServiceReadType]):
     @typing.overload
     def __init__(self: TrainerServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -230,6 +246,10 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
         grpc.UnaryStreamMultiCallable[
             fastcheck_proto.v1.trainer_pb2.PullRequest,
             fastcheck_proto.v1.trainer_pb2.PullResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            fastcheck_proto.v1.trainer_pb2.ReadRequest,
+            fastcheck_proto.v1.trainer_pb2.ReadResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -275,6 +295,10 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
             fastcheck_proto.v1.trainer_pb2.PullRequest,
             fastcheck_proto.v1.trainer_pb2.PullResponse,
         ],
+        grpc.aio.UnaryStreamMultiCallable[
+            fastcheck_proto.v1.trainer_pb2.ReadRequest,
+            fastcheck_proto.v1.trainer_pb2.ReadResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     OpenSession: _TrainerServiceOpenSessionType
@@ -312,6 +336,11 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
 
     Pull: _TrainerServicePullType
     """Load for a trainer without a daemon on its node."""
+
+    Read: _TrainerServiceReadType
+    """Byte ranges of any ranks' states of a committed step, and their headers (docs/reading.md). Takes nobody's place. The
+    segment stays put for as long as the stream is open.
+    """
 
 TrainerServiceAsyncStub: typing_extensions.TypeAlias = TrainerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -353,6 +382,10 @@ TrainerServiceAsyncStub: typing_extensions.TypeAlias = TrainerServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
         fastcheck_proto.v1.trainer_pb2.PullRequest,
         fastcheck_proto.v1.trainer_pb2.PullResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        fastcheck_proto.v1.trainer_pb2.ReadRequest,
+        fastcheck_proto.v1.trainer_pb2.ReadResponse,
     ],
 ]
 
@@ -442,5 +475,15 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[fastcheck_proto.v1.trainer_pb2.PullResponse], collections.abc.AsyncIterator[fastcheck_proto.v1.trainer_pb2.PullResponse]]:
         """Load for a trainer without a daemon on its node."""
+
+    @abc.abstractmethod
+    def Read(
+        self,
+        request: fastcheck_proto.v1.trainer_pb2.ReadRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[fastcheck_proto.v1.trainer_pb2.ReadResponse], collections.abc.AsyncIterator[fastcheck_proto.v1.trainer_pb2.ReadResponse]]:
+        """Byte ranges of any ranks' states of a committed step, and their headers (docs/reading.md). Takes nobody's place. The
+        segment stays put for as long as the stream is open.
+        """
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
