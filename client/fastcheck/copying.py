@@ -13,15 +13,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import compress
+from operator import attrgetter, not_
 
 import torch
 
 from .errors import SaveFailedError
 from .front import Front
+from .gaps import Gaps
 from .gpu import Cuda, Gpu, Mark, Pair
 from .pages import populate
 from .state import dtypes
 from .state.flatten import FlatState, Piece
+from .state.garbage import uncollected
 from .state.places import Move
 
 #: Long moves are cut into pieces of this to twice this. Beyond a part of the processor's last cache, 43 MB where it has
@@ -132,6 +136,7 @@ class Copier:
     def __init__(self, threads: int, gpu: Gpu | None = None) -> None:
         self._threads = threads
         self._gpu = Cuda() if gpu is None else gpu
+        self._gaps = Gaps()
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
@@ -145,30 +150,20 @@ class Copier:
         """
         front = front or Front(flat.state_bytes)
         assert segment.numel() >= flat.state_bytes
-        plain: list[Piece] = []
-        strided: list[Piece] = []
-        far: list[Piece] = []
-        late: list[Piece] = []
-        base, end = segment.data_ptr(), 0
-        takes = self._gpu.takes
-        for piece in flat.pieces:
-            tensor, offset, size, later = piece
-            if offset > end:  # what an earlier state left there is no part of this one
-                ctypes.memset(base + end, 0, offset - end)
-            end = offset + size
-            if later:
-                late.append(piece)
-            elif takes(tensor):
-                far.append(piece)
-            else:
-                by_address = tensor.is_cpu and tensor.is_contiguous()
-                (plain if by_address else strided).append(piece)
-        moves = self.begin(plain, segment, warm=warm)
+        with uncollected():
+            self._gaps.zero(flat, segment)
+            late = [piece for piece in flat.pieces if piece.later]
+            far, near = _parted(self._gpu.takes, [piece for piece in flat.pieces if not piece.later])
+            contiguous, strided = _parted(torch.Tensor.is_contiguous, near)
+            plain, elsewhere = _parted(attrgetter("is_cpu"), contiguous)
+            strided += elsewhere
+            moves = self.begin(plain, segment, warm=warm)
+        base = segment.data_ptr()
         front.begin("plain", moves.low_in(base))
         for part, pieces in (("strided", strided), ("far", far), ("late", late)):
             if pieces:
-                front.wait_for(part, pieces[0].offset)
-        front.wait_for("header", end)
+                front.wait_for(part, min(piece.offset for piece in pieces))
+        front.wait_for("header", flat.header_offset)
         front.end("all")
         until: Mark = {}
         try:
@@ -186,7 +181,6 @@ class Copier:
             moves.cancel()  # after an error nobody may go on with memory that is given back
             moves.quiet()
             self._gpu.wait(until)
-        ctypes.memset(base + end, 0, flat.header_offset - end)
         ctypes.memmove(base + flat.header_offset, flat.header, len(flat.header))
         end = flat.header_offset + len(flat.header)
         ctypes.memset(base + end, 0, flat.state_bytes - end)
@@ -237,6 +231,14 @@ def carried(piece: Piece, segment: torch.Tensor) -> Pair:
     return dtypes.carrier(into), dtypes.carrier(source)
 
 
+def _parted(test: Callable[[torch.Tensor], bool], pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
+    """Pieces whose tensors pass, and the others; quick where all are alike, as ten thousand mostly are."""
+    passed = list(map(test, [piece.tensor for piece in pieces]))
+    if all(passed):
+        return pieces, []
+    return list(compress(pieces, passed)), list(compress(pieces, map(not_, passed)))
+
+
 def _cut(move: Move) -> Iterator[Move]:
     into, source, size = move
     step = -(-size // max(1, size // _PIECE_BYTES))
@@ -244,12 +246,11 @@ def _cut(move: Move) -> Iterator[Move]:
         yield into + start, source + start, min(step, size - start)
 
 
-def _moves(pieces: Iterable[Piece], base: int) -> Iterator[Move]:
-    for tensor, offset, size, _ in pieces:
-        if size <= _PIECE_BYTES:  # ten thousand times, perhaps
-            yield base + offset, tensor.data_ptr(), size
-        else:
-            yield from _cut((base + offset, tensor.data_ptr(), size))
+def _moves(pieces: Iterable[Piece], base: int) -> list[Move]:
+    moves = [(base + offset, tensor.data_ptr(), size) for tensor, offset, size, _ in pieces]
+    if any(size > _PIECE_BYTES for _, _, size in moves):
+        return [part for move in moves for part in _cut(move)]
+    return moves
 
 
 def _populated(moves: Iterable[Move], end: int) -> Iterator[Move]:

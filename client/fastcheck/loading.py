@@ -17,7 +17,6 @@ from .progress import CallbackFailedError, LoadProgress, Reporter
 from .replicated.whole import parse_shared
 from .seat import Seat
 from .state.fill import fill
-from .state.header import parse
 from .transport import Loaded, Patience, Transport
 
 logger = logging.getLogger("fastcheck")
@@ -153,6 +152,6 @@ def _fill(state: object, loaded: Loaded) -> int:
     ready = loaded.ready
     header = loaded.state[ready.header_offset : ready.header_offset + ready.header_bytes]
     data = b"".join(contiguous_bytes(header, max(1, ready.header_bytes)))
-    parsed = parse_shared(data, ready) if ready.parts else parse(data, ready.state_bytes)
+    parsed = parse_shared(data, ready) if ready.parts else loaded.parse(data, ready.state_bytes)
     fill(state, parsed, loaded.state, loaded.pour)
     return ready.step

@@ -73,6 +73,10 @@ class Segment:
         """Put bytes into the mapping."""
         self._window()[offset : offset + len(data)] = data
 
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        """Bytes out of the mapping; fewer where it ends."""
+        return bytes(self._window()[offset : offset + size_bytes])
+
     def release(self) -> bool:
         """Unmap a private mapping. Returns False if something still views it; that gets its own memory."""
         self.tensor = torch.empty(0, dtype=torch.uint8)

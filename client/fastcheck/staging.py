@@ -122,7 +122,7 @@ class SharedMemory:
         try:
             check_ready(ready, request, allow_lossy=allow_lossy)
             segment = ahead.take(ready.segment)
-            loaded = Loaded(ready, segment.tensor[: ready.state_bytes], self._copier.pour)
+            loaded = Loaded(ready, segment.tensor[: ready.state_bytes], self._copier.pour, ahead.parse)
             try:
                 yield loaded
             finally:
@@ -202,7 +202,7 @@ def _answer(stream: Iterator[pb.LoadResponse], ahead: MappedAhead, reporter: Rep
         if event == "progress":
             reporter.news(message.progress)
         elif event == "segment":
-            ahead.expect(message.segment.segment)
+            ahead.expect(message.segment)
         elif event == "ready":
             reporter.all_here(message.ready)
             return message.ready

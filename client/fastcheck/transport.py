@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from fastcheck_proto.v1 import state_pb2
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from .errors import CorruptError, LossyCheckpointError
 from .progress import Reporter
 from .state.flatten import FlatState
+from .state.header import parse
 from .state.places import Pour, pour_plainly
 
 
@@ -54,6 +56,8 @@ class Loaded:
     state: torch.Tensor
     #: Moves bytes out of it.
     pour: Pour = pour_plainly
+    #: Reads the header of a state that is no part of one that ranks share.
+    parse: Callable[[bytes, int], state_pb2.StateHeader] = parse
 
 
 class Transport(Protocol):

@@ -27,7 +27,7 @@ class MetTensor(NamedTuple):
     """A plain tensor: its type, how its memory is seen (see `view_key`), its slot, whether it has no elements."""
 
     kind: type
-    view: Hashable
+    view: tuple[Hashable, ...]
     slot: int
     empty: bool
 
@@ -53,7 +53,9 @@ class Seen(NamedTuple):
     """All tensors of a trace, in its order, property by property; `firsts` by slot, the others by record."""
 
     kinds: list[type]
-    views: list[Hashable]
+    #: How each one's memory is seen, and the same by what is seen: first the devices of all, and so on.
+    views: list[tuple[Hashable, ...]]
+    properties: list[list[Hashable]]
     slots: list[int]
     #: Record that each slot was first met at.
     firsts: list[int]
@@ -65,17 +67,35 @@ class Seen(NamedTuple):
 def seen_in(trace: list[Met]) -> Seen:
     """A trace's tensors, to compare others with."""
     met = [each for each in trace if isinstance(each, MetTensor)]
+    views = [each.view for each in met]
     slots = [each.slot for each in met]
     firsts = dict(zip(reversed(slots), reversed(range(len(slots))), strict=True))
     filled = [record for record, each in enumerate(met) if not each.empty]
     return Seen(
         [each.kind for each in met],
-        [each.view for each in met],
+        views,
+        [list(column) for column in zip(*views, strict=True)],
         slots,
         [firsts[slot] for slot in range(len(firsts))],
         filled,
         len({slots[record] for record in filled}),
     )
+
+
+class Structure:
+    """What of a state decides its layout, as one key: hashed once, which takes long, and equal to itself at once."""
+
+    __slots__ = ("_hash", "_key")
+
+    def __init__(self, key: Hashable) -> None:
+        self._key = key
+        self._hash = hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Structure) and self._key == other._key
 
 
 @dataclass
@@ -101,15 +121,18 @@ class Collected:
     objects: dict[Path, Any] = field(default_factory=dict)
     #: What was met, in order, for `retrace`; None if something was met that cannot be retraced.
     trace: list[Met] | None = field(default_factory=list)
-    #: The trace's tensors, once one was retraced.
+    #: The trace's tensors, once one was retraced, and the addresses for which `by_view` was made then.
     seen: Seen | None = None
+    addresses: list[int] | None = None
+    #: Names, slots and extents, once they were looked at.
+    structure: Structure | None = None
     #: The arrangement whose places its header's records have.
     placed_by: Arrangement | None = None
 
     def forget_tensors(self) -> None:
         """Keep only what the next state that looks alike needs: nothing of the caller's stays alive for it."""
         self.tensors, self.kept = [], []
-        self.by_view, self.by_id = {}, {}
+        self.by_id = {}
         self.containers = [(path, None) for path, _ in self.containers]
         self.objects = dict.fromkeys(self.objects)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -110,7 +111,14 @@ def pieces_of(found: Collected, arrangement: Arrangement, steady: Container[int]
         else:  # its pieces are whole rows
             cut[slot] = torch.split(tensor, elements // found.extents[slot].row)
     tensors = found.tensors
+    # What `Piece` does, without a call of Python's own for each.
+    make: Callable[[Iterable[object]], Piece] = partial(tuple.__new__, Piece)
     return tuple(
-        Piece(cut[slot][number] if slot in cut else tensors[slot], offset, size, slot in steady)
-        for slot, number, offset, size in arrangement.parts
+        map(
+            make,
+            [
+                (cut[slot][number] if slot in cut else tensors[slot], offset, size, slot in steady)
+                for slot, number, offset, size in arrangement.parts
+            ],
+        )
     )

@@ -11,7 +11,7 @@ import torch
 from fastcheck_proto.conventions import MESSAGE_BYTES_MAX
 from fastcheck_proto.v1 import layout_pb2 as pb
 
-from .collect import Collected, collect
+from .collect import Collected, Structure, collect
 from .layout import Arrangement, Extent, Group, arrange
 from .retrace import retrace
 from .roles import find_groups
@@ -119,10 +119,10 @@ def _left(
 
 def _structure(found: Collected, sources: list[Source]) -> Hashable:
     """Equal for states that are laid out alike."""
+    if found.structure is None:
+        found.structure = Structure((tuple(found.names), tuple(found.record_slots), tuple(found.extents)))
     return (
-        tuple(found.names),
-        tuple(found.record_slots),
-        tuple(found.extents),
+        found.structure,
         tuple(
             (
                 source.path,

@@ -6,12 +6,13 @@ shapes, and which tensors share memory), names, records and slots are those of t
 the same header. At the first difference nothing is kept, and the state is collected anew.
 
 Tensors are only gathered on the walk and compared all together: ten thousand of them in a few calls for each of their
-properties, instead of a dozen calls for each of them.
+properties, instead of a dozen calls for each of them. Where all lie at the addresses of the last time, they share
+memory as they did then, and nobody need look which do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from operator import attrgetter
 from typing import Any
 
@@ -63,7 +64,9 @@ class _Walk:
             slot_names=last.slot_names,
             extents=last.extents,
             placed_by=last.placed_by,
+            structure=last.structure,
         )
+        self._last = last
         self._trace = trace
         self._at = 0
         self._seen = last.seen or seen_in(trace)
@@ -115,22 +118,29 @@ class _Walk:
         # Others have no strides, perhaps no shape.
         if any(t.layout is not torch.strided for t in tensors) or any(map(_IS_NESTED, tensors)):
             raise _DiffersError
-        # In the words of `view_key`.
-        views = list(zip(*(map(read, tensors) for read in _VIEW), strict=True))
-        if views != seen.views:
+        # In the words of `view_key`; a state without tensors has no properties.
+        if any(list(map(read, tensors)) != then for read, then in zip(_VIEW, seen.properties, strict=False)):
             raise _DiffersError
-        keys = list(zip(map(torch.Tensor.data_ptr, tensors), seen.views, strict=True))
-        slots = seen.slots
-        if len(seen.filled) < len(keys):
-            keys, slots = [keys[i] for i in seen.filled], [slots[i] for i in seen.filled]
-        # As many views as slots, and each view has its slot: then so it is the other way round.
-        found.by_view = dict(zip(keys, slots, strict=True))
-        if len(found.by_view) != seen.filled_slots:
-            raise _DiffersError
-        if len(keys) > len(found.by_view) and list(map(found.by_view.get, keys)) != slots:
-            raise _DiffersError
+        found.addresses = list(map(torch.Tensor.data_ptr, tensors))
+        # A list is equal to another number by number: the same views of the same memory, then.
+        same = found.addresses == self._last.addresses
+        found.by_view = self._last.by_view if same else self._slots_by_view(found.addresses)
         first = [tensors[i] for i in seen.firsts]
         found.tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in first]
         found.by_id = dict(zip(map(id, tensors), seen.slots, strict=True))
         found.kept = tensors
         found.seen = seen
+
+    def _slots_by_view(self, addresses: list[int]) -> dict[Hashable, int]:
+        """The slots by `view_key`, if the same tensors share memory as then."""
+        seen = self._seen
+        keys, slots = list(zip(addresses, seen.views, strict=True)), seen.slots
+        if len(seen.filled) < len(keys):
+            keys, slots = [keys[i] for i in seen.filled], [slots[i] for i in seen.filled]
+        # As many views as slots, and each view has its slot: then so it is the other way round.
+        by_view: dict[Hashable, int] = dict(zip(keys, slots, strict=True))
+        if len(by_view) != seen.filled_slots:
+            raise _DiffersError
+        if len(keys) > len(by_view) and list(map(by_view.get, keys)) != slots:
+            raise _DiffersError
+        return by_view

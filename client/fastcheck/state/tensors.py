@@ -35,7 +35,7 @@ def why_unsupported(tensor: torch.Tensor) -> str | None:  # noqa: PLR0911  one r
     return None
 
 
-def view_key(tensor: torch.Tensor) -> tuple[int, Hashable]:
+def view_key(tensor: torch.Tensor) -> tuple[int, tuple[Hashable, ...]]:
     """Equal for two plain tensors exactly when they are the same view of the same memory.
 
     The address, and how what lies there is seen.

@@ -43,11 +43,10 @@ class Following(Generic[R]):
             look_s = min(NEWS_S, 2 * look_s)
             if self._bringing.done() or not self._follow:
                 continue
-            segment = self._tally.segment
-            if segment is not None and segment is not told:
+            segment, where = self._tally.segment, self._tally.where()
+            if where is not None and segment is not told:
                 told = segment
-                ref = tpb.SegmentRef(path=str(segment.path), bytes=segment.size_bytes)
-                yield tpb.LoadSegment(segment=ref)
+                yield where
             elif self._tally.total_bytes:
                 yield self._tally.look()
 

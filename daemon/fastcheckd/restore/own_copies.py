@@ -38,32 +38,42 @@ class OwnCopies:
         self._store = store
         self._executor = executor
         self._publish = publish
-        #: Checks that were begun on a guess.
-        self._checking: set[asyncio.Task[bool]] = set()
+        #: Checks that were begun on a guess and go on. They pin what they read, and end by themselves.
+        self._checking: dict[HeldShard, asyncio.Task[bool]] = {}
 
     def begin_checks(self, request: tpb.LoadRequest, tally: Tally) -> Checks:
         """Begin to check what probably will be loaded, if it is here: the registry's answer takes as long as that.
 
-        A guess: the newest step that this node has whole of the rank, or the asked-for one.
+        A guess: the newest step that this node has whole of the rank, or the asked-for one. A check that was begun
+        before and still goes on will do.
         """
-        step = request.step if request.HasField("step") else None
+        shards = self._whole(request.job, request.rank, request.step if request.HasField("step") else None)
+        if len({held.segment.name for held in shards}) == 1:
+            tally.expect(shards[0].segment, shards[0].manifest)
+        return {held: self._check(held) for held in shards}
+
+    def expect(self, job: str, rank: int) -> None:
+        """A new process takes the rank's place, and will probably load: begin to check what that would be."""
+        for held in self._whole(job, rank, None):
+            self._check(held)
+
+    def _whole(self, job: str, rank: int, step: int | None) -> list[HeldShard]:
+        """The shards of the newest step that this node has whole of the rank, or of the given one; empty if none is."""
         owned = [
             held
-            for held in self._store.held(request.job, step)
-            if held.kind == pb.REPLICA_KIND_OWNER and held.key.rank == request.rank
+            for held in self._store.held(job, step)
+            if held.kind == pb.REPLICA_KIND_OWNER and held.key.rank == rank
         ]
         newest = max((held.key.step for held in owned), default=0)
         shards = [held for held in owned if held.key.step == newest]
-        if not shards or len(shards) != shards[0].manifest.shard_count:
-            return {}
-        if len({held.segment.name for held in shards}) == 1:
-            tally.segment = shards[0].segment
-        checks = {held: asyncio.create_task(self._is_intact(held), name="check") for held in shards}
-        # They pin what they read and end by themselves, whatever becomes of the load.
-        self._checking.update(checks.values())
-        for check in checks.values():
-            check.add_done_callback(self._checking.discard)
-        return checks
+        return shards if shards and len(shards) == shards[0].manifest.shard_count else []
+
+    def _check(self, held: HeldShard) -> asyncio.Task[bool]:
+        check = self._checking.get(held)
+        if check is None:
+            check = self._checking[held] = asyncio.create_task(self._is_intact(held), name="check")
+            check.add_done_callback(lambda _: self._checking.pop(held))
+        return check
 
     async def find(
         self, job: str, step: int, record: rpb.RankRecord, tally: Tally, checks: Checks
@@ -80,7 +90,7 @@ class OwnCopies:
             return await self._decoded(record, shards, tally)
         if not shards or len({s.segment.name for s in shards}) != 1:
             return None
-        tally.segment = shards[0].segment
+        tally.expect(shards[0].segment, shards[0].manifest)
         begun = (asyncio.shield(check) if (check := checks.get(s)) else self._is_intact(s) for s in shards)
         if not all(await asyncio.gather(*begun)):
             return None
@@ -108,7 +118,8 @@ class OwnCopies:
             return None  # it was dropped, and counted
         finally:
             self._store.release(segment)
-        tally.segment, tally.local_bytes = segment, record.state_bytes
+        tally.expect(segment)
+        tally.local_bytes = record.state_bytes
         return made
 
     async def _is_intact(self, held: HeldShard) -> bool:

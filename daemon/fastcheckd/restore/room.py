@@ -92,6 +92,10 @@ class RestoreRoom:
         """Whether a load or a read is under way whose bytes are not all here. May be asked from any thread."""
         return self._bringing > 0 or self.reading.bringing
 
+    def expect(self, job: str, rank: int) -> None:
+        """A new process takes the rank's place: what is here and it will probably load begins to be checked."""
+        self._own_copies.expect(job, rank)
+
     async def bring(self, request: tpb.LoadRequest, tally: Tally) -> Loaded | None:
         """Bring the asked-for step into a local segment, which stays put until `Loaded.close`; `tally` follows it.
 
@@ -175,7 +179,7 @@ class RestoreRoom:
                 fetched_bytes += tally.fetched_bytes
             whole_bytes = sum(rank.state_bytes for rank in step.ranks)
             tally.begin(whole_bytes)
-            tally.segment = None
+            tally.expect(None)
             found = await self._wholes.take(step, bring)
         finally:
             self._bringing -= 1
@@ -212,7 +216,7 @@ class RestoreRoom:
         segment = await to_its_end(
             partial(self._store.allocate, record.state_bytes, pool), undo=self._store.release
         )
-        tally.segment = segment
+        tally.expect(segment)
         try:
             if nodes is None:
                 nodes = await self._bringer.nodes()

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..store.segments import Segment
@@ -30,12 +31,30 @@ class Tally:
     holders: set[str] = field(default_factory=set)
     #: Where the bytes will probably be, as soon as that is known.
     segment: Segment | None = None
+    #: What is said of a shard there, if it is there already.
+    here: pb.ShardManifest | None = None
     _looks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_LOOKS))
 
     def came(self, node_id: str, count: int) -> None:
         """Good bytes came from a node."""
         self.fetched_bytes += count
         self.holders.add(node_id)
+
+    def expect(self, segment: Segment | None, here: pb.ShardManifest | None = None) -> None:
+        """The bytes will probably be in this segment; `here`: they are, though perhaps not good."""
+        self.segment, self.here = segment, here
+
+    def where(self) -> tpb.LoadSegment | None:
+        """Where the bytes will probably be, and where in them the header is, as far as that is known."""
+        if self.segment is None:
+            return None
+        found = tpb.LoadSegment(
+            segment=tpb.SegmentRef(path=str(self.segment.path), bytes=self.segment.size_bytes)
+        )
+        if self.here is not None:
+            found.state_bytes = self.here.state_bytes
+            found.header_offset, found.header_bytes = self.here.header_offset, self.here.header_bytes
+        return found
 
     def begin(self, total_bytes: int) -> None:
         """A step's bytes are to be brought. Where an earlier one turned out to be incomplete, it begins anew."""

@@ -48,6 +48,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
         _check_rank(request.job, request.rank, request.world_size)
         if not 1 <= len(request.client_id) <= 64:
             raise InvalidRequestError("client_id must have 1 to 64 characters")
+        self._restore.expect(request.job, request.rank)
         return tpb.OpenSessionResponse(session=await self._saving.open_session(request))
 
     @answers

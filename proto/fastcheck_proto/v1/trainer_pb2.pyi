@@ -521,15 +521,27 @@ class LoadSegment(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SEGMENT_FIELD_NUMBER: builtins.int
+    STATE_BYTES_FIELD_NUMBER: builtins.int
+    HEADER_OFFSET_FIELD_NUMBER: builtins.int
+    HEADER_BYTES_FIELD_NUMBER: builtins.int
+    state_bytes: builtins.int
+    """How large the state there is and where its header is, if the daemon knows; else 0. The header may be parsed ahead. What
+    comes of that counts only if the header that LoadReady names has the very same bytes.
+    """
+    header_offset: builtins.int
+    header_bytes: builtins.int
     @property
     def segment(self) -> Global___SegmentRef: ...
     def __init__(
         self,
         *,
         segment: Global___SegmentRef | None = ...,
+        state_bytes: builtins.int = ...,
+        header_offset: builtins.int = ...,
+        header_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["segment", b"segment"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["segment", b"segment"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["header_bytes", b"header_bytes", "header_offset", b"header_offset", "segment", b"segment", "state_bytes", b"state_bytes"]) -> None: ...
 
 Global___LoadSegment: typing_extensions.TypeAlias = LoadSegment
 

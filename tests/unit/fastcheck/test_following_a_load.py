@@ -7,6 +7,7 @@ import torch
 from fake_daemon import FakeDaemon
 
 import fastcheck.ahead
+import fastcheck.segments
 from fastcheck import Checkpointer, LoadProgress
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
@@ -104,6 +105,42 @@ def test_a_wrong_guess_is_forgotten_and_a_file_that_is_gone_is_no_matter(daemon,
     assert near.load(into) == 2
     assert mapped[-1] == str(daemon.memory.by_step(2).path)
     assert torch.equal(into["w"], state(2)["w"])
+
+
+@pytest.mark.parametrize("when", ["good", "changed since", "unreadable", "of another size"])
+def test_a_header_parsed_ahead_counts_only_if_it_is_the_one_that_was_checked(daemon, near, monkeypatch, when):
+    near.save(1, {"number": 1, **state(1)}).result(timeout=10)
+    saved = daemon.memory.by_step(1)
+    path, good = saved.path, saved.path.read_bytes()
+    at, size = saved.header_offset, saved.header_bytes
+    ready, read = [], fastcheck.segments.Segment.read
+    other = good[at : at + size].replace(b"\n\x01w", b"\n\x01v")
+    bad = {"changed since": other, "unreadable": b"\xff" * size}.get(when, good[at : at + size])
+    assert when not in ("changed since",) or bad != good[at : at + size]
+
+    def early(segment, offset, count):
+        found = read(segment, offset, count)
+        assert found == good[at : at + size]
+        ready.append(count)
+        return bad
+
+    monkeypatch.setattr(fastcheck.segments.Segment, "read", early)
+    daemon.news = [
+        pb.LoadSegment(
+            segment=pb.SegmentRef(path=str(path), bytes=path.stat().st_size),
+            state_bytes=saved.request.state_bytes + 4096 * (when == "of another size"),
+            header_offset=at,
+            header_bytes=size,
+        )
+    ]
+    parsed, parse = [], fastcheck.ahead.parse
+    monkeypatch.setattr(fastcheck.ahead, "parse", lambda *a: parsed.append(a) or parse(*a))
+    into = {"number": 0, **state()}
+    assert near.load(into) == 1
+    assert into["number"] == 1
+    assert torch.equal(into["w"], state(1)["w"])
+    assert ready == [size]
+    assert len(parsed) == (1 if when == "good" else 2), "parsed again unless the bytes are the same"
 
 
 class Doubles(torch.nn.Linear):

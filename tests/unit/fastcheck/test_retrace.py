@@ -9,6 +9,8 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fastcheck import UnsupportedStateError
 from fastcheck.copying import Copier
@@ -39,6 +41,7 @@ def make() -> dict:
 
 def memory(flat) -> torch.Tensor:
     segment = anonymous(flat.state_bytes)
+    segment.tensor.fill_(255)  # of an earlier state
     Copier(1).copy(flat, segment.tensor)
     return segment.tensor[: flat.state_bytes]
 
@@ -164,6 +167,82 @@ def test_tensors_that_come_to_share_memory_or_stop_to_are_noticed():
     for pair in ([one, one], [one, one.clone()], [one.clone(), one], [one, one.detach()], [one[:3], one[3:]]):
         for _ in range(2):
             check({"a": pair[0], "b": pair[1], "c": pair}, layouts)
+
+
+def replace(tensors: list, i: int, j: int) -> None:
+    tensors[i] = tensors[i].clone()
+
+
+def move(tensors: list, i: int, j: int) -> None:
+    tensors[i].data = tensors[i].data.clone()
+
+
+def swap(tensors: list, i: int, j: int) -> None:
+    tensors[i].data, tensors[j].data = tensors[j].data, tensors[i].data
+
+
+def alias(tensors: list, i: int, j: int) -> None:
+    tensors[i] = tensors[j]
+
+
+def look(tensors: list, i: int, j: int) -> None:
+    tensors[i] = tensors[j].detach()
+
+
+def share(tensors: list, i: int, j: int) -> None:
+    tensors[i].data = tensors[j].data
+
+
+def turn(tensors: list, i: int, j: int) -> None:
+    tensors[i].t_()
+
+
+def reshape(tensors: list, i: int, j: int) -> None:
+    if tensors[i].numel() % 2 == 0:
+        tensors[i].data = tensors[i].data.contiguous().view(2, -1)
+
+
+def reinterpret(tensors: list, i: int, j: int) -> None:
+    tensors[i].data = tensors[i].data.contiguous().view(torch.int32)
+
+
+def cut(tensors: list, i: int, j: int) -> None:
+    tensors[i].data = tensors[i].data[:1]
+
+
+def train(tensors: list, i: int, j: int) -> None:
+    tensors[i].add_(1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(
+                [replace, move, swap, alias, look, share, turn, reshape, reinterpret, cut, train]
+            ),
+            st.integers(0, 3),
+            st.integers(0, 3),
+        ),
+        max_size=12,
+    )
+)
+def test_the_same_objects_at_the_same_addresses_are_still_looked_at(changes):
+    layouts = Layouts()
+    tensors = [torch.arange(4.0).reshape(2, 2) + i for i in range(4)]
+    for change in (None, None, *changes):
+        if change is not None:
+            change[0](tensors, *change[1:])
+        check({"t": tensors}, layouts)
+
+
+def test_a_state_is_known_again_when_two_take_turns():
+    one, other = {"a": torch.ones(3), "b": torch.zeros(2)}, {"a": torch.ones(3), "c": torch.zeros(2)}
+    layouts = Layouts()
+    first = flatten(one, layouts).layout
+    for state in (other, one, other, one):
+        check(state, layouts)
+    assert flatten(one, layouts).layout is first, "laid out anew"
 
 
 def test_an_error_is_the_same_along_a_trace_and_leaves_nothing_behind():
