@@ -69,7 +69,7 @@ class Segment:
     def _window(self) -> memoryview:
         return memoryview(self._mapping)[self._start : self._start + self._bytes]
 
-    def write(self, offset: int, data: bytes) -> None:
+    def write(self, offset: int, data: bytes | memoryview) -> None:
         """Put bytes into the mapping."""
         self._window()[offset : offset + len(data)] = data
 
@@ -90,13 +90,18 @@ class Segment:
         return False
 
 
-def anonymous(size: int) -> Segment:
+def anonymous(size: int, *, sparse: bool = False) -> Segment:
     """Private memory of `size` bytes; pages exist once written, so a size from a wire costs nothing yet.
 
+    `sparse`: most of it never will be; the system need not be able to give it all.
+
     Raises:
-        MemoryError: more than this process can address.
+        MemoryError: more than this process can address, or, unless sparse, than the system has.
     """
     try:
+        if sparse:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            return Segment(mmap.mmap(-1, max(1, size), flags=flags))
         return Segment(mmap.mmap(-1, max(1, size)))
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryError(f"cannot get {size} bytes of memory: {error}") from None
