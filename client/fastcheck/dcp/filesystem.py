@@ -343,6 +343,7 @@ class _ReadFile(AbstractBufferedFile):  # type: ignore[misc]  # as above
         )
 
     def _fetch_range(self, start: int, end: int) -> bytes:
+        end = min(end, self._record.bytes)  # the last block is not whole
         into = torch.empty(end - start, dtype=torch.uint8)
         self._reader.fill([BoxInto(self._rank, self._record, (start,), (end - start,), into)])
         return into.numpy().tobytes()
