@@ -112,9 +112,10 @@ def same(found: dict[str, Any], seed: int = 1) -> None:
     for name, tensor in global_tensors(seed).items():
         part = found[name]
         if isinstance(part, DTensor):
-            tensor = box_of(tensor, part.device_mesh, part.placements)
-            part = part.to_local()
-        assert torch.equal(part, tensor), name
+            wanted = box_of(tensor, part.device_mesh, part.placements)
+            assert torch.equal(part.to_local(), wanted), name
+        else:
+            assert torch.equal(part, tensor), name
 
 
 @functools.cache  # a mesh has process groups of its own
