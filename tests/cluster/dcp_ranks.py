@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -535,6 +536,29 @@ def shared_tensors_are_stored_once() -> None:
     assert torch.equal(found["b"], one)
 
 
+@case
+def by_url_with_no_class() -> None:
+    class Fragile(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            if dist.get_rank() == 2:
+                raise RuntimeError("rank 2 stumbles")
+            return super().resolve_data(write_item)
+
+    url = f"fastcheck://{job()}"
+    state = {"model": distributed(line(), Shard(0)), "epoch": 3}
+    dcp.save(state, checkpoint_id=f"{url}/step-1")
+    fs = fsspec.filesystem("fastcheck")
+    names = [name.rpartition("/")[2] for name in fs.ls(f"{url}/step-1", detail=False)]
+    assert names == [".metadata", *(f"__{rank}_0.distcp" for rank in range(WORLD))]
+    refused(lambda: dcp.save(state, checkpoint_id=f"{url}/step-2", planner=Fragile()), "rank 2 stumbles")
+    assert not fs.exists(f"{url}/step-2")
+    dcp.save(state, checkpoint_id=f"{url}/step-3")
+    found = {"model": distributed(square(), Shard(0), Shard(1), seed=None), "epoch": 0}
+    dcp.load(found, checkpoint_id=f"{url}/step-3")
+    same(found["model"])
+    assert found["epoch"] == 3
+
+
 def main(rank: str, world_size: str, port: str, address: str, out: str, *only: str) -> None:
     os.environ |= {
         "RANK": rank,
@@ -544,6 +568,10 @@ def main(rank: str, world_size: str, port: str, address: str, out: str, *only: s
         "FASTCHECK_ADDRESS": address,
     }
     torch.set_num_threads(1)
+    if (
+        "fastcheck" not in fsspec.available_protocols()
+    ):  # a source tree that is not installed has no entry points
+        fsspec.register_implementation("fastcheck", "fastcheck.dcp.filesystem.FastCheckFileSystem")
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     faulthandler.dump_traceback_later(60, repeat=True)  # where it hangs, if it does
     found = {}

@@ -18,7 +18,7 @@ from fastcheck.local.ports import find_free_ports
 
 NODES = 3
 #: All cases on four processes that share whatever cores there are.
-TIMEOUT_S = 170
+TIMEOUT_S = 300
 
 
 @pytest.fixture(scope="module")
