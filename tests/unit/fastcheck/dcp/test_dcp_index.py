@@ -50,7 +50,7 @@ def test_as_the_default_planner_makes_it():
     assert found.find(MetadataIndex("epoch")).record.bytes == 9
 
 
-def test_boxes_of_several_ranks_in_their_order_and_empty_ones_in_nobodys_way():
+def test_boxes_of_several_ranks_in_their_order_and_an_empty_one_behind():
     found = index_of(
         {
             1: header([shard("w", 8, 0)], [torch.ones(0, 3)]),
@@ -65,6 +65,16 @@ def test_boxes_of_several_ranks_in_their_order_and_empty_ones_in_nobodys_way():
         ((8, 0), (0, 3)),
     ]
     assert found.find(MetadataIndex("w", torch.Size([5, 0]))).rank == 0
+
+
+@pytest.mark.parametrize("empty_first", [True, False])
+def test_an_empty_box_does_not_hide_the_one_that_begins_there(empty_first):
+    boxes = [
+        header([shard("w", 0, 0)], [torch.ones(0, 3)]),
+        header([shard("w", 0, 8)], [torch.ones(8, 3)]),
+    ]
+    found = index_of(dict(enumerate(boxes if empty_first else boxes[::-1])), "step 1")
+    assert found.find(MetadataIndex("w", torch.Size([0, 0]))).record.bytes == 96
 
 
 def test_what_ranks_saved_alike_is_there_once():
