@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -119,6 +120,18 @@ def test_a_run_of_elements_is_had_from_its_ranges_in_order(case, data):
     high = data.draw(st.integers(low, tensor.numel()))
     found = b"".join(bytes(state[o : o + n].tolist()) for o, n in tensor_ranges(record, low, high))
     assert found == bits(tensor.reshape(-1)[low:high])
+
+
+def test_every_box_of_a_small_tensor_in_pieces_and_in_one():
+    tensor = random_tensor(torch.bfloat16, (3, 2, 3), 5)
+    bounds = [[(low, high) for low in range(n) for high in range(low + 1, n + 1)] for n in tensor.shape]
+    for piece in (None, 1, 4, 7):
+        record, state = laid_out(tensor, piece, 5)
+        for cut in product(*bounds):
+            offsets, sizes = [low for low, _ in cut], [high - low for low, high in cut]
+            target = torch.empty(sizes, dtype=torch.bfloat16)
+            read_box(record, offsets, sizes).assemble(target, state)
+            assert bits(target) == bits(boxed(tensor, offsets, sizes))
 
 
 def test_rows_of_a_large_tensor_cost_only_their_bytes():
