@@ -152,6 +152,12 @@ class Checkpointer:
             InvalidArgumentError: `step` is no step.
             ClosedError: after close().
         """
+        return self._save(step, state, lazy=lazy)
+
+    def _save(
+        self, step: int, state: object, *, lazy: bool = False, like: dict[Any, Any] | None = None
+    ) -> SaveHandle:
+        """As `save`; `like` is for integrations that take a state apart, see `state.layouts.Layouts.arrange`."""
         self._check_open()
         number = _check_step(step)
         if not self._identity.enabled:
@@ -164,7 +170,8 @@ class Checkpointer:
         with uncollected():
             if self._shared is None:
                 lazy = bool(lazy) and self._transport.lazy
-                flat = flatten(state, self._layouts, lazy=lazy, restless=self._saves.restless)
+                restless = self._saves.restless
+                flat = flatten(state, self._layouts, lazy=lazy, restless=restless, like=like)
             else:
                 flat, whole = self._shared.flatten(state, self._layouts)
         handle = SaveHandle(number, flat.state_bytes)

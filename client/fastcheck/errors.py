@@ -72,6 +72,10 @@ class StateMismatchError(FastCheckError, ValueError):
             "as they were when it was saved:" + "".join(shown)
         )
 
+    def __reduce__(self) -> tuple[type[StateMismatchError], tuple[tuple[str, ...]]]:
+        """Ranks send each other their errors, as torch.distributed.checkpoint does: not the message, what it is of."""
+        return type(self), (self.mismatches,)
+
 
 class PartialLoadError(FastCheckError, RuntimeError):
     """An object's `load_state_dict` failed after other parts of the state were filled."""

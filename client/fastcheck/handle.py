@@ -134,6 +134,25 @@ class SaveHandle:
                 )
         return self
 
+    def wait_replicated(self, timeout: float | None = None) -> SaveHandle:
+        """Wait until this rank's copies are acknowledged by their holders and return this handle.
+
+        Other ranks' may not be yet, so nothing is promised: that is for `result`.
+
+        Raises:
+            SaveTimeoutError: not so within `timeout` seconds; the save goes on.
+            FastCheckError: what went wrong.
+        """
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._replicated or self._done, timeout):
+                raise SaveTimeoutError(
+                    f"step {self.step} is not replicated after {timeout:g} s ({self._progress()}); "
+                    "it goes on: ask again"
+                )
+        if self._error is not None and not self._replicated:
+            raise self._error
+        return self
+
     def _wait(self, timeout: float | None) -> bool:
         with self._condition:
             return self._condition.wait_for(lambda: self._done, timeout)
@@ -194,6 +213,7 @@ class SaveHandle:
                 pb.SAVE_STATE_COMMITTED,
             )
             self._committed = update.state == pb.SAVE_STATE_COMMITTED
+            self._condition.notify_all()
         if update.state == pb.SAVE_STATE_COMMITTED:
             self._finish()
         elif update.state == pb.SAVE_STATE_FAILED:

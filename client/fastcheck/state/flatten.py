@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,19 +54,25 @@ class FlatState:
 
 
 def flatten(
-    state: object, layouts: Layouts | None = None, *, lazy: bool = False, restless: Container[str] = ()
+    state: object,
+    layouts: Layouts | None = None,
+    *,
+    lazy: bool = False,
+    restless: Container[str] = (),
+    like: dict[Any, Any] | None = None,
 ) -> FlatState:
     """Lay the state out; with `layouts`, as before if its structure is known there.
 
     The layout message belongs to `layouts` and is only good until the next state is laid out with it. With
     `lazy`, pieces that only an optimizer's step changes are marked, except those of tensors named in `restless`.
+    `like` has the state's tensors in the structure that they were taken from, see `Layouts.arrange`.
 
     Raises:
         UnsupportedStateError: something in the state cannot be saved; the message names its path.
     """
     layouts = layouts or Layouts()
     found = layouts.collect(state)
-    arrangement = layouts.arrange(found)
+    arrangement = layouts.arrange(found, like=like)
     if found.placed_by is not arrangement:
         _place(found, arrangement)
     header = header_of(found, arrangement.layout)

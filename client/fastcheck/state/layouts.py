@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from fastcheck_proto.v1 import layout_pb2 as pb
 
 from .collect import Collected, Structure, collect
 from .layout import Arrangement, Extent, Group, arrange
+from .paths import Path
 from .retrace import retrace
 from .roles import find_groups
 from .sources import Source, read_sources
@@ -55,12 +58,17 @@ class Layouts:
         found.forget_tensors()
         self._last = found
 
-    def arrange(self, found: Collected, without: Collection[int] = ()) -> Arrangement:
+    def arrange(
+        self, found: Collected, without: Collection[int] = (), like: dict[Any, Any] | None = None
+    ) -> Arrangement:
         """The state's arrangement, with its optimizers' latest steps and without the header's chunks.
 
         It belongs to this object and is good until the next call for the same slots. Slots in `without` are left out.
+        `like`: the same tensors in dicts and lists that show what belongs together, where the state itself does not.
         """
         try:
+            if like is not None:
+                found = replace(found, containers=list(containers_of(like)), objects={})
             return self._arrange(found, read_sources(found), frozenset(without))
         except Exception:
             # Roles are a hint: not understanding a state must not keep it from being saved.
@@ -105,6 +113,14 @@ class Layouts:
         self._recorder.close()
         self._known.clear()
         self._last = None
+
+
+def containers_of(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """All dicts and lists of a tree by their paths, as `Collected.containers` has them."""
+    if isinstance(tree, dict | list):
+        yield path, tree
+        for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from containers_of(item, (*path, key))
 
 
 def _left(

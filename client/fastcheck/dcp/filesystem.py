@@ -1,0 +1,359 @@
+"""`fastcheck://job/step-N/file` through fsspec: what DCP uses by itself for a URL, with no class passed.
+
+DCP's file writer makes one file per rank and, from the coordinator, a metadata file that it renames when it is whole. A
+step of W such ranks is a FastCheck step of W + 1: rank r has the file that rank r wrote, saved when it is closed, W has
+the metadata, saved when it gets its name. So the registry commits exactly when DCP has finished, and what is not
+committed is not seen by anybody. docs/dcp.md, "The URL".
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+
+from fastcheck_proto.conventions import check_name
+from fastcheck_proto.v1 import state_pb2
+from fastcheck_proto.v1 import trainer_pb2 as pb
+
+from ..admin import AdminClient
+from ..connection import Connection, parse_address
+from ..daemon import CONNECT_S, Daemon
+from ..environment import resolve
+from ..errors import (
+    InvalidArgumentError,
+    LossyCheckpointError,
+    SaveTimeoutError,
+    StepNotFoundError,
+)
+from ..reading import BoxInto, StepReader
+from ..state.header import entries
+from .ids import PROTOCOL, parse_checkpoint_id
+from .seats import Options, taken
+from .spool import Spool
+
+METADATA = ".metadata"
+_RANK_FILE = re.compile(r"__([0-9]{1,7})_([0-9]{1,7})\.distcp")
+#: Read and kept at once; torch.load goes back and forth within an item.
+_BLOCK_BYTES = 16 << 20
+_BLOCKS_MAX = 16
+#: All ranks have written when the metadata is: the step is committed at once, or something is missing.
+_COMMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a path names: all jobs, a job, a step, or a file of it."""
+
+    job: str | None = None
+    step: int | None = None
+    file: str | None = None
+
+
+def parse_path(path: str) -> Place:
+    """Read `job/step-100/file`, or the beginning of it.
+
+    Raises:
+        InvalidArgumentError: it is none.
+    """
+    job, _, rest = path.strip("/").partition("/")
+    if not job:
+        return Place()
+    step, _, file = rest.partition("/")
+    if not step:
+        try:
+            return Place(check_name("job", job))
+        except ValueError as error:
+            raise InvalidArgumentError(str(error)) from None
+    name = parse_checkpoint_id(f"{PROTOCOL}://{job}/{step}")
+    if "/" in file:
+        raise InvalidArgumentError(f"{PROTOCOL}://{path} is no file: a step has files and no folders")
+    return Place(job, name.step, file or None)
+
+
+class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships no types
+    """Jobs, their committed steps, and the files in these.
+
+    Args:
+        address: Of the daemon, as of `Checkpointer`.
+        allow_lossy: Whether files of steps that were saved with a lossy coding may be read.
+        timeout_s: Longest wait for a file's copies, and for reading from one.
+    """
+
+    protocol = PROTOCOL
+
+    def __init__(
+        self,
+        address: str | None = None,
+        allow_lossy: bool = False,
+        timeout_s: float = 1800.0,
+        **storage_options: Any,
+    ) -> None:
+        super().__init__(**storage_options)
+        self.address = address
+        self.allow_lossy = allow_lossy
+        self.timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._daemon: Daemon | None = None
+        #: Metadata files that have not got their names yet, by path.
+        self._unnamed: dict[str, Spool] = {}
+
+    # -- what there is
+
+    def ls(self, path: str, detail: bool = True, **_options: Any) -> list[Any]:
+        """Jobs, a job's committed steps, or a step's files.
+
+        Raises:
+            FileNotFoundError: there is no such job, or no such committed step.
+        """
+        path = self._strip_protocol(path)
+        place = parse_path(path)
+        if place.job is None:
+            with AdminClient(resolve("any", 0, 1, self.address).address) as admin:
+                found = [_folder(job["job"]) for job in admin.jobs()["jobs"]]
+        elif place.step is None:
+            found = [_folder(f"{place.job}/step-{step}") for step in self._steps(place.job)]
+            if not found:
+                raise FileNotFoundError(f"no step of job {place.job!r} is committed")
+        else:
+            files = self._files(place.job, place.step)
+            base = f"{place.job}/step-{place.step}"
+            found = [
+                {"name": f"{base}/{name}", "size": record.bytes, "type": "file"}
+                for name, (_, record) in sorted(files.stored.items())
+                if place.file in (None, name)
+            ]
+            if place.file is not None and not found:
+                raise FileNotFoundError(f"{PROTOCOL}://{path} is not among the files of its step")
+        return found if detail else [each["name"] for each in found]
+
+    def info(self, path: str, **_options: Any) -> dict[str, Any]:
+        """Name, size in bytes and type.
+
+        Raises:
+            FileNotFoundError: it is not there, or not committed.
+        """
+        path = self._strip_protocol(path)
+        place = parse_path(path)
+        if place.file is not None:
+            found: dict[str, Any] = self.ls(path)[0]
+            return found
+        if place.job is not None:
+            steps = self._steps(place.job)
+            if not steps or place.step not in (None, *steps):
+                raise FileNotFoundError(f"{PROTOCOL}://{path} is not committed; steps that are: {steps}")
+        return _folder(path)
+
+    def exists(self, path: str, **_options: Any) -> bool:
+        """Whether it is there and committed.
+
+        Raises:
+            FastCheckError: nobody can say; "no" would be believed.
+        """
+        try:
+            self.info(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Steps need no making: checks that the path names one."""
+        if parse_path(self._strip_protocol(path)).step is None:
+            raise InvalidArgumentError(
+                f"{path!r} names no step: use '{PROTOCOL}://JOB/step-100' as checkpoint_id"
+            )
+
+    mkdir = makedirs
+
+    # -- files
+
+    def _open(
+        self,
+        path: str,
+        mode: str = "rb",
+        block_size: int | None = None,
+        autocommit: bool = True,
+        cache_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        place = parse_path(path)
+        if place.job is None or place.step is None or place.file is None:
+            raise InvalidArgumentError(
+                f"{PROTOCOL}://{path} is no file: they are {PROTOCOL}://JOB/step-100/FILE"
+            )
+        if mode == "rb":
+            files = self._files(place.job, place.step)
+            if place.file not in files.stored:
+                raise FileNotFoundError(f"{PROTOCOL}://{path} is not among the files of its step")
+            return _ReadFile(self, path, files, place.file)
+        if mode not in ("wb", "xb"):
+            raise InvalidArgumentError(
+                f"mode {mode!r}: files are read (rb) or written at once (wb), never changed"
+            )
+        if place.file == METADATA or place.file.endswith(METADATA + ".tmp"):
+            return Spool(path, self._metadata_closed)
+        written = _RANK_FILE.fullmatch(place.file)
+        if written is None or int(written[2]):
+            raise InvalidArgumentError(
+                f"{place.file!r} cannot be written: a step takes one file of each rank (__RANK_0.distcp) and "
+                f"{METADATA}, as torch.distributed.checkpoint writes them by itself. For others (thread_count, "
+                "single_file_per_rank=False, use_collectives=False) pass fastcheck.dcp.FastCheckWriter"
+            )
+        rank = int(written[1])
+        return Spool(path, lambda spool: self._save(spool, place, rank))
+
+    def mv(self, path1: str, path2: str, *_args: Any, **_options: Any) -> None:
+        """Give a metadata file its name: with that the step is committed.
+
+        Raises:
+            FastCheckError: it is not, and why.
+            FileNotFoundError: nothing was written under that name here.
+        """
+        path1, path2 = self._strip_protocol(path1), self._strip_protocol(path2)
+        place = parse_path(path2)
+        if place.file != METADATA:
+            raise InvalidArgumentError(
+                f"{PROTOCOL}://{path1} cannot be renamed to {place.file!r}: only {METADATA} can"
+            )
+        with self._lock:
+            spool = self._unnamed.pop(path1, None)
+        if spool is None:
+            raise FileNotFoundError(
+                f"{PROTOCOL}://{path1} was not written here: committed files keep their names"
+            )
+        self._commit(spool, place)
+
+    def rm_file(self, path: str) -> None:
+        """Drop a metadata file that has no name yet.
+
+        Raises:
+            InvalidArgumentError: it is a committed step's: that cannot be changed.
+        """
+        path = self._strip_protocol(path)
+        with self._lock:
+            if self._unnamed.pop(path, None) is not None:
+                return
+        if self.exists(path):
+            raise InvalidArgumentError(
+                f"{PROTOCOL}://{path} is a file of a committed step, which cannot be changed"
+            )
+        raise FileNotFoundError(f"{PROTOCOL}://{path} is not there")
+
+    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
+        """As `rm_file`."""
+        for each in path if isinstance(path, list) else [path]:
+            self.rm_file(each)
+
+    def _metadata_closed(self, spool: Spool) -> None:
+        place = parse_path(spool.path)
+        if place.file == METADATA:
+            self._commit(spool, place)
+        else:
+            with self._lock:
+                self._unnamed[spool.path] = spool
+
+    def _commit(self, spool: Spool, place: Place) -> None:
+        self._save(spool, place, None)
+
+    def _save(self, spool: Spool, place: Place, rank: int | None) -> None:
+        """Save a file as the state of a rank: of its own one, or (None) of the one behind all others, and commit."""
+        assert place.job is not None
+        assert place.step is not None
+        world_size = _world_size()
+        if rank is not None and rank >= world_size:
+            raise InvalidArgumentError(
+                f"{spool.path!r} is of rank {rank}, but there are {world_size}: pass fastcheck.dcp.FastCheckWriter"
+            )
+        name = METADATA if rank is None else spool.path.rpartition("/")[2]
+        state = {"files": {name: spool.tensor()}}
+        number = world_size if rank is None else rank
+        with taken(place.job, number, world_size + 1, Options(address=self.address)) as checkpointer:
+            handle = checkpointer.save(place.step, state)
+            handle.wait_replicated(self.timeout_s)
+        if rank is not None:
+            return
+        try:
+            handle.result(timeout=min(_COMMIT_S, self.timeout_s))
+        except SaveTimeoutError as error:
+            raise SaveTimeoutError(
+                f"{error}. The URL needs all {world_size} ranks of the process group to save; for a part of them "
+                "(process_group=, no_dist=True) pass fastcheck.dcp.FastCheckWriter"
+            ) from None
+
+    # -- the daemon
+
+    def _connected(self) -> Daemon:
+        with self._lock:
+            if self._daemon is None:
+                where = resolve("any", rank=0, world_size=1, address=self.address).address
+                self._daemon = Daemon(Connection(parse_address(where)))
+            return self._daemon
+
+    def _steps(self, job: str) -> list[int]:
+        request = pb.ListStepsRequest(job=job)
+        return list(self._connected().list_steps(request, connect_s=CONNECT_S, timeout_s=60.0).steps)
+
+    def _files(self, job: str, step: int) -> _Files:
+        reader = StepReader(self._connected(), job, step, timeout_s=self.timeout_s)
+        try:
+            reader.__enter__()
+        except StepNotFoundError as error:
+            raise FileNotFoundError(f"{error}; committed steps of job {job!r}: {self._steps(job)}") from None
+        stored: dict[str, tuple[int, state_pb2.TensorRecord]] = {}
+        for number, rank in reader.ranks.items():
+            files = entries(rank.header.root.dict).get("files")
+            for name, value in entries(files.dict).items() if files is not None else ():
+                if value.WhichOneof("kind") == "tensor":
+                    stored[str(name)] = number, rank.header.tensors[value.tensor]
+        return _Files(reader, stored)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """A step's files by name: rank and record; none if something else saved it."""
+
+    reader: StepReader
+    stored: Mapping[str, tuple[int, state_pb2.TensorRecord]]
+
+
+class _ReadFile(AbstractBufferedFile):  # type: ignore[misc]  # as above
+    """A committed file, of which only blocks that are touched are brought here."""
+
+    def __init__(self, fs: FastCheckFileSystem, path: str, files: _Files, name: str) -> None:
+        self._rank, self._record = files.stored[name]
+        self._reader = files.reader
+        if files.reader.lossy and not fs.allow_lossy:
+            raise LossyCheckpointError(
+                f"{PROTOCOL}://{path} is of a step that was saved with a lossy coding: open it with allow_lossy=True"
+            )
+        super().__init__(
+            fs,
+            path,
+            "rb",
+            block_size=_BLOCK_BYTES,
+            cache_type="blockcache",
+            cache_options={"maxblocks": _BLOCKS_MAX},
+            size=self._record.bytes,
+        )
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        end = min(end, self._record.bytes)  # the last block is not whole
+        into = torch.empty(end - start, dtype=torch.uint8)
+        self._reader.fill([BoxInto(self._rank, self._record, (start,), (end - start,), into)])
+        return into.numpy().tobytes()
+
+
+def _folder(name: str) -> dict[str, Any]:
+    return {"name": name, "size": 0, "type": "directory"}
+
+
+def _world_size() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return 1

@@ -1,0 +1,594 @@
+"""One rank of a gloo process group that goes through all of DCP's cases with real daemons; see test_dcp_ranks.py.
+
+`python -m tests.cluster.dcp_ranks RANK WORLD_SIZE PORT ADDRESS OUT`: writes {case: "" or its traceback} as JSON to OUT.
+A case runs on all ranks, in one order; starting processes and torch once costs less than doing so per case.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import faulthandler
+import functools
+import inspect
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fastcheck.dcp import FastCheckReader, FastCheckWriter
+
+CASES: dict[str, Callable[[], None]] = {}
+WORLD = 4
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def job() -> str:
+    """A job of the running case's own."""
+    return "dcp-" + next(f.function for f in inspect.stack() if f.function in CASES).replace("_", "-")
+
+
+def save(state: dict[str, Any], step: int = 1, name: str | None = None, **options: Any) -> None:
+    dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=FastCheckWriter(name or job()), **options)
+
+
+def load(state: dict[str, Any], step: int = 1, name: str | None = None, **options: Any) -> None:
+    dcp.load(state, checkpoint_id=f"step-{step}", storage_reader=FastCheckReader(name or job()), **options)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def refused(action: Callable[[], object], *words: str) -> None:
+    """The action fails with DCP's own exception on every rank, and it says these words."""
+    try:
+        action()
+    except CheckpointException as error:
+        text = str(error)
+        assert all(word in text for word in words), text
+    else:
+        raise AssertionError("it did not fail")
+
+
+#: Even, uneven (ten rows on four ranks), some ranks empty, no dimension to cut, and larger than a chunk of 4 MiB.
+SHAPES = {"even": (16, 8), "uneven": (10, 7), "few": (3, 5), "vector": (13,), "large": (2050, 1030)}
+
+
+def global_tensors(seed: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    made["half"] = torch.randn(9, 6, generator=generator).bfloat16()
+    made["counts"] = torch.randint(0, 99, (6, 4), generator=generator)
+    return made
+
+
+def distributed(mesh: DeviceMesh, *placements: Any, seed: int | None = 1) -> dict[str, Any]:
+    """The global tensors on a mesh, or zeros in their places; made without any communication."""
+    made = {}
+    for name, tensor in global_tensors(seed or 1).items():
+        fitting = [p if not isinstance(p, Shard) or p.dim < tensor.dim() else Replicate() for p in placements]
+        local = box_of(tensor, mesh, fitting).clone()
+        made[name] = DTensor.from_local(
+            local if seed is not None else torch.zeros_like(local),
+            mesh,
+            fitting,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return made
+
+
+def box_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> torch.Tensor:
+    """What a rank has of a whole tensor."""
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    return tensor[tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))]
+
+
+def same(found: dict[str, Any], seed: int = 1) -> None:
+    for name, tensor in global_tensors(seed).items():
+        part = found[name]
+        if isinstance(part, DTensor):
+            wanted = box_of(tensor, part.device_mesh, part.placements)
+            assert torch.equal(part.to_local(), wanted), name
+        else:
+            assert torch.equal(part, tensor), name
+
+
+@functools.cache  # a mesh has process groups of its own
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+
+
+@functools.cache
+def square() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+@case
+def one_dimension_to_others() -> None:
+    save({"model": distributed(line(), Shard(0))})
+    for mesh, placements in (
+        (line(), (Shard(0),)),
+        (line(), (Shard(1),)),
+        (line(), (Replicate(),)),
+        (square(), (Shard(0), Shard(1))),
+        (square(), (Shard(1), Shard(0))),
+        (square(), (Replicate(), Shard(1))),
+        (square(), (Shard(0), Replicate())),
+    ):
+        state = {"model": distributed(mesh, *placements, seed=None)}
+        load(state)
+        same(state["model"])
+
+
+@case
+def two_dimensions_to_others() -> None:
+    save({"model": distributed(square(), Shard(0), Shard(1))})
+    for mesh, placements in (
+        (line(), (Shard(0),)),
+        (line(), (Shard(1),)),
+        (square(), (Replicate(), Shard(0))),
+    ):
+        state = {"model": distributed(mesh, *placements, seed=None)}
+        load(state)
+        same(state["model"])
+
+
+@case
+def four_to_two_and_two_to_four() -> None:
+    two = dist.new_group([0, 1])
+    mesh = DeviceMesh("cpu", [0, 1])
+    save({"model": distributed(line(), Shard(0))}, name="dcp-four")
+    if dist.get_rank() < 2:
+        state = {"model": distributed(mesh, Shard(0), seed=None)}
+        load(state, name="dcp-four", process_group=two)
+        same(state["model"])
+        save({"model": distributed(mesh, Shard(1), seed=2)}, name="dcp-two", process_group=two)
+    dist.barrier()
+    for mesh, placements in ((line(), (Shard(0),)), (square(), (Shard(0), Shard(1)))):
+        state = {"model": distributed(mesh, *placements, seed=None)}
+        load(state, name="dcp-two")
+        same(state["model"], seed=2)
+
+
+class Net(nn.Module):
+    """Tied weights, a buffer, and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.seen: dict[str, Any] = {"batches": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen["batches"] += 1
+        return self.head(self.norm(self.down(self.up(self.embed(x)).relu())))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return copy.deepcopy(self.seen)
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state
+
+
+class App:
+    """A Stateful with model and optimizer, as the documentation of DCP has it."""
+
+    def __init__(self, mesh: DeviceMesh, *, tp: bool = False, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = Net()
+        if tp:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(self.model, mesh["tp"], plan)
+            fully_shard(self.model, mesh=mesh["dp"])
+        else:
+            fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def train(self, steps: int) -> None:
+        for number in range(steps):
+            generator = torch.Generator().manual_seed(number)
+            self.model(torch.randint(0, 11, (8,), generator=generator)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    def gathered(self) -> dict[str, Any]:
+        """All tensors, whole."""
+        state = self.state_dict()
+        found = {f"model.{k}": whole(v) for k, v in state["model"].items() if isinstance(v, torch.Tensor)}
+        for fqn, moments in state["optimizer"]["state"].items():
+            found |= {f"optimizer.{fqn}.{k}": whole(v) for k, v in moments.items()}
+        return found
+
+
+def same_app(one: App, other: App) -> None:
+    mine, theirs = one.gathered(), other.gathered()
+    assert mine.keys() == theirs.keys()
+    assert len(mine) > 20
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, theirs[name]), name
+    assert one.model.seen == other.model.seen
+    assert one.optimizer.param_groups[0]["lr"] == other.optimizer.param_groups[0]["lr"]
+
+
+@case
+def fsdp2_to_other_meshes() -> None:
+    app = App(line())
+    app.train(3)
+    save({"app": app})
+    for other in (App(line(), seed=5), App(square()["dp", "tp"], seed=6)):  # the second: HSDP
+        load({"app": other})
+        same_app(app, other)
+        other.train(1)
+
+
+@case
+def tensor_parallel_to_fsdp_and_back() -> None:
+    app = App(square(), tp=True)
+    save({"app": app})
+    other = App(line(), seed=5)
+    load({"app": other})
+    same_app(app, other)
+    other.train(2)
+    save({"app": other}, step=2)
+    back = App(square(), tp=True, seed=9)
+    load({"app": back}, step=2)
+    same_app(other, back)
+
+
+@case
+def one_writer_for_many_steps() -> None:
+    app = App(line())
+    writer = FastCheckWriter(job())
+    reader = FastCheckReader(job())
+    for step in range(1, 5):
+        app.train(1)
+        dcp.save({"app": app}, checkpoint_id=step, storage_writer=writer)
+        assert writer.checkpoint_id == f"fastcheck://{job()}/step-{step}"
+    assert writer.handle is not None
+    assert writer.handle.stats["bytes"] > 0
+    other = App(line(), seed=5)
+    dcp.load({"app": other}, storage_reader=reader)  # the newest
+    assert reader.step == 4
+    same_app(app, other)
+    dist.barrier()
+    refused(lambda: dcp.save({"app": app}, checkpoint_id=3, storage_writer=writer), "step 4")
+    app.train(1)
+    dcp.save({"app": app}, checkpoint_id=5, storage_writer=writer)
+    writer.close()
+
+
+@case
+def objects_and_values() -> None:
+    generator = torch.Generator().manual_seed(7)
+    values = {
+        "epoch": 7,
+        "name": "gpt",
+        "blob": b"\0\xff" * 5000,
+        "nothing": None,
+        "history": [1, 2.5, "x"],
+        "nested": {"a": {"b": [torch.ones(3), {"c": 1}]}},
+        "rng": generator.get_state(),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "bools": torch.tensor([True, False]),
+        "complex": torch.randn(3, generator=generator, dtype=torch.complex64),
+        "view": torch.arange(40.0).view(5, 8)[:, ::2],
+        "fp8": torch.randn(8, generator=generator).to(torch.float8_e4m3fn),
+    }
+    save(values)
+    found = copy.deepcopy(values)
+    for key, value in found.items():
+        if isinstance(value, torch.Tensor):
+            found[key] = torch.zeros(value.shape, dtype=value.dtype)
+    found |= {"epoch": -1, "name": "", "blob": b"", "history": [], "nothing": 1}
+    found["nested"]["a"]["b"] = [torch.zeros(3), {"c": 0}]
+    load(found)
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor):
+            assert found[key].dtype == value.dtype
+            assert torch.equal(
+                found[key].float() if key == "fp8" else found[key], value.float() if key == "fp8" else value
+            )
+        elif key == "nested":
+            assert torch.equal(found[key]["a"]["b"][0], torch.ones(3))
+            assert found[key]["a"]["b"][1] == {"c": 1}
+        else:
+            assert found[key] == value, key
+    # DCP converts dtypes, also where bytes come as they are.
+    narrow = {"scalar": torch.tensor(0, dtype=torch.bfloat16)}
+    load(narrow)
+    assert narrow["scalar"] == 3.5
+
+
+@case
+def strict_partial_and_mismatched() -> None:
+    save({"model": distributed(line(), Shard(0)), "epoch": 3})
+    some = {"model": {"uneven": distributed(line(), Shard(1), seed=None)["uneven"]}}
+    load(some)
+    same({**distributed(line(), Shard(0)), **some["model"]})
+    more = {"model": distributed(line(), Shard(0), seed=None) | {"new": torch.zeros(2)}}
+    refused(lambda: load(more), "Missing key", "model.new")
+    load(more, planner=DefaultLoadPlanner(allow_partial_load=True))
+    same(more["model"])
+    assert not more["model"]["new"].any()
+    refused(lambda: load({"model": {"even": torch.zeros(16, 9)}}), "Size mismatch", "model.even")
+    refused(lambda: load({"model": {"even": 3}}), "model.even")
+
+
+@case
+def tensors_that_cannot_be_saved() -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+    for name, tensor, word in (
+        ("sparse", torch.eye(4).to_sparse(), "layout"),
+        ("quantized", quantized, "quantized"),
+        ("meta", torch.empty(4, device="meta"), "meta device"),
+    ):
+        state = {"good": torch.ones(4), "deep": {name: tensor}}
+        refused(lambda state=state: save(state), f"'deep.{name}'", word)
+    refused(lambda: load({"good": torch.ones(4)}), "No step of job")
+    save({"good": torch.ones(4)}, step=2)
+
+
+@case
+def meta_tensors_are_made_when_loaded() -> None:
+    save({"model": distributed(line(), Shard(0))})
+    with torch.device("meta"):
+        state = {"model": {"even": torch.empty(16, 8)}}
+    load(state)
+    assert torch.equal(state["model"]["even"], global_tensors()["even"])
+
+
+@case
+def steps_and_jobs_that_are_not_there() -> None:
+    state = {"model": distributed(line(), Shard(0))}
+    save(state)
+    refused(lambda: load(state, step=7), "step 7", f"Committed steps of job '{job()}': 1")
+    refused(lambda: load(state, name="dcp-gtp"), "No step of job 'dcp-gtp'")
+    reader = FastCheckReader("dcp-gtp")
+    for load_it in (
+        lambda: dcp.load(state, storage_reader=reader, checkpoint_id=f"fastcheck://{job()}/step-1"),
+    ):
+        try:
+            load_it()
+        except ValueError as error:
+            assert "'dcp-gtp'" in str(error)
+        else:
+            raise AssertionError("two jobs were accepted")
+
+
+@case
+def a_rank_that_fails_fails_the_save() -> None:
+    class Fragile(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            if dist.get_rank() == 2:
+                raise RuntimeError("rank 2 stumbles")
+            return super().resolve_data(write_item)
+
+    state = {"model": distributed(line(), Shard(0))}
+    save(state)
+    refused(lambda: save(state, step=2, planner=Fragile()), "rank 2 stumbles")
+    refused(lambda: load(state, step=2), "Committed steps", ": 1")
+    state = {"model": distributed(line(), Shard(0), seed=3)}
+    save(state, step=3)
+    found = {"model": distributed(line(), Shard(1), seed=None)}
+    load(found, step=3)
+    same(found["model"], seed=3)
+
+
+@case
+def asynchronously_in_a_thread() -> None:
+    app = App(line())
+    writer = FastCheckWriter(job())
+    own = dist.new_group()  # training goes on with its collectives meanwhile
+    wanted: dict[str, torch.Tensor] = {}
+    for step in (1, 2):
+        app.train(1)
+        wanted = {name: tensor.clone() for name, tensor in app.gathered().items()}
+        future = dcp.async_save(
+            {"app": app}, checkpoint_id=f"step-{step}", storage_writer=writer, process_group=own
+        )
+        app.train(1)
+        future.result(timeout=60)
+    other = App(line(), seed=5)
+    load({"app": other}, step=2)
+    for name, tensor in other.gathered().items():
+        assert torch.equal(tensor, wanted[name]), name
+
+
+@case
+def asynchronously_with_a_stager() -> None:
+    staging = __import__("torch.distributed.checkpoint.staging", fromlist=["DefaultStager"])
+    if not hasattr(staging, "DefaultStager"):
+        return  # torch 2.6
+    stager = staging.DefaultStager(staging.StagingOptions(False, False, True, False))
+    state = {"model": distributed(line(), Shard(0)), "epoch": 4}
+    response = dcp.async_save(
+        state, checkpoint_id="step-1", storage_writer=FastCheckWriter(job()), async_stager=stager
+    )
+    response.staging_completion.result(timeout=60)
+    response.upload_completion.result(timeout=60)
+    stager.close()
+    found = {"model": distributed(square(), Shard(0), Shard(1), seed=None), "epoch": 0}
+    load(found)
+    same(found["model"])
+    assert found["epoch"] == 4
+
+
+@case
+def asynchronously_in_a_process() -> None:
+    writer = FastCheckWriter(job())
+    for step in (1, 2):
+        state = {"model": distributed(line(), Shard(0), seed=step)}
+        future = dcp.async_save(
+            state,
+            checkpoint_id=f"step-{step}",
+            storage_writer=writer,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        result = getattr(future, "upload_completion", future)
+        result.result(timeout=120)
+    found = {"model": distributed(square(), Shard(0), Shard(1), seed=None)}
+    load(found, step=2)
+    same(found["model"], seed=2)
+
+
+@case
+def without_collectives() -> None:
+    if "use_collectives" not in inspect.signature(dcp.save).parameters:
+        return
+    save(
+        {"model": distributed(line(), Shard(0)), "plain": torch.arange(5.0), "epoch": 3},
+        use_collectives=False,
+    )
+    found = {
+        "model": distributed(square(), Shard(0), Shard(1), seed=None),
+        "plain": torch.zeros(5),
+        "epoch": 0,
+    }
+    load(found)
+    same(found["model"])
+    assert torch.equal(found["plain"], torch.arange(5.0))
+    assert found["epoch"] == 3
+
+
+@case
+def each_rank_by_itself() -> None:
+    """no_dist: every rank is a job of its own."""
+    name = f"{job()}-{dist.get_rank()}"
+    save({"mine": torch.full((3,), float(dist.get_rank()))}, name=name, no_dist=True)
+    found = {"mine": torch.zeros(3)}
+    load(found, name=name, no_dist=True)
+    assert torch.equal(found["mine"], torch.full((3,), float(dist.get_rank())))
+
+
+@case
+def cached_plans() -> None:
+    if "enable_plan_caching" not in inspect.signature(DefaultSavePlanner).parameters:
+        return
+    writer = FastCheckWriter(job())
+    for step in (1, 2, 3):
+        state = {"model": distributed(line(), Shard(0), seed=step)}
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state, checkpoint_id=step, storage_writer=writer, planner=planner)
+    found = {"model": distributed(square(), Shard(0), Shard(1), seed=None)}
+    load(found, step=3)
+    same(found["model"], seed=3)
+
+
+@case
+def shared_tensors_are_stored_once() -> None:
+    one = torch.randn(512, 512, generator=torch.Generator().manual_seed(3))
+    writer = FastCheckWriter(job())
+    dcp.save(
+        {"a": one, "b": one},
+        checkpoint_id=1,
+        storage_writer=writer,
+        planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+    )
+    assert writer.handle is not None
+    if dist.get_rank() == 0:
+        assert one.nbytes < writer.handle.stats["bytes"] < 1.5 * one.nbytes
+    found = {"a": torch.zeros_like(one), "b": torch.zeros_like(one)}
+    load(found)
+    assert torch.equal(found["a"], one)
+    assert torch.equal(found["b"], one)
+
+
+@case
+def by_url_with_no_class() -> None:
+    class Fragile(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            if dist.get_rank() == 2:
+                raise RuntimeError("rank 2 stumbles")
+            return super().resolve_data(write_item)
+
+    url = f"fastcheck://{job()}"
+    state = {"model": distributed(line(), Shard(0)), "epoch": 3}
+    dcp.save(state, checkpoint_id=f"{url}/step-1")
+    fs = fsspec.filesystem("fastcheck")
+    names = [name.rpartition("/")[2] for name in fs.ls(f"{url}/step-1", detail=False)]
+    assert names == [".metadata", *(f"__{rank}_0.distcp" for rank in range(WORLD))]
+    refused(lambda: dcp.save(state, checkpoint_id=f"{url}/step-2", planner=Fragile()), "rank 2 stumbles")
+    assert not fs.exists(f"{url}/step-2")
+    dcp.save(state, checkpoint_id=f"{url}/step-3")
+    found = {"model": distributed(square(), Shard(0), Shard(1), seed=None), "epoch": 0}
+    dcp.load(found, checkpoint_id=f"{url}/step-3")
+    same(found["model"])
+    assert found["epoch"] == 3
+
+
+def main(rank: str, world_size: str, port: str, address: str, out: str, *only: str) -> None:
+    os.environ |= {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "FASTCHECK_ADDRESS": address,
+    }
+    torch.set_num_threads(1)
+    if (
+        "fastcheck" not in fsspec.available_protocols()
+    ):  # a source tree that is not installed has no entry points
+        fsspec.register_implementation("fastcheck", "fastcheck.dcp.filesystem.FastCheckFileSystem")
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    faulthandler.dump_traceback_later(60, repeat=True)  # where it hangs, if it does
+    found = {}
+    for name, function in CASES.items():
+        if only and name not in only:
+            continue
+        began = time.monotonic()
+        try:
+            function()
+            found[name] = ""
+        except BaseException:  # noqa: BLE001  DCP's own exception is no Exception
+            found[name] = traceback.format_exc()
+        dist.barrier()
+        print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)  # noqa: T201  the log of a failed test
+        Path(out).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
