@@ -6,6 +6,7 @@ together; any other has chunks of one size. Both ends take it from the manifest 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -75,3 +76,9 @@ class ChunkTable:
     def range(self, index: int) -> tuple[int, int]:
         """Byte range [start, stop) of a chunk within its shard."""
         return (self._ends[index - 1] if index else 0), self._ends[index]
+
+    def touched(self, start: int, stop: int) -> Sequence[int]:
+        """The chunks that have some of bytes [start, stop) of the shard."""
+        if start >= stop:
+            return range(0)
+        return range(bisect_right(self._ends, start), min(len(self), bisect_left(self._ends, stop) + 1))

@@ -50,6 +50,8 @@ NAMES: dict[str, str] = {
     "replicas_scrubbed": "replicas whose bytes were read and compared with their digests again",
     "inventory_reported": "replicas that this node told the registry of, held or lost",
     "restores": "loads answered with a step",
+    "reads": "reads of parts of a step that were answered",
+    "read_bytes": "bytes of the chunks that were brought together for them",
     "registry_retries": "registry calls repeated for lack of a leader",
     "peers_quarantined": "peers given a rest after a failure",
 }

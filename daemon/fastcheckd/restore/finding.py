@@ -68,21 +68,36 @@ class Finder:
         numbers = [step.step for step in reversed(steps)]
         return [Candidate(s.rank_record(request.job, request.rank), numbers, nodes) for s in steps]
 
-    async def _lookup(self, request: tpb.LoadRequest) -> tuple[rpb.StepRecord, list[int]] | None:
-        timeout_s = PROVISIONAL_LOOKUP_TIMEOUT_S if request.allow_provisional else LOOKUP_TIMEOUT_S
-        lookup = rpb.LookupRequest(job=request.job, rank=request.rank)
-        if request.HasField("step"):
-            lookup.step = request.step
+    async def find_all_ranks(self, job: str, step: int | None) -> tuple[rpb.StepRecord, list[int]] | None:
+        """A committed step with all its ranks, the newest if none is asked for, and the steps that are kept.
+
+        Raises:
+            StepGoneError, NoQuorumError: see `RestoreRoom.bring`.
+        """
+        return await self._committed(rpb.LookupRequest(job=job, step=step), LOOKUP_TIMEOUT_S)
+
+    async def _committed(
+        self, lookup: rpb.LookupRequest, timeout_s: float
+    ) -> tuple[rpb.StepRecord, list[int]] | None:
         response = await self._registry.lookup(lookup, timeout_s=timeout_s)
         kept = list(response.kept_steps)
-        if not response.HasField("record"):
-            if request.HasField("step"):
-                raise StepGoneError(
-                    f"job {request.job!r} has no committed step {request.step} any more; "
-                    f"it has {', '.join(map(str, kept)) or 'none'}"
-                )
+        if response.HasField("record"):
+            return response.record, kept
+        if lookup.HasField("step"):
+            raise StepGoneError(
+                f"job {lookup.job!r} has no committed step {lookup.step} any more; "
+                f"it has {', '.join(map(str, kept)) or 'none'}"
+            )
+        return None
+
+    async def _lookup(self, request: tpb.LoadRequest) -> tuple[rpb.StepRecord, list[int]] | None:
+        timeout_s = PROVISIONAL_LOOKUP_TIMEOUT_S if request.allow_provisional else LOOKUP_TIMEOUT_S
+        step = request.step if request.HasField("step") else None
+        lookup = rpb.LookupRequest(job=request.job, rank=request.rank, step=step)
+        found = await self._committed(lookup, timeout_s)
+        if found is None:
             return None
-        record = response.record
+        record, kept = found
         if is_in_parts(record):
             return record, kept  # by any number of ranks
         if record.world_size != request.world_size:

@@ -1,13 +1,13 @@
-"""A load under way, with news of it for whoever waits."""
+"""A load or a read under way, with news of it for whoever waits."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Generic, Protocol, TypeVar
 
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
-from .room import Loaded, RestoreRoom
 from .tally import Tally
 
 #: Between two pieces of news.
@@ -17,13 +17,21 @@ NEWS_S = 0.25
 FIRST_LOOK_S = 0.005
 
 
-class Following:
-    """One load. Begins at once; `close` it in any case."""
+class _Closable(Protocol):
+    def close(self) -> None:
+        """Let go of the memory."""
 
-    def __init__(self, room: RestoreRoom, request: tpb.LoadRequest) -> None:
+
+R = TypeVar("R", bound=_Closable)
+
+
+class Following(Generic[R]):
+    """Of `bring`, which follows itself in the tally that it is given. Begins at once; `close` it in any case."""
+
+    def __init__(self, bring: Callable[[Tally], Coroutine[Any, Any, R | None]], *, follow: bool) -> None:
         self._tally = Tally()
-        self._follow = request.follow
-        self._bringing = asyncio.create_task(room.bring(request, self._tally), name="load")
+        self._follow = follow
+        self._bringing = asyncio.create_task(bring(self._tally), name="load")
 
     async def news(self) -> AsyncIterator[tpb.LoadProgress | tpb.LoadSegment]:
         """Until the step is here or has failed: where it will be, and how far it is; nothing unless asked for."""
@@ -43,8 +51,8 @@ class Following:
             elif self._tally.total_bytes:
                 yield self._tally.look()
 
-    def loaded(self) -> Loaded | None:
-        """After the news: the step, None if there is none; raises what `RestoreRoom.bring` does."""
+    def result(self) -> R | None:
+        """After the news: what was brought, None if there is no step; raises what `bring` does."""
         return self._bringing.result()
 
     async def close(self) -> None:
@@ -57,8 +65,8 @@ class Following:
             except asyncio.CancelledError as error:
                 cancelled = error
         if not self._bringing.cancelled() and self._bringing.exception() is None:
-            loaded = self._bringing.result()
-            if loaded is not None:
-                loaded.close()
+            brought = self._bringing.result()
+            if brought is not None:
+                brought.close()
         if cancelled is not None:
             raise cancelled

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
 from ..chunks import ChunkTable
 from ..errors import CorruptError
-from .sharing import Sharing
+from .sharing import Part, Sharing
 
 #: Asked for at once by all loads of a node: a quarter second of a link of 4 Gbit/s, and more than that of none.
 IN_FLIGHT_BYTES = 128 << 20
@@ -50,6 +50,7 @@ class Gathering:
 
     Args:
         shards: size in bytes of each shard that may have to be fetched, by its number.
+        parts: of which of them only some chunks are wanted.
         on_bytes: told how many good bytes came from which node; called by the threads that read them, one at a time.
     """
 
@@ -59,8 +60,9 @@ class Gathering:
         turns: FairTurns,
         on_bytes: Callable[[str, int], None],
         clock: Callable[[], float] = time.monotonic,
+        parts: Mapping[int, Part] | None = None,
     ) -> None:
-        self._sharing = Sharing(shards)
+        self._sharing = Sharing(shards, parts)
         self._turns = turns
         self._on_bytes = on_bytes
         self._clock = clock
@@ -73,7 +75,7 @@ class Gathering:
         return Source(self, shard, node_id)
 
     def manifest(self, shard: int) -> pb.ShardManifest | None:
-        """What its holders say of a shard, once all of its chunks are here."""
+        """What its holders say of a shard, once all of its chunks that are wanted are here."""
         with self._changed:
             return self._manifests[shard] if self._sharing.finished(shard) else None
 

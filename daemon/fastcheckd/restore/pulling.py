@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from ..store.ram_store import RamStore
 from ..transfer.peer_client import PeerClient
 from .gathering import Gathering
 from .plan import ShardPlan, other_sources
+from .sharing import Part
 from .tally import Tally
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,18 @@ class Shard:
     key: pb.ShardKey
     plan: ShardPlan
     into: memoryview
+    #: None: all of it.
+    part: Part | None = None
 
     @property
     def digest(self) -> bytes:
         """As committed."""
         return self.plan.record.digest
+
+    @property
+    def wanted_bytes(self) -> int:
+        """How much of it is to be brought."""
+        return self.plan.record.bytes if self.part is None else self.part.bytes
 
 
 class Puller:
@@ -83,7 +91,7 @@ class Puller:
         """
         manifest = await self._copy_local(shard)
         if manifest is not None:
-            tally.local_bytes += shard.plan.record.bytes
+            tally.local_bytes += shard.wanted_bytes
             return manifest
         hunt = _Hunt()
         plan = shard.plan
@@ -91,7 +99,9 @@ class Puller:
         for sources in (known[: plan.at_once], known[plan.at_once :]):
             if (manifest := await self._read(shard, sources, gathering, tally, hunt)) is not None:
                 return manifest
-        others = await self._who_else_has(shard, other_sources(plan, nodes, self._config.node_id))
+        others = await self.who_else_has(
+            shard.key, shard.digest, other_sources(plan, nodes, self._config.node_id)
+        )
         if (manifest := await self._read(shard, others, gathering, tally, hunt)) is not None:
             return manifest
         if once_more := list(hunt.unreached):
@@ -109,8 +119,12 @@ class Puller:
             held = self._store.find(shard.key, kind)
             if held is None or held.manifest.digest != shard.digest:
                 continue
+            part = shard.part
+            if part is not None and held.chunks != part.table:
+                continue
+            chunks = None if part is None else part.chunks
             try:
-                await to_its_end(partial(self._store.copy_to, held, shard.into))
+                await to_its_end(partial(self._store.copy_to, held, shard.into, chunks))
             except (NotHeldError, CorruptError) as error:
                 logger.info("not from this node's own memory: %s", error)
                 continue
@@ -129,6 +143,8 @@ class Puller:
         waiting = deque(sources)
         at_once = min(len(waiting), SOURCES_AT_ONCE)
         streams = max(1, self._config.lane_streams // max(1, at_once))
+        if shard.part is not None:
+            streams = min(streams, len(shard.part.chunks))
         number = shard.key.shard
         reading: set[asyncio.Task[None]] = set()
         try:
@@ -199,8 +215,10 @@ class Puller:
                 hunt.told.append(f"node {name} has sent {bad} bad chunks")
             tally.bad_copies += is_bad
 
-    async def _who_else_has(self, shard: Shard, nodes: list[pb.Holder]) -> list[pb.Holder]:
-        key = shard.key
+    async def who_else_has(
+        self, key: pb.ShardKey, digest: bytes, nodes: Sequence[pb.Holder]
+    ) -> list[pb.Holder]:
+        """Those of some nodes that say that they have a shard with this digest."""
 
         async def has(node: pb.Holder) -> bool:
             try:
@@ -210,12 +228,28 @@ class Puller:
             except FastCheckdError:
                 return False  # it was only a chance; the named holders have been reported already
             return any(
-                r.key.rank == key.rank and r.key.shard == key.shard and r.digest == shard.digest
-                for r in replicas
+                r.key.rank == key.rank and r.key.shard == key.shard and r.digest == digest for r in replicas
             )
 
         answers = await asyncio.gather(*(has(n) for n in nodes))
         return [n for n, yes in zip(nodes, answers, strict=True) if yes]
+
+
+async def together(works: Sequence[Callable[[], Awaitable[R]]], at_once: int) -> list[R]:
+    """The results of all works, so many of them under way at a time; the first failure ends the others."""
+    turns = asyncio.Semaphore(at_once)
+
+    async def in_turn(work: Callable[[], Awaitable[R]]) -> R:
+        async with turns:
+            return await work()
+
+    tasks = [asyncio.ensure_future(in_turn(work)) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await settled(tasks)
 
 
 async def settled(tasks: Collection[asyncio.Future[Any]]) -> None:

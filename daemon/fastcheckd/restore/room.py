@@ -18,24 +18,23 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..config import Config
 from ..counters import Counters
-from ..errors import FastCheckdError, LostError
+from ..errors import LostError
 from ..registry.client import RegistryClient
 from ..store.ram_store import HeldShard, RamStore
 from ..store.segments import Segment, staging_pool
 from ..transfer.peer_client import PeerClient
 from ..view import ViewFollower
+from .bringing import Bringer
 from .finding import Candidate, Finder
-from .gathering import FairTurns, Gathering
 from .own_copies import Checks, OwnCopies
 from .parts import Bytes, Wholes, is_in_parts
-from .plan import ShardPlan, plan_fetch
-from .pulling import Puller, Shard, settled, to_its_end
+from .plan import plan_fetch
+from .pulling import to_its_end
+from .reading import ReadingRoom
 from .tally import Tally
 from .without_quorum import Survey
 
 logger = logging.getLogger(__name__)
-
-LIST_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,9 @@ class RestoreRoom:
         self._counters = counters
         self._on_brought = on_brought
         self.survey = Survey(peers, view)
-        self._puller = Puller(config, store, peers, counters)
-        self._turns = FairTurns()
+        self._bringer = Bringer(config, store, registry, peers, view, counters)
         self._finder = Finder(registry, self.survey)
+        self.reading = ReadingRoom(config, store, self._finder, self._bringer, counters)
         self._own_copies = OwnCopies(store, executor, self._publish)
         self._wholes = Wholes(store)
         #: By job and rank, for as long as somebody holds or awaits one.
@@ -90,8 +89,8 @@ class RestoreRoom:
 
     @property
     def bringing(self) -> bool:
-        """Whether a load is under way whose bytes are not all here. May be asked from any thread."""
-        return self._bringing > 0
+        """Whether a load or a read is under way whose bytes are not all here. May be asked from any thread."""
+        return self._bringing > 0 or self.reading.bringing
 
     async def bring(self, request: tpb.LoadRequest, tally: Tally) -> Loaded | None:
         """Bring the asked-for step into a local segment, which stays put until `Loaded.close`; `tally` follows it.
@@ -157,11 +156,13 @@ class RestoreRoom:
         """Bring a state here whose ranks saved a part each. Any rank of any world size may have it."""
         step, nodes = candidate.record, candidate.nodes
         if nodes is None:
-            nodes = {n.node_id: n for n in (await self._nodes()).nodes}
+            nodes = await self._bringer.nodes()
 
         async def bring(record: rpb.RankRecord, into: Bytes) -> pb.ShardManifest:
             plans = plan_fetch(record, nodes, self._config.node_id)
-            return (await self._gather(request.job, step.step, record.rank, plans, into, nodes, tally))[0]
+            return (
+                await self._bringer.gather(request.job, step.step, record.rank, plans, into, nodes, tally)
+            )[0]
 
         fetched_bytes = 0
         self._bringing += 1
@@ -214,9 +215,9 @@ class RestoreRoom:
         tally.segment = segment
         try:
             if nodes is None:
-                nodes = {n.node_id: n for n in (await self._nodes()).nodes}
+                nodes = await self._bringer.nodes()
             plans = plan_fetch(record, nodes, self._config.node_id)
-            manifests = await self._gather(job, step.step, record.rank, plans, segment, nodes, tally)
+            manifests = await self._bringer.gather(job, step.step, record.rank, plans, segment, nodes, tally)
             # Called off or not: what is published stays, and is told of.
             publish = partial(self._publish, manifests, segment)
             shards = await to_its_end(publish, undo=self._on_brought)
@@ -224,45 +225,6 @@ class RestoreRoom:
             self._store.release(segment)
         self._on_brought(shards)
         return shards
-
-    async def _gather(
-        self,
-        job: str,
-        step: int,
-        rank: int,
-        plans: list[ShardPlan],
-        segment: Bytes,
-        nodes: Mapping[str, rpb.NodeRecord],
-        tally: Tally,
-    ) -> list[pb.ShardManifest]:
-        """Get all shards into their places, from wherever they are."""
-        sizes = {plan.record.shard: plan.record.bytes for plan in plans}
-        gathering = Gathering(sizes, self._turns, tally.came)
-
-        def shard(record: rpb.ShardRecord, plan: ShardPlan) -> Shard:
-            key = pb.ShardKey(job=job, step=step, rank=rank, shard=record.shard)
-            return Shard(key, plan, segment.view[record.offset : record.offset + record.bytes])
-
-        with self._turns.taking_part():
-            pulls = [
-                asyncio.create_task(self._puller.pull(shard(p.record, p), nodes, gathering, tally))
-                for p in plans
-            ]
-            try:
-                return await asyncio.gather(*pulls)
-            finally:
-                # One that failed, or a caller that is gone, ends all: the segment is given back after this.
-                for task in pulls:
-                    task.cancel()
-                await settled(pulls)
-
-    async def _nodes(self) -> rpb.ClusterView:
-        """The membership: the leader's if it answers, else the newest seen."""
-        try:
-            return await self._registry.view(timeout_s=LIST_TIMEOUT_S)
-        except FastCheckdError as error:
-            logger.info("using the last view seen: %s", error)
-            return self._view.members()
 
     def _publish(self, manifests: list[pb.ShardManifest], segment: Segment) -> list[HeldShard]:
         """Keep what was brought here as this node's own copy: it serves others and the next load."""

@@ -16,7 +16,7 @@ Nothing here knows of sockets, threads or digests.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..chunks import ChunkTable
@@ -47,6 +47,20 @@ _NEWEST = 0.3
 
 
 @dataclass(frozen=True)
+class Part:
+    """Only these chunks of a shard are wanted, as it is cut here."""
+
+    table: ChunkTable
+    #: Rising.
+    chunks: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """All of them together."""
+        return sum(stop - start for start, stop in map(self.table.range, self.chunks))
+
+
+@dataclass(frozen=True)
 class Turn:
     """What a reader is to do now."""
 
@@ -61,7 +75,11 @@ class Turn:
 @dataclass
 class _Shard:
     size_bytes: int
+    #: None: all of it is wanted, however it is cut.
+    part: Part | None = None
     table: ChunkTable | None = None
+    #: How many chunks are wanted.
+    count: int = 0
     #: Chunks that nobody was asked for, as a heap.
     waiting: list[int] = field(default_factory=list)
     waiting_bytes: int = 0
@@ -90,10 +108,11 @@ class Sharing:
 
     Args:
         shards: size in bytes of each shard that is to be brought, by any key.
+        parts: of which of them not all is wanted.
     """
 
-    def __init__(self, shards: dict[int, int]) -> None:
-        self._shards = {key: _Shard(size) for key, size in shards.items()}
+    def __init__(self, shards: dict[int, int], parts: Mapping[int, Part] | None = None) -> None:
+        self._shards = {key: _Shard(size, (parts or {}).get(key)) for key, size in shards.items()}
         self._readers: dict[int, _Reader] = {}
         self._next_reader = 0
         #: (source, shard) → chunk → how often it came bad from there.
@@ -111,10 +130,14 @@ class Sharing:
         # The first to say it may have been wrong: it is believed no longer than it is of use.
         if found.done or self.is_read(shard):
             return False
+        part = found.part or Part(table, tuple(range(len(table))))
+        if part.table != table:
+            return False
         found.table = table
-        found.waiting = list(range(len(table)))
-        found.waiting_bytes = table.shard_bytes
-        found.finished = not len(table)
+        found.waiting = list(part.chunks)
+        found.waiting_bytes = part.bytes
+        found.count = len(part.chunks)
+        found.finished = not part.chunks
         return True
 
     def is_read(self, shard: int) -> bool:
@@ -182,8 +205,7 @@ class Sharing:
             return 0
         assert chunk not in shard.done, "no chunk is got twice"
         shard.done.add(chunk)
-        assert shard.table is not None
-        shard.finished = len(shard.done) == len(shard.table)
+        shard.finished = len(shard.done) == shard.count
         return self._size(shard, chunk)
 
     def came_bad(self, number: int, chunk: int, now: float) -> bool:

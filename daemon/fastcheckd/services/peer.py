@@ -103,10 +103,8 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
         if request.streams > STREAMS_MAX:
             raise InvalidRequestError(f"streams {request.streams} is more than {STREAMS_MAX}")
         held = self._wanted(request)
-        if not held.is_full:
+        if not held.is_full and request.streams:
             held = await asyncio.to_thread(self._store.full, held)
-        if request.streams == 0 and held.manifest.bytes:
-            raise InvalidRequestError("streams is 0 for a shard that has bytes")
         grant = GetGrant(
             manifest=held.manifest,
             streams=request.streams,

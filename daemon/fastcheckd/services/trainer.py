@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -121,7 +122,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
         """Bring a step here and keep it while the stream is open."""
         try:
             _check_rank(request.job, request.rank, request.world_size)
-            following = Following(self._restore, request)
+            following = Following(partial(self._restore.bring, request), follow=request.follow)
             try:
                 async for news in following.news():
                     yield (
@@ -129,7 +130,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
                         if isinstance(news, tpb.LoadSegment)
                         else tpb.LoadResponse(progress=news)
                     )
-                loaded = following.loaded()
+                loaded = following.result()
                 if loaded is None:
                     yield tpb.LoadResponse(nothing=tpb.LoadNothing())
                     return
@@ -179,12 +180,12 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
         try:
             load = request.load
             _check_rank(load.job, load.rank, load.world_size)
-            following = Following(self._restore, load)
+            following = Following(partial(self._restore.bring, load), follow=load.follow)
             try:
                 async for news in following.news():
                     if isinstance(news, tpb.LoadProgress):
                         yield tpb.PullResponse(progress=news)
-                loaded = following.loaded()
+                loaded = following.result()
                 if loaded is None:
                     yield tpb.PullResponse(nothing=tpb.LoadNothing())
                     return
@@ -194,6 +195,31 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
                 for low in range(0, ready.state_bytes, STREAM_PIECE_BYTES):
                     high = min(low + STREAM_PIECE_BYTES, ready.state_bytes)
                     yield tpb.PullResponse(data=bytes(loaded.segment.view[low:high]))
+            finally:
+                await following.close()
+        except FastCheckdError as error:
+            await abort(context, error)
+
+    async def Read(self, request: tpb.ReadRequest, context: Context) -> AsyncIterator[tpb.ReadResponse]:
+        """Bring parts of a step's states here and keep them while the stream is open, or send them."""
+        try:
+            _check_job(request.job)
+            if request.step > STEP_MAX:
+                raise InvalidRequestError(f"step {request.step} is not from 0 to {STEP_MAX}")
+            following = Following(partial(self._restore.reading.read, request), follow=True)
+            try:
+                async for news in following.news():
+                    if isinstance(news, tpb.LoadProgress):
+                        yield tpb.ReadResponse(progress=news)
+                read = following.result()
+                if read is None:
+                    yield tpb.ReadResponse(nothing=tpb.LoadNothing())
+                    return
+                yield tpb.ReadResponse(ready=read.ready)
+                if not request.by_stream:
+                    await asyncio.Event().wait()  # until the trainer cancels or dies
+                for piece in read.pieces():
+                    yield tpb.ReadResponse(data=piece)
             finally:
                 await following.close()
         except FastCheckdError as error:

@@ -112,7 +112,7 @@ class Chains:
             segment = books.pools.allocate(wanted.manifest.bytes, pool_of(wanted.manifest))
             try:
                 view = segment.view
-                self._decode_all(path, lambda index: _within(view, wanted, index))
+                self._decode(path, lambda index: _within(view, wanted, index))
                 made = HeldShard(wanted.manifest, segment, 0, books.now_ms())
                 with books.staged(made) as staged, books.changed:
                     books.check_open()
@@ -137,11 +137,11 @@ class Chains:
                 books.pools.give_back(segment)
         return made
 
-    def copy_to(self, shard: HeldShard, into: memoryview) -> None:
+    def copy_to(self, shard: HeldShard, into: memoryview, chunks: Sequence[int] | None = None) -> None:
         """See `RamStore.copy_to`."""
         assert len(into) == shard.manifest.bytes
         with self._books.pinned(shard) as path:
-            self._decode_all(path, lambda index: _within(into, path[0], index))
+            self._decode(path, lambda index: _within(into, path[0], index), chunks)
 
     def is_good(self, path: Sequence[HeldShard]) -> bool:
         """Decode a pinned older step into scratch memory, chunk by chunk; what is bad is dropped."""
@@ -156,7 +156,7 @@ class Chains:
             return out
 
         try:
-            self._decode_all(path, into)
+            self._decode(path, into)
         except CorruptError:
             return False
         return True
@@ -296,17 +296,23 @@ class Chains:
         books.let_go([way])
         return True
 
-    def _decode_all(self, path: Sequence[HeldShard], into: Callable[[int], memoryview]) -> None:
-        """Decode every chunk of a pinned path's oldest step; raises CorruptError when it had to drop one."""
-        chunks = path[0].chunks
+    def _decode(
+        self,
+        path: Sequence[HeldShard],
+        into: Callable[[int], memoryview],
+        chunks: Sequence[int] | None = None,
+    ) -> None:
+        """Decode chunks, or all, of a pinned path's oldest step; raises CorruptError when it had to drop one."""
+        table = path[0].chunks
+        wanted = range(len(table)) if chunks is None else chunks
         # Levels between the newest and the wanted one need room; else there is only where it goes.
-        scratch_bytes = chunks.longest if len(path) > 2 else 0
+        scratch_bytes = table.longest if len(path) > 2 else 0
         tools: list[_Scratch] = [
             (memoryview(bytearray(scratch_bytes)), memoryview(bytearray(scratch_bytes)))
-            for _ in range(min(WORKERS_MAX, max(1, len(chunks))))
+            for _ in range(min(WORKERS_MAX, max(1, len(wanted))))
         ]
         try:
-            spread(range(len(chunks)), tools, lambda index, tool: read_chunk(path, index, into(index), tool))
+            spread(wanted, tools, lambda index, tool: read_chunk(path, index, into(index), tool))
         except _BadLinkError as error:
             self._books.condemn(error.link, f"chunk {error.index}")
             raise CorruptError(

@@ -13,6 +13,7 @@ import fcntl
 import os
 import shutil
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import CorruptError, StoreError
@@ -104,6 +105,20 @@ def create_allocated(path: Path, size_bytes: int) -> None:
     try:
         allocate_large(fd, size_bytes)
         os.posix_fallocate(fd, 0, size_bytes)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+
+
+def create_sparse(path: Path, length_bytes: int, filled: Iterable[range]) -> None:
+    """Make a file of which only some stretches have memory behind them; nothing stays behind when it fails."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, 0o600)
+    try:
+        os.ftruncate(fd, length_bytes)
+        for stretch in filled:
+            os.posix_fallocate(fd, stretch.start, len(stretch))
     except BaseException:
         path.unlink(missing_ok=True)
         raise

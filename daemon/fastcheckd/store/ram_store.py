@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from fastcheck_proto.v1 import common_pb2 as pb
@@ -30,6 +30,7 @@ from .manifests import check_manifest, replica_id
 from .patches import Patch, begin_patch
 from .segment_pools import SegmentPools, Usage
 from .segments import Segment, is_staging, pool_of
+from .sparse import SparseSegment
 from .thinning import Thinning
 
 logger = logging.getLogger(__name__)
@@ -162,6 +163,14 @@ class RamStore:
             StoreFullError: the file system is full; nothing that was held is lost.
         """
         return self._pools.allocate(size_bytes, pool, wait_s=wait_s)
+
+    def allocate_sparse(self, length_bytes: int, filled: Sequence[range]) -> SparseSegment:
+        """A file of that length of which only some stretches take memory and may be written; `discard` it.
+
+        Raises:
+            OverBudgetError, StoreFullError: as `allocate`, for those stretches.
+        """
+        return SparseSegment.make(self.directory / "segments", self._pools, length_bytes, filled)
 
     def release(self, segment: Segment) -> None:
         """The caller of `allocate` is done with the segment; the shards published in it keep it."""
@@ -304,16 +313,16 @@ class RamStore:
         """
         return self._chains.full(shard)
 
-    def copy_to(self, shard: HeldShard, into: memoryview) -> None:
+    def copy_to(self, shard: HeldShard, into: memoryview, chunks: Sequence[int] | None = None) -> None:
         """Copy a shard's bytes, each chunk checked, to where a caller wants them; takes no memory of the store.
 
-        A patch of the bytes that it is had from is ended first.
+        With `chunks` only those, into their places. A patch of the bytes that it is had from is ended first.
 
         Raises:
             NotHeldError: it is not held any more, or the patch did not end in time.
             CorruptError: as `full`; the content of `into` is undefined.
         """
-        self._chains.copy_to(shard, into)
+        self._chains.copy_to(shard, into, chunks)
 
     @contextlib.contextmanager
     def reading(self, shard: HeldShard) -> Iterator[HeldShard]:

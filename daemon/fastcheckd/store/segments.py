@@ -154,6 +154,11 @@ class Segment(PooledFile):
         return segment
 
     @property
+    def length_bytes(self) -> int:
+        """Of the file."""
+        return self.size_bytes
+
+    @property
     def view(self) -> memoryview:
         """The whole file, writable. Mapped at the first call; the mapping outlives the file's name.
 
@@ -166,7 +171,7 @@ class Segment(PooledFile):
             if self._view is None:
                 fd = directory.open_regular(self.path, write=True)
                 try:
-                    mapping = _Mapping(fd, self.size_bytes)
+                    mapping = _Mapping(fd, self.length_bytes)
                     mapping.segment, mapping.address = self.name, _address(mapping)
                     self._view = memoryview(mapping)
                 except (OSError, ValueError) as error:

@@ -226,6 +226,21 @@ class PeerClient(PeerCalls):
             raise CorruptError(f"{whom} has a bad copy of shard {_shown(key)}: {error}") from None
         return manifest
 
+    async def get_manifest(
+        self, holder: pb.Holder, key: pb.ShardKey, digest: bytes, shard_bytes: int
+    ) -> tuple[pb.ShardManifest, ChunkTable]:
+        """What `holder` says of the shard with that key and digest, proved by the digest, and how it is cut.
+
+        Raises:
+            NotHeldError: the holder does not have this shard with this digest.
+            CorruptError: its digests are not the committed ones.
+            PeerError: it cannot be reached, or refused.
+        """
+        whom = _name(holder)
+        request = peer_pb2.BeginGetRequest(cluster_id=self._config.cluster_id, key=key, digest=digest)
+        begun = await self._ask(self._stub(holder.data_address).BeginGet, request, whom, self._timeout_s)
+        return begun.manifest, _check_manifest(begun.manifest, key, digest, shard_bytes, whom)
+
     async def read_shard(
         self,
         holder: pb.Holder,

@@ -201,6 +201,7 @@ class BeginGetRequest(google.protobuf.message.Message):
     digest: builtins.bytes
     """Digest of the shard that is wanted: another one under the same key is not it."""
     streams: builtins.int
+    """0: only the manifest is wanted."""
     background: builtins.bool
     """A copy is made anew; nobody waits for the bytes, so the holder's own work goes before them."""
     accept_encoded: builtins.bool

@@ -92,7 +92,7 @@ def make_room(store: FakeStore, monkeypatch, candidates, gather, told=None) -> R
         return candidates
 
     monkeypatch.setattr(room._finder, "find", find)
-    monkeypatch.setattr(room, "_gather", gather)
+    monkeypatch.setattr(room._bringer, "gather", gather)
     return room
 
 

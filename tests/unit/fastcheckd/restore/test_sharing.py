@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcheckd.chunks import ChunkTable
-from fastcheckd.restore.sharing import BAD_CHUNKS_MAX, TRIES_MAX, YIELD_S_MAX, Sharing
+from fastcheckd.restore.sharing import BAD_CHUNKS_MAX, TRIES_MAX, YIELD_S_MAX, Part, Sharing
 
 MIB = 1 << 20
 PLENTY = 1 << 40
@@ -239,3 +239,25 @@ def test_every_chunk_is_got_exactly_once_whatever_fails(data, seed):
     for reading in readings:
         assert all(chunk < len(sizes[reading.shard]) for chunk in reading.received)
         assert all(reading.received.count(chunk) <= TRIES_MAX for chunk in reading.bad)
+
+
+def test_of_a_part_only_its_chunks_are_asked_for():
+    table = ChunkTable.uniform(6 * MIB, MIB)
+    part = Part(table, (1, 2, 5))
+    sharing = Sharing({0: 6 * MIB, 1: 2 * MIB}, {0: part})
+    assert part.bytes == 3 * MIB
+    # Its numbers mean nothing for a shard that is cut in another way, whoever says so first.
+    assert not sharing.describe(0, ChunkTable.uniform(6 * MIB, 2 * MIB))
+    assert sharing.describe(0, table)
+    assert sharing.describe(1, ChunkTable.uniform(2 * MIB, MIB))
+    got = {}
+    for shard in (0, 1):
+        reader = sharing.join(shard, "a", 0.0)
+        while not (turn := sharing.turn(reader, 1.0, PLENTY)).over:
+            for chunk in turn.ask:
+                assert sharing.wanted(reader, chunk)
+                assert sharing.got(reader, chunk, 1.0) == MIB
+                got.setdefault(shard, []).append(chunk)
+            assert turn.ask
+        assert sharing.finished(shard)
+    assert got == {0: [1, 2, 5], 1: [0, 1]}
