@@ -41,7 +41,7 @@ def loads(*ranks, ranks_s=20.0, load_s=20.0):
                         raise trouble
                     meeting.fill()
                 return step
-        except Exception as error:
+        except (FastCheckError, ValueError, KeyError) as error:
             return error
 
     with ThreadPoolExecutor(len(ranks)) as threads:
@@ -101,20 +101,28 @@ def test_a_rank_that_does_not_come_is_named_within_the_time():
         assert "rank 1 did not take part" in str(error)
 
 
-def test_whoever_comes_late_hears_the_same():
+def test_what_ranks_before_a_restart_said_is_not_believed():
+    """torchrun may keep its store; here the first one is late, so the old call and answer are what the other finds."""
     store = dist.HashStore()
-    early = Meeting(store, "late", 0, 2, ranks_s=0.1, load_s=1)
-    late = Meeting(store, "late", 1, 2, ranks_s=0.1, load_s=1)
-    for meeting in (early, late):
-        with pytest.raises(LoadFailedError, match="rank 1 did not take part"), meeting:
-            meeting.step(lambda: ([7], False))
+
+    def load(rank, step, wait_s=0.0):
+        time.sleep(wait_s)
+        with Meeting(store, "again", rank, 2, ranks_s=20, load_s=20) as meeting:
+            found = meeting.step(lambda: ([step], False))
+            meeting.fill()
+            return found
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(load, (0, 1), (3, 3))) == [3, 3]
+        assert list(threads.map(load, (0, 1), (5, 5), (0.3, 0.0))) == [5, 5]
+        assert list(threads.map(load, (0, 1), (6, 6), (0.0, 0.3))) == [6, 6]
 
 
 def test_without_rank_0_nobody_decides(monkeypatch):
     monkeypatch.setattr("fastcheck.agreeing._ANSWER_S", 0.1)
     nobody, error = loads(None, can(7), ranks_s=0.2)
     assert nobody is None
-    assert "rank 0 did not take part" in str(error)
+    assert "rank 0 did not hear this rank" in str(error)
 
 
 def test_whatever_ends_a_rank_is_told():
