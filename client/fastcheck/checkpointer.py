@@ -46,6 +46,7 @@ class Checkpointer:
         max_in_flight: Steps that may be under way before `save` waits; 0: the daemon's default.
         copy_threads: Threads that copy large states; by default up to four.
         timeout_s: Longest that `save` waits for room, and that `load` and `steps` wait for the registry.
+        ranks_timeout_s: Longest that `load` waits for other ranks to call it as well.
         momentum: "exact", or what the optimizer's moments may be kept as: "index8" or "index4", codes of 8 or 4
             bits with one scale per block.
         weights: "exact", or "bounded(x)" with 0 < x <= 1: the largest error of a parameter, in standard
@@ -76,6 +77,7 @@ class Checkpointer:
         max_in_flight: int = 0,
         copy_threads: int | None = None,
         timeout_s: float = 60.0,
+        ranks_timeout_s: float = 300.0,
         momentum: str = "exact",
         weights: str = "exact",
         replicated: bool = False,
@@ -88,8 +90,9 @@ class Checkpointer:
         threads = (
             default_copy_threads() if copy_threads is None else _at_least("copy_threads", copy_threads, 1)
         )
-        if not timeout_s > 0:
-            raise InvalidArgumentError(f"timeout_s = {timeout_s!r} must be above 0")
+        for what, seconds in (("timeout_s", timeout_s), ("ranks_timeout_s", ranks_timeout_s)):
+            if not seconds > 0:
+                raise InvalidArgumentError(f"{what} = {seconds!r} must be above 0")
         self._layouts = Layouts(parse_precision(momentum, weights))
         self._shared = SharedSaves(self.rank, self.world_size, per_rank, compare) if replicated else None
         self._daemon = Daemon(Connection(where))
@@ -100,7 +103,7 @@ class Checkpointer:
         self._closing = threading.Event()
         seat = Seat(self._identity, self._daemon, timeout_s, self._closing)
         self._saves = Saves(seat, self._transport, self._shared, in_flight)
-        self._loads = Loads(seat, self._transport)
+        self._loads = Loads(seat, self._transport, ranks_timeout_s)
 
     @property
     def job(self) -> str:
@@ -131,9 +134,9 @@ class Checkpointer:
     def load_stats(self) -> Mapping[str, Any]:
         """How the last `load` that brought a step went; empty before.
 
-        `step`; `bytes` of the state, of which `local_bytes` were in this node's memory and `fetched_bytes` came from
-        `holders` other nodes; `bad_copies` that were bad or gone on the way; and the seconds `restore_s` (until the
-        daemon had all of it, checked) and `total_s` (until the state was filled).
+        `step`, and `saved_by` how many ranks; `bytes` of the state, of which `local_bytes` were in this node's memory
+        and `fetched_bytes` came from `holders` other nodes; `bad_copies` that were bad or gone on the way; and the
+        seconds `restore_s` (until the daemon had all of it, checked) and `total_s` (until the state was filled).
         """
         return MappingProxyType(dict(self._loads.stats))
 
@@ -221,12 +224,21 @@ class Checkpointer:
         *,
         allow_lossy: bool | None = None,
         allow_provisional: bool = False,
+        together: bool = True,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> int | None:
         """Fill `state` in place with a committed step and return its number; None when there is none.
 
         Without `step`, the newest one. All ranks get the same. Everything is checked before anything in
-        `state` is touched. A step that was saved with a lossy coding is only loaded with `allow_lossy`; by
+        `state` is touched. Where torch.distributed joins the ranks of the job, all of them have to call this: they
+        agree on the step, and fill their states only when each of them has all of it and has checked it; else every
+        one raises. With `together=False` a rank loads for itself alone.
+
+        DTensors may be cut otherwise than when the step was saved: by another number of ranks, over another mesh,
+        with other placements; what is no DTensor is then this rank's own, or rank 0's if it had no part in the
+        step (`loaded_own`). See docs/resharding.md.
+
+        A step that was saved with a lossy coding is only loaded with `allow_lossy`; by
         default if this Checkpointer is lossy itself.
 
         With `allow_provisional`, a registry that does not answer is done without: the newest step that the nodes hold
@@ -243,7 +255,7 @@ class Checkpointer:
             StateMismatchError: state and checkpoint do not fit; names every difference.
             UnsupportedStateError: `state` holds something that cannot be filled.
             StepNotFoundError: the asked-for step is not kept.
-            WorldSizeError: it was saved with another number of ranks.
+            WorldSizeError: it was saved with another number of ranks, and has no DTensors.
             InvalidArgumentError: `step` is needed; the message names the complete ones.
             DaemonUnavailableError, RegistryUnavailableError, LoadFailedError, ...: it cannot be had now.
             ClosedError: after close().
@@ -257,7 +269,12 @@ class Checkpointer:
         self._layouts.watch(state)
         with self._lock:
             return self._loads.load(
-                state, wanted, lossy=lossy, provisional=allow_provisional, progress=progress
+                state,
+                wanted,
+                lossy=lossy,
+                provisional=allow_provisional,
+                together=together,
+                progress=progress,
             )
 
     def steps(self) -> list[int]:

@@ -9,14 +9,22 @@ from typing import Any
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
-from .agreeing import agree_on_step
+from .agreeing import Meeting, alone, meet
 from .copying import contiguous_bytes
 from .daemon import CONNECT_S
-from .errors import LoadFailedError, RegistryUnavailableError, SaveFailedError
+from .errors import (
+    LoadFailedError,
+    LossyCheckpointError,
+    RegistryUnavailableError,
+    SaveFailedError,
+    WorldSizeError,
+)
 from .progress import CallbackFailedError, LoadProgress, Reporter
+from .reading import StepReader
 from .replicated.whole import parse_shared
+from .resharding import load_resharded
 from .seat import Seat
-from .state.fill import fill
+from .state.fill import RelaidError, fill
 from .transport import Loaded, Patience, Transport
 
 logger = logging.getLogger("fastcheck")
@@ -28,9 +36,11 @@ _LOAD_S = 3600.0
 class Loads:
     """All loads of a Checkpointer, under its lock, and how the last one went."""
 
-    def __init__(self, seat: Seat, transport: Transport) -> None:
+    def __init__(self, seat: Seat, transport: Transport, ranks_s: float) -> None:
+        """`ranks_s`: longest that other ranks are waited for."""
         self._seat = seat
         self._transport = transport
+        self._ranks_s = ranks_s
         #: See the properties of Checkpointer with the same names.
         self.loaded_provisional = False
         self.loaded_own = True
@@ -43,6 +53,7 @@ class Loads:
         *,
         lossy: bool,
         provisional: bool,
+        together: bool,
         progress: Callable[[LoadProgress], None] | None,
     ) -> int | None:
         """Fill `state` with a step and return its number; `lossy` and `provisional`: whether such a one will do.
@@ -52,13 +63,37 @@ class Loads:
         seat = self._seat
         self.loaded_provisional = False
         self.loaded_own = True
-        if provisional and step is None and seat.world_size > 1:
-            step = agree_on_step(self._loadable, seat.rank, seat.world_size)
-            if step is None:
-                return None
-        else:
-            self._prepare(provisional)
-        request = pb.LoadRequest(
+        meeting = None
+        if together:
+            meeting = meet(seat.job, seat.rank, seat.world_size, ranks_s=self._ranks_s, load_s=_LOAD_S)
+        if meeting is None:
+            if provisional and step is None and seat.world_size > 1:
+                step = alone(self._loadable(step, provisional), seat.world_size)
+                if step is None:
+                    return None
+            else:
+                self._prepare(provisional)
+            return self._load(state, self._request(step, provisional), lossy, Reporter(progress), _nothing)
+        with meeting:
+            return self._load_together(meeting, state, step, lossy, provisional, progress)
+
+    def _load_together(
+        self,
+        meeting: Meeting,
+        state: object,
+        step: int | None,
+        lossy: bool,
+        provisional: bool,
+        progress: Callable[[LoadProgress], None] | None,
+    ) -> int | None:
+        agreed = meeting.step(lambda: self._loadable(step, provisional))
+        if agreed is None:
+            return None
+        return self._load(state, self._request(agreed, provisional), lossy, Reporter(progress), meeting.fill)
+
+    def _request(self, step: int | None, provisional: bool) -> pb.LoadRequest:
+        seat = self._seat
+        return pb.LoadRequest(
             job=seat.job,
             rank=seat.rank,
             world_size=seat.world_size,
@@ -66,23 +101,35 @@ class Loads:
             allow_provisional=provisional,
             follow=True,
         )
-        return self._load(state, request, lossy, Reporter(progress))
 
     def steps(self) -> list[int]:
         """Committed steps that can be loaded, oldest first."""
         self._seat.find_daemon()
         return list(self._list_steps(pb.ListStepsRequest(job=self._seat.job)).steps)
 
-    def _load(self, state: object, request: pb.LoadRequest, lossy: bool, reporter: Reporter) -> int | None:
+    def _load(
+        self,
+        state: object,
+        request: pb.LoadRequest,
+        lossy: bool,
+        reporter: Reporter,
+        agree: Callable[[], None],
+    ) -> int | None:
         patience = Patience(CONNECT_S, _LOAD_S)
         started = time.monotonic()
+        step = request.step if request.HasField("step") else None
         try:
-            with self._transport.load(request, patience, allow_lossy=lossy, reporter=reporter) as loaded:
-                if loaded is None:
-                    return None
-                number = _fill(state, loaded)
-                self._note_loaded(loaded.ready, time.monotonic() - started)
-                return number
+            try:
+                with self._transport.load(request, patience, allow_lossy=lossy, reporter=reporter) as loaded:
+                    if loaded is None:
+                        return None
+                    step = loaded.ready.step
+                    _fill(state, loaded, agree)
+                    self._note_loaded(loaded.ready, time.monotonic() - started)
+                    return step
+            except (WorldSizeError, RelaidError) as error:
+                logger.info("loading by parts, since the step was saved otherwise: %s", error)
+            return self._reshard(state, step, lossy, agree)
         except SaveFailedError as error:
             # Codes about peers are the same in both directions.
             raise LoadFailedError(str(error)) from None
@@ -91,6 +138,30 @@ class Loads:
             raise error.__cause__ from None
         finally:
             reporter.close()
+
+    def _reshard(self, state: object, step: int | None, lossy: bool, agree: Callable[[], None]) -> int:
+        started = time.monotonic()
+        seat = self._seat
+        with StepReader(seat.daemon, seat.job, step, timeout_s=_LOAD_S) as reader:
+            if reader.lossy and not lossy:
+                raise LossyCheckpointError(
+                    f"step {reader.step} was saved with a lossy coding (momentum= or weights= of its Checkpointer): "
+                    "pass allow_lossy=True to load it, or load another step (see steps()); nothing was changed"
+                )
+            own = load_resharded(state, reader, seat.rank, seat.world_size, agree)
+            self._note_own(reader.step, own)
+            self.stats = {
+                "step": reader.step,
+                "bytes": reader.ranks[own].state_bytes,
+                "local_bytes": reader.stats["local_bytes"],
+                "fetched_bytes": reader.stats["fetched_bytes"],
+                "holders": reader.stats["holders"],
+                "bad_copies": reader.stats["bad_copies"],
+                "restore_s": reader.stats["read_s"],
+                "total_s": time.monotonic() - started,
+                "saved_by": reader.world_size,
+            }
+            return reader.step
 
     def _prepare(self, allow_provisional: bool) -> None:
         """Find the daemon and take the rank's place; without a registry nobody can, and nobody else did."""
@@ -104,12 +175,19 @@ class Loads:
                     "not: load(state, allow_provisional=True)"
                 ) from None
 
-    def _loadable(self) -> tuple[list[int], bool]:
-        """Steps that this rank could load now, and whether they were found without the registry."""
-        self._prepare(allow_provisional=True)
+    def _loadable(self, step: int | None, provisional: bool) -> tuple[list[int], bool]:
+        """Steps that this rank could load now, and whether they were found without the registry.
+
+        Of a step that the caller named it is not asked: the load will tell.
+        """
+        self._prepare(provisional)
+        if step is not None:
+            return [step], False
         seat = self._seat
         found = self._list_steps(
-            pb.ListStepsRequest(job=seat.job, allow_provisional=True, world_size=seat.world_size)
+            pb.ListStepsRequest(
+                job=seat.job, allow_provisional=provisional, world_size=seat.world_size if provisional else 0
+            )
         )
         return list(found.steps), found.provisional
 
@@ -118,16 +196,7 @@ class Loads:
         return seat.daemon.list_steps(request, connect_s=CONNECT_S, timeout_s=seat.timeout_s)
 
     def _note_loaded(self, ready: pb.LoadReady, total_s: float) -> None:
-        self.loaded_own = not ready.parts or ready.header_rank == self._seat.rank
-        if not self.loaded_own:
-            logger.warning(
-                "rank %d had no part in step %d of job %s: what is per rank in it is that of rank %d; give this rank "
-                "its own seed and its own place in the data",
-                self._seat.rank,
-                ready.step,
-                self._seat.job,
-                ready.header_rank,
-            )
+        self._note_own(ready.step, ready.header_rank if ready.parts else self._seat.rank)
         self.loaded_provisional = ready.provisional
         self.stats = {
             "step": ready.step,
@@ -138,6 +207,7 @@ class Loads:
             "bad_copies": ready.bad_copies,
             "restore_s": ready.restore_s,
             "total_s": total_s,
+            "saved_by": len(ready.parts) or self._seat.world_size,
         }
         if ready.provisional:
             logger.warning(
@@ -147,11 +217,26 @@ class Loads:
                 self._seat.job,
             )
 
+    def _note_own(self, step: int, rank: int) -> None:
+        self.loaded_own = rank == self._seat.rank
+        if not self.loaded_own:
+            logger.warning(
+                "rank %d had no part in step %d of job %s: what is per rank in it is that of rank %d; give this rank "
+                "its own seed and its own place in the data",
+                self._seat.rank,
+                step,
+                self._seat.job,
+                rank,
+            )
 
-def _fill(state: object, loaded: Loaded) -> int:
+
+def _nothing() -> None:
+    """Nobody else has to agree."""
+
+
+def _fill(state: object, loaded: Loaded, agree: Callable[[], None]) -> None:
     ready = loaded.ready
     header = loaded.state[ready.header_offset : ready.header_offset + ready.header_bytes]
     data = b"".join(contiguous_bytes(header, max(1, ready.header_bytes)))
     parsed = parse_shared(data, ready) if ready.parts else loaded.parse(data, ready.state_bytes)
-    fill(state, parsed, loaded.state, loaded.pour)
-    return ready.step
+    fill(state, parsed, loaded.state, loaded.pour, agree)

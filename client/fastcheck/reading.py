@@ -86,8 +86,16 @@ class StepReader:
         #: Whether some rank's trainer allowed a lossy coding.
         self.lossy = False
         self.ranks: Mapping[int, ReadRank] = {}
-        #: Of all reads so far. Bytes are those of chunks, from this node's memory and from others.
-        self.stats = {"reads": 0, "local_bytes": 0, "fetched_bytes": 0, "bad_copies": 0, "read_s": 0.0}
+        #: Of all reads so far. Bytes are those of chunks, from this node's memory and from others; `holders` the most
+        #: nodes that one read was answered by.
+        self.stats = {
+            "reads": 0,
+            "local_bytes": 0,
+            "fetched_bytes": 0,
+            "holders": 0,
+            "bad_copies": 0,
+            "read_s": 0.0,
+        }
 
     def __enter__(self) -> StepReader:
         request = pb.ReadRequest(job=self.job, step=self._wanted_step, by_stream=not self._daemon.local)
@@ -187,6 +195,7 @@ class StepReader:
         self.stats["reads"] += 1
         self.stats["local_bytes"] += ready.local_bytes
         self.stats["fetched_bytes"] += ready.fetched_bytes
+        self.stats["holders"] = max(self.stats["holders"], ready.holders)
         self.stats["bad_copies"] += ready.bad_copies
         self.stats["read_s"] += ready.read_s
 

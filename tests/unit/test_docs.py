@@ -162,4 +162,4 @@ def test_configuration_keys_that_are_named_exist(page):
         )
     )
     # Counters and SDK arguments end like keys do.
-    assert words - keys - set(NAMES) <= {"timeout_s"}
+    assert words - keys - set(NAMES) <= {"timeout_s", "ranks_timeout_s"}

@@ -42,10 +42,21 @@ _WORDS = {
 _Replacement = Callable[[], Any]
 
 
-def fill(state: object, header: pb.StateHeader, segment: torch.Tensor, pour: Pour = pour_plainly) -> None:
+class RelaidError(StateMismatchError):
+    """State and checkpoint do not fit, and some DTensor is laid out otherwise: see `resharding`."""
+
+
+def fill(
+    state: object,
+    header: pb.StateHeader,
+    segment: torch.Tensor,
+    pour: Pour = pour_plainly,
+    agree: Callable[[], None] = lambda: None,
+) -> None:
     """Fill `state` from a parsed header and the rank state's bytes (flat uint8, on the CPU, aligned).
 
-    `pour` moves the bytes of all that can be filled by address.
+    `pour` moves the bytes of all that can be filled by address. `agree` is called once all is checked and nothing is
+    filled; what it raises ends the load there.
 
     Raises:
         UnsupportedStateError: the state holds something that cannot be filled. Nothing was changed.
@@ -55,6 +66,7 @@ def fill(state: object, header: pb.StateHeader, segment: torch.Tensor, pour: Pou
     plan = Plan(header, segment, pour)
     try:
         plan.check(state)
+        agree()
         plan.apply()
     finally:
         plan.close()
@@ -62,6 +74,9 @@ def fill(state: object, header: pb.StateHeader, segment: torch.Tensor, pour: Pou
 
 class Plan:
     """What has to be done to fill one state, and what stands against it."""
+
+    #: Whether it only finds out what the state is like (see `surveying`).
+    surveys = False
 
     def __init__(self, header: pb.StateHeader, segment: torch.Tensor, pour: Pour = pour_plainly) -> None:
         self.header = header
@@ -71,6 +86,7 @@ class Plan:
         self._moves: list[Move] = []
         self._poured: list[torch.Tensor] = []
         self.mismatches: list[str] = []
+        self._relaid = False
         self._copies: list[tuple[torch.Tensor, int]] = []
         self._objects: list[ObjectFill] = []
         self._assignments: list[Callable[[], None]] = []
@@ -80,7 +96,7 @@ class Plan:
         """Compare the whole state with the header; raises what `fill` says."""
         replacement = self._visit(state, self.header.root, ())
         if self.mismatches:
-            raise StateMismatchError(self.mismatches)
+            raise (RelaidError if self._relaid else StateMismatchError)(self.mismatches)
         if replacement is not None:
             raise UnsupportedStateError(
                 "the state itself is a plain value, or a tuple with plain values in it, and cannot be "
@@ -152,7 +168,7 @@ class Plan:
         reason = why_unsupported(target)
         if reason is not None:
             raise UnsupportedStateError(f"{show(path)} {reason}")
-        reason = layout_mismatch(target, record)
+        reason = self._layout_mismatch(target, record)
         local = local_of(target)
         if reason is None and tuple(local.shape) != tuple(record.shape):
             reason = f"has shape {tuple(local.shape)} here, {tuple(record.shape)} in the checkpoint"
@@ -163,6 +179,28 @@ class Plan:
         if reason is not None:
             self.mismatch(path, reason)
         return reason is None
+
+    def claim_like(self, parameter: torch.Tensor, index: int, path: Path, *, shaped: bool) -> None:
+        """Check that a record fits what an optimizer will make for a parameter; `shaped`: in the parameter's shape."""
+        record = self.header.tensors[index]
+        if not shaped and not record.HasField("dtensor"):
+            return
+        reason = self._layout_mismatch(parameter, record)
+        here, there = tuple(local_of(parameter).shape), tuple(record.shape)
+        if reason is None and here != there:
+            reason = f"belongs to a parameter of shape {here} here, has shape {there} in the checkpoint"
+        if reason is not None:
+            self.mismatch(path, reason)
+
+    def relaid(self, path: Path, why: str) -> None:
+        """Note that a tensor is distributed otherwise than it was."""
+        self._relaid = True
+        self.mismatch(path, why)
+
+    def _layout_mismatch(self, target: torch.Tensor, record: pb.TensorRecord) -> str | None:
+        reason = layout_mismatch(target, record)
+        self._relaid = self._relaid or reason is not None
+        return reason
 
     def _cannot_hold(self, local: torch.Tensor, index: int, path: Path) -> str | None:
         """Whether memory that several elements or several names share would have to hold two values."""

@@ -56,7 +56,7 @@ class AnyObjectFill(ObjectFill):
     def __init__(self, target: Any, value: pb.StateValue, path: Path, plan: Plan) -> None:
         super().__init__(target, value, path, plan)
         self._like: dict[int, torch.Tensor] = {}
-        if any(record.HasField("dtensor") for record in plan.header.tensors):
+        if plan.surveys or any(record.HasField("dtensor") for record in plan.header.tensors):
             # Only the object's own state tells which mesh its DTensors live on.
             materialize(value, _Matcher(self, target.state_dict()).match, path)
 
@@ -74,10 +74,15 @@ class AnyObjectFill(ObjectFill):
 
     def expect(self, index: int, path: Path, current: object) -> None:
         """Note which DTensor a DTensor's record is to be laid out like."""
-        if not self.plan.header.tensors[index].HasField("dtensor"):
+        distributed = self.plan.header.tensors[index].HasField("dtensor")
+        if self.plan.surveys:
+            if isinstance(current, torch.Tensor) and (distributed or is_dtensor(current)):
+                self.plan.claim(current, index, path)
+            return
+        if not distributed:
             return
         if not is_dtensor(current):
-            self.plan.mismatch(
+            self.plan.relaid(
                 path, "is a DTensor in the checkpoint, but not in what state_dict() returns here"
             )
         else:

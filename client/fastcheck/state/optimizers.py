@@ -12,7 +12,7 @@ import torch
 
 from fastcheck_proto.v1 import state_pb2 as pb
 
-from .dtensors import is_dtensor, layout_mismatch, local_of, wrap
+from .dtensors import is_dtensor, local_of, wrap
 from .dtypes import BY_NAME
 from .header import entries, materialize, plain
 from .objects import ObjectFill
@@ -89,15 +89,7 @@ class OptimizerFill(ObjectFill):
         if current is not None:
             self.plan.claim(current, index, path)
             return
-        record = self.plan.header.tensors[index]
-        reason = None
-        if name in _PARAMETER_SHAPED or record.HasField("dtensor"):
-            reason = layout_mismatch(parameter, record)
-            here, there = tuple(local_of(parameter).shape), tuple(record.shape)
-            if reason is None and here != there:
-                reason = f"belongs to a parameter of shape {here} here, has shape {there} in the checkpoint"
-        if reason is not None:
-            self.plan.mismatch(path, reason)
+        self.plan.claim_like(parameter, index, path, shaped=name in _PARAMETER_SHAPED)
 
     def _existing(self, parameter: torch.Tensor, name: Key) -> torch.Tensor | None:
         current = self.target.state.get(parameter, {}).get(name)

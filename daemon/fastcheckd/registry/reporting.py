@@ -220,7 +220,9 @@ class Reports:
         if result["ok"]:
             for old in self.collector.committed(job, step.step):
                 self._settle(job, old, None, _superseded(job, old))
-            self._settle(job, step.step, None, _COMMITTED)
+            self._settle(job, step.step, proposed, _COMMITTED)
+            # Others are of a run with more ranks: no part of what was committed is theirs.
+            self._settle(job, step.step, None, _superseded(job, step.step))
             return
         # A refusal is about what was proposed. What a new process of the rank has reported meanwhile is tried next.
         reported = {

@@ -245,6 +245,10 @@ class DTensorLayout(google.protobuf.message.Message):
     MESH_SHAPE_FIELD_NUMBER: builtins.int
     MESH_DIM_NAMES_FIELD_NUMBER: builtins.int
     PLACEMENTS_FIELD_NUMBER: builtins.int
+    BOX_FIELD_NUMBER: builtins.int
+    MESH_DIGEST_FIELD_NUMBER: builtins.int
+    mesh_digest: builtins.int
+    """Of the mesh's ranks in their order: the same key on another mesh may be another tensor."""
     @property
     def global_shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -257,6 +261,12 @@ class DTensorLayout(google.protobuf.message.Message):
     def placements(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """One per mesh dimension: "S(0)", "R", "P(sum)", "_S(0, 2)"."""
 
+    @property
+    def box(self) -> Global___LocalBox:
+        """Where the local part lies in the whole (docs/resharding.md). Unset if it is no box of it, as partial sums are not, or
+        if who wrote this did not know.
+        """
+
     def __init__(
         self,
         *,
@@ -265,7 +275,28 @@ class DTensorLayout(google.protobuf.message.Message):
         mesh_shape: collections.abc.Iterable[builtins.int] | None = ...,
         mesh_dim_names: collections.abc.Iterable[builtins.str] | None = ...,
         placements: collections.abc.Iterable[builtins.str] | None = ...,
+        box: Global___LocalBox | None = ...,
+        mesh_digest: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["global_shape", b"global_shape", "global_stride", b"global_stride", "mesh_dim_names", b"mesh_dim_names", "mesh_shape", b"mesh_shape", "placements", b"placements"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["box", b"box"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["box", b"box", "global_shape", b"global_shape", "global_stride", b"global_stride", "mesh_digest", b"mesh_digest", "mesh_dim_names", b"mesh_dim_names", "mesh_shape", b"mesh_shape", "placements", b"placements"]) -> None: ...
 
 Global___DTensorLayout: typing_extensions.TypeAlias = DTensorLayout
+
+@typing.final
+class LocalBox(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: builtins.int
+    @property
+    def offset(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """One per dimension of the whole. None on a rank that is not in the mesh, and has nothing of it."""
+
+    def __init__(
+        self,
+        *,
+        offset: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offset", b"offset"]) -> None: ...
+
+Global___LocalBox: typing_extensions.TypeAlias = LocalBox

@@ -232,6 +232,10 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
             time.sleep(0.01)
         self.calls.append("Load closed")
 
+    def Read(self, request, context):
+        self._enter("Read", context)
+        yield pb.ReadResponse(nothing=pb.LoadNothing())
+
     def Push(self, requests, context):
         self._enter("Push", context)
         begin = next(requests).begin

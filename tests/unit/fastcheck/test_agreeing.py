@@ -1,67 +1,148 @@
-"""Ranks agree on one step through torch.distributed, whatever each of them sees."""
+"""Ranks agree on one step, and to fill all or none, whatever each of them sees and whoever fails or stays away."""
 
-import json
-import subprocess
-import sys
+from __future__ import annotations
+
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
-from fastcheck import InvalidArgumentError
-from fastcheck.agreeing import agree_on_step
-
-RANK = """
-import json, sys
 import torch.distributed as dist
-from fastcheck.agreeing import agree_on_step
-from fastcheck.errors import DaemonUnavailableError, FastCheckError
-rank, world, where, cases = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
-dist.init_process_group("gloo", init_method="file://" + where, rank=rank, world_size=world)
-for case in cases:
-    def loadable():
-        mine = case[rank]
-        if mine is None:
-            raise DaemonUnavailableError("away")
-        return mine
-    try:
-        print(json.dumps(agree_on_step(loadable, rank, world)))
-    except FastCheckError as error:
-        print(json.dumps(type(error).__name__))
-dist.destroy_process_group()
-"""
+
+from fastcheck import DaemonUnavailableError, FastCheckError, InvalidArgumentError, LoadFailedError
+from fastcheck.agreeing import Meeting, Told, Verdict, alone, decide, meet
+
+numbers = itertools.count()
 
 
-def told(tmp_path, *cases):
-    """What each rank of two comes to, case by case."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), "2", str(tmp_path / "meet"), json.dumps(cases)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    answers = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
-    return [tuple(json.loads(text) for text in each) for each in zip(*answers, strict=True)]
+def loads(*ranks, ranks_s=20.0, load_s=20.0):
+    """What each rank comes to: its step, or the error. A rank is (what it can load, what it meets before filling).
+
+    None for a rank: it does not come.
+    """
+    store, name = dist.HashStore(), f"load-{next(numbers)}"
+
+    def load(number):
+        if ranks[number] is None:
+            return None
+        found, trouble = ranks[number]
+        meeting = Meeting(store, name, number, len(ranks), ranks_s=ranks_s, load_s=load_s)
+
+        def loadable():
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        try:
+            with meeting:
+                step = meeting.step(loadable)
+                if step is not None:
+                    if trouble is not None:
+                        raise trouble
+                    meeting.fill()
+                return step
+        except (FastCheckError, ValueError, KeyError) as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(load, range(len(ranks))))
 
 
-def test_all_ranks_get_the_newest_step_that_each_can_load(tmp_path):
-    failed = "LoadFailedError"
-    assert told(
-        tmp_path,
-        [([1, 4, 5], True), ([4, 5, 6], True)],
-        [([1, 2], False), ([1, 2, 3], True)],
-        [([], False), ([], False)],
-        [([1], True), ([2], True)],
-        [None, ([2], True)],
-        [(list(range(200)), True), (list(range(150, 199)), True)],
-    ) == [(5, 5), (2, 2), (None, None), (failed, failed), ("DaemonUnavailableError", failed), (198, 198)]
+def can(*steps, provisional=False, trouble=None):
+    return (list(steps), provisional), trouble
 
 
-def test_ranks_that_cannot_speak_to_each_other_need_a_step_from_the_caller():
+def test_all_ranks_get_the_newest_step_that_each_can_load():
+    assert loads(can(1, 4, 5), can(4, 5, 6), can(3, 5)) == [5, 5, 5]
+    assert loads(can(1, 2), can(1, 2, 3, provisional=True)) == [2, 2]
+    assert loads(can(), can()) == [None, None]
+    assert loads(can(*range(200)), can(*range(150, 199))) == [198, 198]
+
+
+@pytest.mark.parametrize("provisional", [False, True])
+def test_ranks_that_have_no_step_in_common_all_raise(provisional):
+    for error in loads(can(1, provisional=provisional), can(2)):
+        assert isinstance(error, LoadFailedError)
+        assert "rank 0 1; rank 1 2" in str(error)
+        assert ("registry does not answer" in str(error)) == provisional
+
+
+@pytest.mark.parametrize("lost", [[0], [1], [2], [0, 2], [1, 2], [0, 1, 2]])
+def test_a_rank_that_cannot_reach_its_daemon_raises_that_and_all_others_name_it(lost):
+    away = DaemonUnavailableError("no daemon on this node")
+    found = loads(*((away, None) if rank in lost else can(7) for rank in range(3)))
+    for rank, error in enumerate(found):
+        if rank in lost:
+            assert error is away
+        else:
+            assert isinstance(error, LoadFailedError)
+            assert f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} cannot load" in str(error)
+            assert "no daemon on this node" in str(error)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_no_rank_fills_when_one_could_not_check_its_part(failing):
+    trouble = ValueError("its state does not fit")
+    found = loads(*(can(7, trouble=trouble if rank == failing else None) for rank in range(3)))
+    assert found[failing] is trouble
+    for error in found[:failing] + found[failing + 1 :]:
+        assert isinstance(error, LoadFailedError)
+        assert f"rank {failing} cannot load" in str(error)
+        assert "its state does not fit" in str(error)
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_time():
+    started = time.monotonic()
+    first, missing, last = loads(can(7), None, can(7), ranks_s=0.5)
+    assert missing is None
+    assert time.monotonic() - started < 10
+    for error in (first, last):
+        assert isinstance(error, LoadFailedError)
+        assert "rank 1 did not take part" in str(error)
+
+
+def test_what_ranks_before_a_restart_said_is_not_believed():
+    """torchrun may keep its store; here the first one is late, so the old call and answer are what the other finds."""
+    store = dist.HashStore()
+
+    def load(rank, step, wait_s=0.0):
+        time.sleep(wait_s)
+        with Meeting(store, "again", rank, 2, ranks_s=20, load_s=20) as meeting:
+            found = meeting.step(lambda: ([step], False))
+            meeting.fill()
+            return found
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(load, (0, 1), (3, 3))) == [3, 3]
+        assert list(threads.map(load, (0, 1), (5, 5), (0.3, 0.0))) == [5, 5]
+        assert list(threads.map(load, (0, 1), (6, 6), (0.0, 0.3))) == [6, 6]
+
+
+def test_without_rank_0_nobody_decides(monkeypatch):
+    monkeypatch.setattr("fastcheck.agreeing._ANSWER_S", 0.1)
+    nobody, error = loads(None, can(7), ranks_s=0.2)
+    assert nobody is None
+    assert "rank 0 did not hear this rank" in str(error)
+
+
+def test_whatever_ends_a_rank_is_told():
+    """Also what is no error of ours, and before it has said anything."""
+    first, second = loads((KeyError("defect"), None), can(7))
+    assert isinstance(first, KeyError)
+    assert isinstance(second, LoadFailedError)
+    assert "KeyError" in str(second)
+
+
+def test_the_verdict_names_many_ranks_shortly():
+    told = {rank: Told(why="DaemonUnavailableError: away") for rank in range(1000)}
+    assert len(decide(told, 1001, 5).why) < 400
+    assert decide({0: Told([3])}, 1, 5) == Verdict(3)
+
+
+def test_without_torch_distributed_each_rank_is_alone():
+    assert meet("gpt", 0, 2, ranks_s=1, load_s=1) is None
+    assert alone(([3, 7], False), 2) == 7
+    assert alone(([], False), 2) is None
     with pytest.raises(InvalidArgumentError, match=r"step=.*3, 7"):
-        agree_on_step(lambda: ([3, 7], True), 0, 2)
-
-
-def test_with_a_registry_there_is_nothing_to_agree_on():
-    assert agree_on_step(lambda: ([3, 7], False), 0, 2) == 7
-    assert agree_on_step(lambda: ([], False), 0, 2) is None
+        alone(([3, 7], True), 2)
+    assert issubclass(InvalidArgumentError, FastCheckError)

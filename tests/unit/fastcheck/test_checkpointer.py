@@ -399,7 +399,6 @@ def test_a_load_whose_answer_makes_no_sense_is_refused(daemon, ckpt):
     [
         ("LOST", LostError),
         ("CORRUPT", CorruptError),
-        ("WORLD_SIZE", WorldSizeError),
         ("NO_QUORUM", RegistryUnavailableError),
         ("OVER_BUDGET", OutOfMemoryError),
     ],
@@ -408,6 +407,19 @@ def test_a_refused_load_raises(daemon, ckpt, call, code, kind):
     daemon.refuse[call] = (getattr(common_pb2, f"ERROR_CODE_{code}"), "sorry")
     with pytest.raises(kind, match="sorry"):
         ckpt.load(make_state())
+
+
+def test_a_step_of_other_ranks_is_read_in_parts(daemon, ckpt):
+    daemon.refuse["Load"] = (common_pb2.ERROR_CODE_WORLD_SIZE, "saved by others")
+    daemon.refuse["Read"] = (common_pb2.ERROR_CODE_LOST, "sorry")
+    with pytest.raises(LostError, match="sorry"):
+        ckpt.load(make_state())
+    daemon.refuse["OpenSession"] = (common_pb2.ERROR_CODE_WORLD_SIZE, "another rank said otherwise")
+    with (
+        Checkpointer("other", address=daemon.address) as other,
+        pytest.raises(WorldSizeError, match="said otherwise"),
+    ):
+        other.load(make_state())
 
 
 def test_peers_out_of_reach_during_a_load_are_a_failed_load(daemon, ckpt):

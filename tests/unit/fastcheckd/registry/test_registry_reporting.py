@@ -56,3 +56,27 @@ def test_a_predecessors_refused_commit_says_nothing_about_the_new_process():
         assert [rank["session"] for rank in kept["ranks"]] == [newer]
 
     asyncio.run(scenario())
+
+
+def test_a_rank_left_over_from_a_run_with_more_ranks_is_not_told_that_its_step_was_committed():
+    """It reported the same number; then the job went on with fewer ranks, and committed its own step of that number."""
+
+    async def scenario():
+        state = cluster()
+        old = apply(state, open_rank("job", 1, 2, "old", ("n1", 2)))["session"]
+        new = apply(state, open_rank("job", 0, 1, "new", ("n0", 1)))["session"]
+        engine = SlowEngine(state)
+        engine.decide.set()
+        reports = Reports(engine, Config(node_id="n0"))
+        left_over = asyncio.create_task(
+            reports.report("job", 7, 2, record(1, old, ("n1", 2), HOLDERS), wait_s=10)
+        )
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            mine = await reports.report("job", 7, 1, record(0, new, ("n0", 1), HOLDERS), wait_s=10)
+            assert mine.state == registry_pb2.REPORT_STATE_COMMITTED
+            assert (await left_over).error.code == common_pb2.ERROR_CODE_SUPERSEDED
+        (kept,) = state["jobs"]["job"]["steps"]
+        assert [rank["rank"] for rank in kept["ranks"]] == [0]
+
+    asyncio.run(scenario())

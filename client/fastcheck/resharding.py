@@ -1,0 +1,256 @@
+"""A load by other ranks, over another mesh, or with other placements than saved the step (docs/resharding.md).
+
+What this rank needs of all ranks' states is read into memory laid out as this rank would have saved it; from there on
+it is an ordinary load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from fastcheck_proto.conventions import TENSOR_ALIGNMENT_BYTES
+from fastcheck_proto.v1 import state_pb2 as pb
+
+from .errors import OutOfMemoryError, StateMismatchError, WorldSizeError
+from .reading import BoxInto, StepReader
+from .segments import anonymous
+from .state import dtypes
+from .state.covering import Box, HolesError, cover
+from .state.dtensors import box_of, is_dtensor, layout_of, local_of, saved_box
+from .state.fill import fill
+from .state.header import materialize
+from .state.paths import Path, show
+from .state.surveying import Met, any_dtensor, survey, whole_shape
+
+HOLES_SHOWN_MAX = 3
+
+
+@dataclass(frozen=True)
+class SavedRank:
+    """A rank's header, and its records by their places in the tree."""
+
+    header: pb.StateHeader
+
+    @cached_property
+    def records(self) -> Mapping[Path, pb.TensorRecord]:
+        """Only looked at where DTensors are concerned."""
+        found: dict[Path, pb.TensorRecord] = {}
+        nothing = torch.empty(0)
+
+        def note(index: int, path: Path) -> torch.Tensor:
+            found[path] = self.header.tensors[index]
+            return nothing
+
+        materialize(self.header.root, note, ())
+        return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of what a rank saved of a tensor, and where in this rank's record of it that goes."""
+
+    rank: int
+    record: pb.TensorRecord
+    source: Box
+    target: Box
+
+
+@dataclass
+class Relayout:
+    """What this rank would have saved: a header whose places are set, its size, and where each record's bytes are."""
+
+    header: pb.StateHeader
+    state_bytes: int = 0
+    parts: list[tuple[pb.TensorRecord, list[Part]]] = field(default_factory=list)
+
+
+def load_resharded(
+    state: object, reader: StepReader, rank: int, world_size: int, agree: Callable[[], None]
+) -> int:
+    """Fill `state` from a step that other ranks, or other meshes, saved; `agree` as for `fill`.
+
+    Returns the rank whose plain values these are: this one, or 0 if it had no part in the step.
+
+    Raises:
+        WorldSizeError: other ranks saved it, and there is no DTensor on either side.
+        StateMismatchError, UnsupportedStateError, PartialLoadError: as `fill`; a mismatch also names what no rank has.
+        What `StepReader` does.
+    """
+    saved = {number: SavedRank(each.header) for number, each in reader.ranks.items()}
+    own = rank if rank in saved else 0
+    header = saved[own].header
+    try:
+        met = survey(state, header)
+    except StateMismatchError:
+        if world_size != reader.world_size and not any_dtensor(header, {}):
+            raise _no_whole(reader, world_size) from None
+        raise
+    if world_size != reader.world_size and not any_dtensor(header, met):
+        raise _no_whole(reader, world_size)
+    planned = plan(saved, own, rank, met, same_world=world_size == reader.world_size)
+    try:
+        memory = anonymous(planned.state_bytes).tensor[: planned.state_bytes]
+    except MemoryError as error:
+        raise OutOfMemoryError(f"step {reader.step}: {error}") from None
+    reader.fill(
+        [
+            BoxInto(part.rank, part.record, *part.source, _place(memory, record, part.target))
+            for record, parts in planned.parts
+            for part in parts
+        ]
+    )
+    fill(state, planned.header, memory, agree=agree)
+    return own
+
+
+def plan(
+    saved: Mapping[int, SavedRank], own: int, rank: int, met: Mapping[int, Met], *, same_world: bool
+) -> Relayout:
+    """What to read for `rank`, whose tree is that of the saved rank `own`. Reads nothing.
+
+    Raises:
+        StateMismatchError: some of it is in no rank's state, or nobody can say in which.
+    """
+    header = pb.StateHeader()
+    header.CopyFrom(saved[own].header)
+    made = Relayout(header)
+    mismatches: list[str] = []
+    for index, record in enumerate(header.tensors):
+        there = saved[own].header.tensors[index]
+        try:
+            parts = _parts(saved, own, rank, there, met.get(index), same_world=same_world)
+        except _UnclearError as error:
+            path = met[index].path
+            mismatches.append(f"{show(path)} {error}")
+            continue
+        _lay_out(record, met.get(index), made)
+        made.parts.append((record, parts))
+    if mismatches:
+        raise StateMismatchError(mismatches)
+    return made
+
+
+class _UnclearError(Exception):
+    """Why a tensor cannot be put together, as the end of a sentence."""
+
+
+def _parts(
+    saved: Mapping[int, SavedRank],
+    own: int,
+    rank: int,
+    record: pb.TensorRecord,
+    met: Met | None,
+    *,
+    same_world: bool,
+) -> list[Part]:
+    """Where to have one tensor from."""
+    if met is None or not (record.HasField("dtensor") or is_dtensor(met.like)):
+        box = Box.whole(record.shape)
+        return [Part(own, record, box, box)] if record.bytes else []
+    wanted = box_of(met.like)
+    if wanted is None:
+        raise _UnclearError(
+            "is a DTensor here whose local part is no box of the whole: it cannot be resharded"
+        )
+    if not wanted.elements:
+        return []
+    if not record.HasField("dtensor"):
+        # Every rank has all of it, and nothing says that they are alike: all cut the same one.
+        first = saved[0].records.get(met.path)
+        if first is None or first.HasField("dtensor") or list(first.shape) != list(record.shape):
+            raise _UnclearError("is not distributed in the checkpoint, and rank 0 has no such tensor")
+        return [Part(0, first, wanted, wanted.within(wanted))]
+    records = _fellows(saved, own, record, met.path, same_world=same_world)
+    boxes = {other: saved_box(each) for other, each in records.items()}
+    known = {other: box for other, box in boxes.items() if box is not None}
+    if unknown := sorted(boxes.keys() - known.keys()):
+        placements = ", ".join(records[unknown[0]].dtensor.placements)
+        raise _UnclearError(
+            f"was laid out as ({placements}) by rank {unknown[0]}: which part of the whole that is was not recorded, "
+            "or it is no box of it; load it with the same ranks, mesh and placements"
+        )
+    try:
+        sources = cover(wanted, known, rank)
+    except HolesError as error:
+        shown = ", ".join(map(str, error.holes[:HOLES_SHOWN_MAX]))
+        raise _UnclearError(f"is not all in the checkpoint: no rank has {shown} of it") from None
+    return [
+        Part(
+            source.rank,
+            records[source.rank],
+            source.box.within(known[source.rank]),
+            source.box.within(wanted),
+        )
+        for source in sources
+    ]
+
+
+def _fellows(
+    saved: Mapping[int, SavedRank], own: int, record: pb.TensorRecord, path: Path, *, same_world: bool
+) -> dict[int, pb.TensorRecord]:
+    """What the ranks saved of the same tensor."""
+    found: dict[int, pb.TensorRecord] = {}
+    for other, each in saved.items():
+        theirs = each.records.get(path)
+        if theirs is None:
+            continue
+        if theirs.HasField("dtensor") and theirs.dtensor.mesh_digest != record.dtensor.mesh_digest:
+            if same_world:
+                continue  # this rank is still in the mesh that it was in
+            raise _UnclearError(
+                f"was on one mesh on rank {own} and on another on rank {other}: they may be different tensors, so only "
+                "as many ranks as saved it can load it"
+            )
+        if whole_shape(theirs) != whole_shape(record) or theirs.dtype != record.dtype:
+            raise _UnclearError(
+                f"has shape {whole_shape(record)} and dtype {record.dtype} on rank {own} of the checkpoint, "
+                f"{whole_shape(theirs)} and {theirs.dtype} on rank {other}"
+            )
+        if theirs.HasField("dtensor"):
+            found[other] = theirs
+    return found
+
+
+def _lay_out(record: pb.TensorRecord, met: Met | None, made: Relayout) -> None:
+    """Say of a record how it will lie in this rank's memory."""
+    del record.piece_offsets[:]
+    record.ClearField("piece_bytes")
+    if met is not None:
+        wanted = box_of(met.like)
+        assert wanted is not None or not (record.HasField("dtensor") or is_dtensor(met.like))
+        record.ClearField("dtensor")
+        if is_dtensor(met.like):
+            record.dtensor.CopyFrom(layout_of(met.like))
+        if wanted is not None:
+            del record.shape[:]
+            record.shape.extend(_local_shape(met.like, wanted))
+            record.bytes = wanted.elements * dtypes.BY_NAME[record.dtype].itemsize
+    record.offset = made.state_bytes
+    made.state_bytes += -(-record.bytes // TENSOR_ALIGNMENT_BYTES) * TENSOR_ALIGNMENT_BYTES
+
+
+def _local_shape(like: torch.Tensor, wanted: Box) -> tuple[int, ...]:
+    if wanted.elements or not is_dtensor(like):
+        return wanted.sizes
+    return tuple(local_of(like).shape)  # on a rank outside of the mesh it has one dimension
+
+
+def _place(memory: torch.Tensor, record: pb.TensorRecord, box: Box) -> torch.Tensor:
+    """A box of a record's tensor, as a view."""
+    flat = memory[record.offset : record.offset + record.bytes].view(dtypes.BY_NAME[record.dtype])
+    place = flat.view(tuple(record.shape))
+    for dim, (low, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        place = place.narrow(dim, low, size)
+    return place
+
+
+def _no_whole(reader: StepReader, world_size: int) -> WorldSizeError:
+    return WorldSizeError(
+        f"step {reader.step} of job {reader.job!r} was saved by {reader.world_size} ranks, and nothing in it says how "
+        f"its tensors make a whole for {world_size}: start as many ranks as saved it, use DTensors, or save with "
+        "replicated=True"
+    )
