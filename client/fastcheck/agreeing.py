@@ -1,4 +1,4 @@
-"""One step for all ranks, when no registry says which: the newest that every rank can load.
+"""One step for all ranks, when no registry says which: the newest that every rank can load. And rank 0's word for all.
 
 Ranks speak through torch.distributed, with tensors only: a process group of whatever backend the job has. Every rank
 takes part whatever it found, so that none waits for one that has failed.
@@ -59,6 +59,41 @@ def agree_on_step(loadable: Callable[[], tuple[list[int], bool]], rank: int, wor
     )
 
 
+def from_rank_0(numbers: Sequence[int]) -> list[int]:
+    """What rank 0 passed, on every rank.
+
+    Raises:
+        InvalidArgumentError: torch.distributed is not initialised.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InvalidArgumentError(
+            "clocks differ from rank to rank, and the ranks cannot agree on when to save: initialise torch.distributed "
+            "first, or save by steps"
+        )
+    told = torch.tensor(list(numbers), dtype=torch.int64, device=_device())
+    dist.broadcast(told, src=0)
+    found: list[int] = told.tolist()
+    return found
+
+
+def from_all(numbers: Sequence[int], world_size: int) -> list[list[int]]:
+    """What every rank passed, by rank; as many numbers each.
+
+    Raises:
+        InvalidArgumentError: there are other ranks, and torch.distributed does not join them.
+    """
+    if world_size == 1:
+        return [list(numbers)]
+    if not _joined(world_size):
+        raise InvalidArgumentError(
+            f"the {world_size} ranks cannot agree on what to resume from: initialise torch.distributed first"
+        )
+    mine = torch.tensor(list(numbers), dtype=torch.int64, device=_device())
+    rows = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(rows, mine)
+    return [row.tolist() for row in rows]
+
+
 def _joined(world_size: int) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size
 
@@ -69,11 +104,7 @@ def _exchange(
     """Tell all ranks and hear them, by rank."""
     newest = sorted(steps)[-STEPS_TOLD_MAX:]
     row = [status, int(provisional), *newest, *[-1] * (STEPS_TOLD_MAX - len(newest))]
-    device = _device()
-    mine = torch.tensor(row, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(rows, mine)
-    told = [each.tolist() for each in rows]
+    told = from_all(row, world_size)
     return [(each[0], bool(each[1]), [step for step in each[2:] if step >= 0]) for each in told]
 
 
