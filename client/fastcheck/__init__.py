@@ -7,7 +7,7 @@
 
 Importing the package is cheap and needs neither torch nor a daemon: the admin CLI lives here too.
 `Checkpointer` and `SaveHandle` bring torch in when first named. `fastcheck.resume` has what a state needs besides
-model and optimizer.
+model and optimizer, `fastcheck.integrations` what other frameworks call.
 """
 
 from __future__ import annotations
