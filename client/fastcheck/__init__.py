@@ -6,7 +6,8 @@
     handle.result(timeout=60)             # replicated and committed
 
 Importing the package is cheap and needs neither torch nor a daemon: the admin CLI lives here too.
-`Checkpointer` and `SaveHandle` bring torch in when first named.
+`Checkpointer` and `SaveHandle` bring torch in when first named. `fastcheck.resume` has what a state needs besides
+model and optimizer, `fastcheck.integrations` what other frameworks call.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .advice import Advice, advise
     from .checkpointer import Checkpointer
     from .handle import SaveHandle
+    from .policies import every
     from .progress import LoadProgress
 
 __all__ = [
+    "Advice",
     "Checkpointer",
     "ClosedError",
     "CorruptError",
@@ -76,9 +80,18 @@ __all__ = [
     "UnsafeError",
     "UnsupportedStateError",
     "WorldSizeError",
+    "advise",
+    "every",
 ]
 
-_LAZY = {"Checkpointer": ".checkpointer", "LoadProgress": ".progress", "SaveHandle": ".handle"}
+_LAZY = {
+    "Advice": ".advice",
+    "Checkpointer": ".checkpointer",
+    "LoadProgress": ".progress",
+    "SaveHandle": ".handle",
+    "advise": ".advice",
+    "every": ".policies",
+}
 
 
 def _version() -> str:

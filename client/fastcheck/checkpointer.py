@@ -15,6 +15,7 @@ from typing import Any
 
 from fastcheck_proto.conventions import STEP_MAX
 
+from .advice import Advice, advise, observed_mtbf
 from .connection import Connection, parse_address
 from .copying import default_copy_threads
 from .daemon import Daemon
@@ -22,6 +23,7 @@ from .environment import resolve, whole_number
 from .errors import ClosedError, InvalidArgumentError
 from .handle import SaveHandle
 from .loading import Loads
+from .measuring import Measured
 from .precision import parse_precision
 from .progress import LoadProgress
 from .replicated.sharing import Shared, SharedSaves
@@ -104,6 +106,7 @@ class Checkpointer:
         seat = Seat(self._identity, self._daemon, timeout_s, self._closing)
         self._saves = Saves(seat, self._transport, self._shared, in_flight)
         self._loads = Loads(seat, self._transport, ranks_timeout_s)
+        self._measured = Measured()
 
     @property
     def job(self) -> str:
@@ -181,6 +184,7 @@ class Checkpointer:
         with self._lock:
             self._saves.begin(handle, flat, whole)
         handle._block(time.monotonic() - started)
+        self._measured.note(handle)
         return handle
 
     def prepare(self, state: object) -> None:
@@ -283,6 +287,47 @@ class Checkpointer:
         if not self._identity.enabled:
             return []
         return self._loads.steps()
+
+    def advise(
+        self, *, mtbf_s: float | None = None, restore_s: float | None = None, step_s: float | None = None
+    ) -> Advice | None:
+        """How often to save, from what this rank's last saves cost; `str()` of it says why.
+
+        Args:
+            mtbf_s: mean time between failures of the whole job, in seconds. By default what the registry remembers
+                of nodes that went DOWN; where none did, no more is assumed than the time it remembers.
+            restore_s: from a failure until training goes on; by default what the last `load` took.
+            step_s: a training step without a save; by default the time between saves.
+
+        Returns:
+            None as long as nothing is known: no save is committed yet, or FastCheck is turned off.
+
+        Raises:
+            InvalidArgumentError: a figure is not usable.
+            DaemonUnavailableError, RegistryUnavailableError: nobody tells how often nodes failed; give `mtbf_s`.
+            ClosedError: after close().
+        """
+        self._check_open()
+        costs = self._measured.costs(step_s)
+        if not self._identity.enabled or costs is None:
+            return None
+        source = "given"
+        if mtbf_s is None:
+            from .admin import AdminClient  # noqa: PLC0415  a trainer seldom asks
+
+            with AdminClient(self._identity.address) as admin:
+                mtbf_s, source = observed_mtbf(admin.history()["transitions"], time.time())
+        if restore_s is None:
+            restore_s = float(self._loads.stats.get("total_s", 0.0))
+        return advise(
+            step_s=costs.step_s,
+            stall_s=costs.stall_s,
+            commit_s=costs.commit_s,
+            busy_s=costs.busy_s,
+            restore_s=restore_s,
+            mtbf_s=mtbf_s,
+            mtbf_source=source,
+        )
 
     def _check_open(self) -> None:
         if self._closing.is_set():

@@ -64,6 +64,16 @@ def resolve(
     )
 
 
+def ranks_here(environment: Mapping[str, str] | None = None) -> int:
+    """How many ranks the environment speaks of; 1 if it does not.
+
+    Raises:
+        InvalidArgumentError: WORLD_SIZE is not usable.
+    """
+    env = os.environ if environment is None else environment
+    return _number("world_size", None, "WORLD_SIZE", env, default=1, least=1)
+
+
 def _disabled(env: Mapping[str, str]) -> bool:
     text = env.get("FASTCHECK_DISABLE", "").strip().lower()
     if text in _YES:

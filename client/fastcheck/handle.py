@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -38,6 +39,10 @@ class SaveHandle:
         self._committed = False
         #: Makes the error of a failed save, if its code alone does not say it.
         self._error_of: Callable[[pb.WatchSaveResponse], FastCheckError] = _by_code
+        #: Monotonic seconds: when `save` was called and had returned, and when the handle ended.
+        self._began_at: float | None = None
+        self._returned_at: float | None = None
+        self._ended_at: float | None = None
         self._stats: dict[str, Any] = {
             "bytes": state_bytes,
             "encoded_bytes": 0,
@@ -185,6 +190,9 @@ class SaveHandle:
         """The training thread was held up for so long."""
         with self._condition:
             self._stats["blocked_s"] += seconds
+            if self._returned_at is None:
+                self._returned_at = time.monotonic()
+                self._began_at = self._returned_at - seconds
 
     def _absorb(self, update: pb.WatchSaveResponse) -> None:
         """Take over what the daemon reported."""
@@ -225,6 +233,7 @@ class SaveHandle:
             if not self._done:
                 self._error = error
                 self._done = True
+                self._ended_at = time.monotonic()
                 self._condition.notify_all()
 
 

@@ -1,0 +1,196 @@
+"""Hugging Face's Trainer: saves to other nodes' RAM beside its own checkpoints on disk, and goes on from the newest.
+
+    callback = FastCheckCallback(Checkpointer(job="gpt"), every=1)
+    trainer = Trainer(..., callbacks=[callback])
+    trainer.train(resume_from_checkpoint=callback.resume(trainer))
+
+A Trainer resumes from a folder. `resume` makes one, in memory, with the model and trainer_state.json: the Trainer
+itself then finds its epoch, skips data and goes on counting, in its own way. Optimizer, scheduler and scaler are put
+back when training begins, the random generators when the first step does: none of that passes through a file.
+
+Saved is the moment between two steps, when the next batch is there and nothing was computed on it: that is where the
+Trainer puts random states back, so what dropout draws goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+
+from ..checkpointer import Checkpointer
+from ..errors import InvalidArgumentError
+from ..policies import Every
+from ..policies import every as policy_of
+from ..resume import Generators
+from .keeping import Kept, load_newer
+
+logger = logging.getLogger("fastcheck")
+
+#: Keys of the saved state whose tensors are each rank's own: for `Checkpointer(..., replicated=True)`.
+PER_RANK = ("rng", "trainer")
+_MEMORY = Path("/dev/shm")  # noqa: S108  a folder of our own is made in it
+
+
+class FastCheckCallback(TrainerCallback):
+    """Saves a Trainer's run every so many steps, and resumes it.
+
+    Args:
+        checkpointer: by default `Checkpointer()`, whose job is named by the environment. Under data parallelism pass
+            one with `replicated=True, per_rank=PER_RANK`.
+        every: steps between saves, or a policy from `fastcheck.every`.
+
+    What FSDP and DeepSpeed shard is refused when training begins: the Trainer loads such states in its own way.
+    """
+
+    def __init__(self, checkpointer: Checkpointer | None = None, *, every: int | Every = 1) -> None:
+        self.checkpointer = Checkpointer() if checkpointer is None else checkpointer
+        self._due = every if isinstance(every, Every) else policy_of(every)
+        self._trainer: Trainer | None = None
+        #: What was loaded and is not put back yet, and the folder that the Trainer resumes from.
+        self._loaded: dict[str, Kept] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._saved_step = 0
+        self._history: list[str] = []
+
+    def resume(self, trainer: Trainer) -> str | None:
+        """For `trainer.train(resume_from_checkpoint=...)`: the newer of memory and disk; None when there is neither.
+
+        If memory is out of reach, the newest checkpoint on disk counts, with a warning. All ranks call it.
+        """
+        self._trainer = trainer
+        _check(trainer.args)
+        disk = _newest_on_disk(Path(str(trainer.args.output_dir)))
+        loaded = {name: Kept() for name in _state_names(_scaler(trainer))}
+        step = load_newer(self.checkpointer, loaded, None if disk is None else disk[0])
+        if step is None:
+            return None if disk is None else str(disk[1])
+        self._saved_step = step
+        self._loaded = loaded
+        self._folder, path = _make_folder(trainer.model, step, loaded)
+        logger.info("resuming step %d of job %s from memory", step, self.checkpointer.job)
+        return str(path)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Put back what the Trainer did not load."""
+        _check(args)
+        if args.fp16 and self._trainer is None:
+            raise InvalidArgumentError(
+                "the gradient scaler is the Trainer's: call resume(trainer) before train()"
+            )
+        for name, target in self._targets(kwargs).items():
+            if name in self._loaded:
+                target.load_state_dict(self._loaded.pop(name).value)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Between two steps: the first time put the generators back, later save what the last step made."""
+        rng = self._loaded.pop("rng", None)
+        if rng is not None:
+            Generators().load_state_dict(rng.value)
+            self._loaded.clear()
+            assert self._folder is not None
+            self._folder.cleanup()
+        self._save(state, kwargs)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Save the last step."""
+        self._save(state, kwargs)
+
+    def _save(self, state: TrainerState, kwargs: dict[str, Any]) -> None:
+        step = state.global_step
+        if step > self._saved_step and self._due(step):
+            self._saved_step = step
+            saved = {
+                "model": kwargs["model"],
+                "trainer": Kept({"json": self._json(state)}),
+                "rng": Generators(),
+                **self._targets(kwargs),
+            }
+            self.checkpointer.save(step, saved)
+
+    def _targets(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What is put back into objects when training begins."""
+        optimizer = kwargs["optimizer"]
+        # Accelerate's wrapper has the optimizer that FastCheck knows, and a load_state_dict that minds the device.
+        found = {"optimizer": getattr(optimizer, "optimizer", optimizer), "scheduler": kwargs["lr_scheduler"]}
+        scaler = None if self._trainer is None else _scaler(self._trainer)
+        return found if scaler is None else {**found, "scaler": scaler}
+
+    def _json(self, state: TrainerState) -> torch.Tensor:
+        """trainer_state.json as bytes. Its history only grows: each entry is written once."""
+        self._history += [json.dumps(entry) for entry in state.log_history[len(self._history) :]]
+        rest = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name != "log_history"}
+        if self._trainer is not None:
+            rest["stateful_callbacks"] = _exported(self._trainer)
+        text = json.dumps(rest)[:-1] + f', "log_history": [{", ".join(self._history)}]}}'
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _check(args: TrainingArguments) -> None:
+    if args.deepspeed or getattr(args, "fsdp", None):
+        raise InvalidArgumentError(
+            "FastCheckCallback saves what each rank holds whole; this Trainer shards it by FSDP or DeepSpeed. "
+            "Save it from a loop of your own, see docs/guides/fsdp2.md"
+        )
+
+
+def _state_names(scaler: Any) -> list[str]:
+    return ["model", "trainer", "rng", "optimizer", "scheduler", *([] if scaler is None else ["scaler"])]
+
+
+def _scaler(trainer: Trainer) -> Any:
+    return getattr(trainer.accelerator, "scaler", None)
+
+
+def _exported(trainer: Trainer) -> dict[str, Any]:
+    """The states of callbacks that have one, as the Trainer writes them."""
+    found: dict[str, Any] = {}
+    for one in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(one, ExportableState):
+            found.setdefault(type(one).__name__, []).append(one.state())
+    return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
+
+
+def _newest_on_disk(output_dir: Path) -> tuple[int, Path] | None:
+    """The newest of the Trainer's own checkpoints that is complete enough to be resumed."""
+    found = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+    if found is None or not (Path(found) / TRAINER_STATE_NAME).is_file():
+        return None
+    return int(Path(found).name.rpartition("-")[2]), Path(found)
+
+
+def _make_folder(
+    model: Any, step: int, loaded: dict[str, Kept]
+) -> tuple[tempfile.TemporaryDirectory[str], Path]:
+    """A checkpoint for the Trainer: its state and the model, nothing else."""
+    model.load_state_dict(loaded.pop("model").value)
+    size = sum(p.numel() * p.element_size() for p in [*model.parameters(), *model.buffers()])
+    in_memory = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 2 * size
+    folder = tempfile.TemporaryDirectory(prefix="fastcheck-resume-", dir=_MEMORY if in_memory else None)
+    path = Path(folder.name) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    path.mkdir()
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(path)
+    else:
+        from safetensors.torch import save_model  # noqa: PLC0415  for a model that cannot write itself
+
+        save_model(model, str(path / "model.safetensors"))
+    text = loaded.pop("trainer").value["json"]
+    (path / TRAINER_STATE_NAME).write_bytes(bytes(text.tolist()))
+    return folder, path
