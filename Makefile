@@ -44,13 +44,13 @@ $(PROTO_READY):
 demo: $(READY)
 	$(BIN)/fastcheck demo
 
-# Real clusters mostly wait: three files of them at a time, beside all else.
+# Real clusters mostly wait: two files of them at a time, beside all else.
 CLUSTERS := tests/cluster tests/netlab
 test: $(READY)
 	$(MAKE) --no-print-directory --keep-going --jobs=2 test-clusters test-rest
 
 test-clusters: $(READY)
-	$(BIN)/python -m pytest -p no:cacheprovider --numprocesses=3 --dist=loadfile --durations=15 $(CLUSTERS)
+	$(BIN)/python -m pytest -p no:cacheprovider --numprocesses=2 --dist=loadfile --durations=15 $(CLUSTERS)
 
 test-rest: $(READY)
 	$(BIN)/python -m pytest --durations=5 $(CLUSTERS:%=--ignore=%)

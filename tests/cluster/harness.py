@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from fastcheck import Checkpointer, SaveHandle
+from fastcheck import Checkpointer, DaemonUnavailableError, RegistryUnavailableError, SaveHandle
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
@@ -24,13 +24,18 @@ DEADLINE_S = 60.0
 
 
 def until(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
-    """Wait for a condition; its value when it holds."""
+    """Wait for a condition; its value when it holds. A daemon that does not answer yet is none that says so."""
     deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
+    last = ""
+    while True:
+        try:
+            if value := condition():
+                return value
+        except (DaemonUnavailableError, RegistryUnavailableError) as error:
+            last = f"; last: {error}"
         if time.monotonic() > deadline:
-            pytest.fail(f"waited {timeout_s:g} s in vain for {what}")
+            pytest.fail(f"waited {timeout_s:g} s in vain for {what}{last}")
         time.sleep(0.05)
-    return value
 
 
 def make_state(seed: int, step: int, rank: int, megabytes: float = 1.0) -> dict[str, Any]:

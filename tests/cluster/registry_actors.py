@@ -12,6 +12,7 @@ import grpc.aio
 from fastcheck_proto.v1 import common_pb2, node_pb2, node_pb2_grpc, registry_pb2
 from fastcheckd.config import Config
 from fastcheckd.counters import Counters
+from fastcheckd.errors import NoQuorumError
 from fastcheckd.health.heartbeats import HeartbeatSender
 from fastcheckd.health.probing import probe, to_wire
 from fastcheckd.registry.client import RegistryClient
@@ -20,16 +21,23 @@ CHUNK_BYTES = 4096
 
 
 async def eventually(condition, deadline_s=15.0, what="it"):
-    """Wait for `condition()` (may be a coroutine function) to be true; returns its value."""
+    """Wait for `condition()` (may be a coroutine function) to be true; returns its value.
+
+    A registry that does not answer yet is none that says so.
+    """
     loop = asyncio.get_running_loop()
     end = loop.time() + deadline_s
+    last = ""
     while True:
         value = condition()
         if asyncio.iscoroutine(value):
-            value = await value
+            try:
+                value = await value
+            except NoQuorumError as error:
+                value, last = None, f"; last: {error}"
         if value:
             return value
-        assert loop.time() < end, f"{what} did not come true within {deadline_s} s"
+        assert loop.time() < end, f"{what} did not come true within {deadline_s} s{last}"
         await asyncio.sleep(0.02)
 
 

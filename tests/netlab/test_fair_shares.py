@@ -9,7 +9,7 @@ import statistics
 import threading
 
 import pytest
-from tests.cluster.harness import Job, assert_same, make_state
+from tests.cluster.harness import Job, assert_same, make_state, until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("network_namespaces")]
 
@@ -23,11 +23,17 @@ FAIR = 0.5
 TRIES = 3
 
 
+def connect(job):
+    for rank in job.ranks:
+        until(lambda rank=rank: rank.steps() is not None, "a rank's daemon")
+
+
 @pytest.fixture
 def job(make_lab):
     """Two ranks on one node, of which three others are the holders, all for each rank."""
     lab = make_lab(4, tolerate=1, spread=3, codec="never", chunk_bytes=CHUNK_BYTES, ram_budget_bytes="768MiB")
     job = Job(lab, [NODE, NODE], megabytes=MEGABYTES)
+    connect(job)
     yield job
     job.stop()
 
@@ -57,8 +63,7 @@ def shares_of_a_restore(job):
     lab.kill(NODE, wipe=True)
     lab.start(NODE)
     job.start()
-    for rank in job.ranks:
-        rank.steps()  # connects
+    connect(job)
     lab.network.shape_both(NODE, MBIT_PER_S)
     done, when_first_is_done = {0: 0.0, 1: 0.0}, {}
 
