@@ -23,6 +23,8 @@ T = TypeVar("T")
 #: First attempt to find the daemon, and the ones right after it could not be found.
 CONNECT_S = 1.0
 RECONNECT_S = 0.3
+#: For what has no training waiting behind it and fails if the daemon is only busy: reading, listing.
+PATIENT_CONNECT_S = 5.0
 #: Calls that the daemon answers from memory.
 _PROMPT_S = 5.0
 #: A watch is quiet while a step is on its way; asking again this often finds a daemon that hangs.

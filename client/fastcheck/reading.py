@@ -18,7 +18,7 @@ from fastcheck_proto.conventions import HEADER_BYTES_MAX, TENSOR_ALIGNMENT_BYTES
 from fastcheck_proto.v1 import state_pb2
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
-from .daemon import CONNECT_S, Daemon
+from .daemon import PATIENT_CONNECT_S, Daemon
 from .errors import (
     CorruptError,
     FastCheckError,
@@ -165,7 +165,7 @@ class StepReader:
         states: dict[int, torch.Tensor] = {}
         segment: Segment | None = None
         try:
-            with self._daemon.errors(CONNECT_S) as link:
+            with self._daemon.errors(PATIENT_CONNECT_S) as link:
                 # The segment stays put for as long as this stream is open.
                 stream = link.trainer.Read(request, timeout=self._timeout_s)
                 try:

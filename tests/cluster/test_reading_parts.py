@@ -242,5 +242,9 @@ def test_chunks_that_are_bad_at_a_holder_come_from_another(job):
                     byte = file.read(1)
                     file.seek(at)
                     file.write(bytes([byte[0] ^ 1]))
-        assert read_all(reader) == good
-        assert reader.stats["bad_copies"] > 0
+
+        def met():  # each chunk is asked of one of its holders, and the bad one may just not have its turn
+            assert read_all(reader) == good
+            return reader.stats["bad_copies"]
+
+        until(met, "a read that meets the bad copies")

@@ -24,7 +24,7 @@ from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from ..admin import AdminClient
 from ..connection import Connection, parse_address
-from ..daemon import CONNECT_S, Daemon
+from ..daemon import PATIENT_CONNECT_S, Daemon
 from ..environment import resolve
 from ..errors import (
     InvalidArgumentError,
@@ -297,7 +297,7 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
 
     def _steps(self, job: str) -> list[int]:
         request = pb.ListStepsRequest(job=job)
-        return list(self._connected().list_steps(request, connect_s=CONNECT_S, timeout_s=60.0).steps)
+        return list(self._connected().list_steps(request, connect_s=PATIENT_CONNECT_S, timeout_s=60.0).steps)
 
     def _files(self, job: str, step: int) -> _Files:
         reader = StepReader(self._connected(), job, step, timeout_s=self.timeout_s)

@@ -21,7 +21,7 @@ from torch.futures import Future
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from ..connection import Connection, parse_address
-from ..daemon import CONNECT_S, Daemon
+from ..daemon import PATIENT_CONNECT_S, Daemon
 from ..environment import resolve
 from ..errors import (
     InvalidArgumentError,
@@ -205,7 +205,7 @@ class FastCheckReader(StorageReader):
 
     def _kept(self, daemon: Daemon, job: str) -> str:
         request = pb.ListStepsRequest(job=job)
-        steps = list(daemon.list_steps(request, connect_s=CONNECT_S, timeout_s=self._timeout_s).steps)
+        steps = list(daemon.list_steps(request, connect_s=PATIENT_CONNECT_S, timeout_s=self._timeout_s).steps)
         if not steps:
             return f"No step of job {job!r} is committed: is that the job's name?"
         shown = ", ".join(map(str, steps[-_STEPS_SHOWN_MAX:]))
