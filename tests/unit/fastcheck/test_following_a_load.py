@@ -50,7 +50,7 @@ def test_progress_reaches_the_callback_in_order_and_stats_say_how_it_went(daemon
     assert len(heard) == 3 and heard[2].bytes_done == heard[2].bytes_total == ckpt.load_stats["bytes"]
     assert torch.equal(into["w"], state(1)["w"])
     assert set(ckpt.load_stats) == {
-        "step", "bytes", "local_bytes", "fetched_bytes", "holders", "bad_copies", "restore_s", "total_s"
+        "step", "saved_by", "bytes", "local_bytes", "fetched_bytes", "holders", "bad_copies", "restore_s", "total_s"
     }  # fmt: skip
     assert ckpt.load_stats["step"] == 1
     with pytest.raises(TypeError):
