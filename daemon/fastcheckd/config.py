@@ -405,7 +405,7 @@ def load_config(
     return Config(**{key: _convert(key, value) for key, value in values.items()})
 
 
-def _convert(key: str, value: Any) -> Any:  # noqa: PLR0911  one line per kind of field
+def _convert(key: str, value: Any) -> Any:  # noqa: PLR0911, PLR0912  one line per kind of field
     """Turn a YAML value into the field's type, or say which key is wrong."""
     wanted = str(next(f.type for f in dataclasses.fields(Config) if f.name == key))
     try:
@@ -429,8 +429,10 @@ def _convert(key: str, value: Any) -> Any:  # noqa: PLR0911  one line per kind o
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"must be a number, not {value!r}")
             return float(value)
-        if not isinstance(value, str | int | float):
-            raise ValueError(f"must be text, not {value!r}")
+        if key == "pacing" and value is False:
+            return "off"  # which YAML takes for a bool
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError(f"must be text, not {value!r}: put it in quotes")
         return str(value)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"config key {key!r}: {error}") from None

@@ -87,6 +87,15 @@ def test_a_bad_file_is_refused_by_the_name_of_its_key(tmp_path, text, named):
         load_config(write(tmp_path, text))
 
 
+def test_off_is_a_word_where_a_word_is_wanted(tmp_path):
+    file = tmp_path / "node.yaml"
+    file.write_text("pacing: off\n")
+    assert load_config(file).pacing == "off"
+    file.write_text("node_id: yes\n")
+    with pytest.raises(ConfigError, match=r"node_id.*in quotes"):
+        load_config(file)
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nothing.yaml"):
         load_config(tmp_path / "nothing.yaml")
