@@ -37,6 +37,8 @@ def write_results(folder: Path, results: Mapping[str, Any], suffix: str = "") ->
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / time.strftime(f"%Y%m%d-%H%M%S{suffix}.json")
-    written = {"machine": describe(), "arguments": sys.argv[1:], **results}
+    # Folders of this machine mean nothing elsewhere.
+    arguments = [Path(said).name if Path(said).is_absolute() else said for said in sys.argv[1:]]
+    written = {"machine": describe(), "arguments": arguments, **results}
     path.write_text(json.dumps(written, indent=2) + "\n")
     return path

@@ -57,7 +57,7 @@ def run(entry: Entry, pythons: Mapping[str, Path], width: int, rounds: int, boun
     """One start of a candidate: `versions` and `rounds`, or `reason`."""
     python = pythons[entry.environment]
     if not python.exists():
-        return {"reason": f"there is no {python}: {HOW_TO_INSTALL[entry.environment]}"}
+        return {"reason": f"there is no {python.parent.parent.name}: {HOW_TO_INSTALL[entry.environment]}"}
     with _places() as places:
         result_file, log_file = places.disk / "result.json", places.disk / "log"
         command = [

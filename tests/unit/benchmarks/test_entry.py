@@ -60,10 +60,11 @@ def test_the_receiving_end_of_the_tcp_limit_ends_with_the_benchmark(ending):
             time.sleep(0.02)
 
 
-def test_what_is_written_says_on_what_it_was_measured(tmp_path):
+def test_what_is_written_says_on_what_it_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench", "--rounds", "3", "--out", str(tmp_path / "made")])
     path = write_results(tmp_path / "made", {"figures": [{"runs": [1.0, 2.0]}]}, "-some")
     assert path.name.endswith("-some.json")
     written = json.loads(path.read_text())
     assert written["figures"] == [{"runs": [1.0, 2.0]}]
-    assert written["arguments"] == sys.argv[1:]
+    assert written["arguments"] == ["--rounds", "3", "--out", "made"]
     assert {"cpu", "cores", "kernel", "versions", "commit"} <= set(written["machine"])

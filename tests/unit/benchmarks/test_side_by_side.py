@@ -160,7 +160,7 @@ def test_a_library_that_is_not_installed_is_a_reason_and_not_a_gap():
 
 def test_an_environment_that_is_not_there_is_a_reason_that_says_how_to_make_it():
     result = run(BY_KEY["torchstore"], HERE, WIDTH, 1, Bounds())
-    assert result["reason"] == f"there is no /nowhere/bin/python: {HOW_TO_INSTALL[TORCHSTORE]}"
+    assert result["reason"] == f"there is no nowhere: {HOW_TO_INSTALL[TORCHSTORE]}"
 
 
 @pytest.mark.usefixtures("leaves_nothing")
