@@ -24,6 +24,7 @@ from .gaps import Foreign
 from .lane import Lane
 from .lane_meter import WIRE_OVERHEAD, LaneMeter, WireBytes
 from .pacing import Gate, Pacer
+from .sockets import PATIENCE
 from .yielding import Allowance, Yielding
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,8 @@ class PutPacing:
             clock=clock,
         )
         self._chunk_bytes = chunk_bytes
-        self._drain_s = transfer_timeout_s / 4
+        # Half of what the other end's answer is waited for, as long as bytes still arrive there.
+        self._drain_s = transfer_timeout_s * PATIENCE / 2
         self._yielding = Yielding()
         self._lock = threading.Lock()
         self._lanes: set[Lane] = set()

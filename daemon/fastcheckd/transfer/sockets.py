@@ -32,7 +32,7 @@ _NO_LIMIT = 0xFFFFFFFF
 #: Enough for a sign of life: what a connection moves in spite of any limit.
 _RATE_BYTES_PER_S_MIN = 64 << 10
 #: So many deadlines may pass without an answer while what we sent still arrives there.
-_PATIENCE = 6
+PATIENCE = 6
 #: From linux/in.h; Python does not name it.
 _IP_BIND_ADDRESS_NO_PORT = 24
 
@@ -121,7 +121,7 @@ def recv_exact_into(sock: socket.socket, place: memoryview | bytearray) -> None:
         OSError: the connection is gone.
     """
     tls = isinstance(sock, ssl.SSLSocket)
-    queued, patience = waiting_bytes(sock), _PATIENCE
+    queued, patience = waiting_bytes(sock), PATIENCE
     with memoryview(place) as view:
         received = 0
         while received < len(view):
