@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
@@ -34,21 +32,19 @@ from ..errors import (
 )
 from ..identity import Identity
 from ..registry.client import RegistryClient
-from ..store.ram_store import HeldShard, RamStore
-from ..store.retention import PROVISIONAL_KEPT
+from ..store.ram_store import RamStore
 from ..store.segments import Segment, staging_pool
-from ..transfer.filling import Filling
 from ..view import ViewFollower
-from . import ahead
-from .content import NOTHING, of_manifests
+from .ahead import Ahead, read
+from .content import NOTHING
 from .memory import ROOM_WAIT_S, StepMemory
+from .of_rank import RankSaves
 from .replicate import Replicator
+from .resuming import left_over
 from .save import Save, SaveKey
 
 logger = logging.getLogger(__name__)
 
-#: Finished saves remembered per rank, for trainers that ask late.
-FINISHED_KEPT = 4
 #: How often a waiting BeginSave looks whether the step before it has stalled.
 STALL_CHECK_S = 0.25
 #: How long a newer step waits until a given-up one has let go of its memory.
@@ -58,8 +54,6 @@ OPEN_TIMEOUT_S = 5.0
 RESUME_PATIENCE_S = 20.0
 #: A segment that its trainer has not sealed for so long will not be sealed any more.
 RESERVED_S_MAX = 900.0
-#: Steps given up before they were reported whose numbers are remembered for their holders.
-OBSOLETE_MAX = 8
 
 
 class SavingRoom:
@@ -83,22 +77,14 @@ class SavingRoom:
         self._view = view
         self._counters = counters
         self._replicator = replicator
-        self._sessions: dict[tuple[str, int], int] = {}
+        self._ranks: dict[tuple[str, int], RankSaves] = {}
         #: Newest step of a job that was committed from here: the view may lag behind it.
         self._committed: dict[str, int] = {}
         self._reserved: dict[str, Save] = {}
-        self._saves: dict[tuple[str, int], list[Save]] = {}
-        #: Sending that was begun before the seal, and is just ending without one: its memory is not free yet.
-        self._leaving: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._spares: dict[tuple[str, int], asyncio.Task[None]] = {}
-        #: Ranks whose last steps could not be committed for want of a registry or of other ranks: until
-        #: one is, their trainers do not wait for what only waits itself.
-        self._starved: set[tuple[str, int]] = set()
-        #: Steps given up that nobody was told of: their provisional copies may go.
-        self._obsolete: dict[tuple[str, int], deque[int]] = {}
         self.memory = StepMemory(
             config=config, store=store, view=view, counters=counters, short_of_room=replicator.short_of_room
         )
+        self._ahead = Ahead(config=config, counters=counters, attach=self._attach, send=self._run)
         #: Set once the steps that an earlier life of this process staged are under way again.
         self._resumed = asyncio.Event()
 
@@ -117,9 +103,14 @@ class SavingRoom:
             for save in list(self._reserved.values())
         ) or any(
             save.state < tpb.SAVE_STATE_REPLICATED and save.stalled_because is None
-            for saves in list(self._saves.values())
-            for save in list(saves)
+            for rank in list(self._ranks.values())
+            for save in list(rank.saves)
         )
+
+    def _of(self, job: str, rank: int) -> RankSaves:
+        if (saves := self._ranks.get((job, rank))) is None:
+            saves = self._ranks[job, rank] = RankSaves(job, rank)
+        return saves
 
     # --- sessions --------------------------------------------------------------------------------
 
@@ -141,26 +132,23 @@ class SavingRoom:
 
     def _admit(self, job: str, rank: int, session: int) -> None:
         """Remember the newest session of a rank; refuse an older one."""
-        known = self._sessions.get((job, rank), 0)
-        if session < known:
+        saves = self._of(job, rank)
+        if session < saves.session:
             raise FencedError(
                 f"another process has taken over rank {rank} of job {job!r}; this one's saves are refused"
             )
-        if session > known:
-            self._sessions[(job, rank)] = session
-            for save in [s for s in self._reserved.values() if (s.key.job, s.key.rank) == (job, rank)]:
-                self.abandon(save.save_id)
+        if session > saves.session:
+            saves.session = session
+            self._abandon_reserved(job, rank)
 
     # --- one save --------------------------------------------------------------------------------
 
     async def begin(self, request: tpb.BeginSaveRequest) -> tuple[Save, float]:
         """Reserve a staging segment; returns the save and the seconds waited for older steps."""
         self._admit(request.job, request.rank, request.session)
-        rank = (request.job, request.rank)
-        for save in [s for s in self._reserved.values() if (s.key.job, s.key.rank) == rank]:
-            self.abandon(save.save_id)  # the trainer came back without sealing it
+        self._abandon_reserved(request.job, request.rank)  # the trainer came back without sealing it
         self._expire_reserved()
-        if (leaving := self._leaving.get(rank)) is not None:
+        if (leaving := self._of(request.job, request.rank).leaving) is not None:
             await asyncio.wait({leaving}, timeout=GIVE_UP_PATIENCE_S)
         self._check_newer(request)
         bound = request.max_in_flight or self._config.max_in_flight
@@ -177,7 +165,7 @@ class SavingRoom:
         )
         self._reserved[save.save_id] = save
         if request.HasField("ahead"):
-            self._begin_ahead(save, request.ahead)
+            self._ahead.begin(save, request.ahead)
         return save, waited_s
 
     async def _allocate(self, request: tpb.BeginSaveRequest) -> Segment:
@@ -197,10 +185,10 @@ class SavingRoom:
             try:
                 return await asyncio.to_thread(self._store.allocate, request.state_bytes, pool, wait_s=wait_s)
             except (OverBudgetError, StoreFullError) as error:
-                waiting = self._droppable(*rank)
+                waiting = self._of(*rank).droppable()
                 if len(waiting) >= 2:
                     await self._give_up(waiting[0], waiting[-1].key.step)
-                elif under_way := len(self._under_way(*rank)):
+                elif under_way := len(self._of(*rank).under_way()):
                     await self._wait_for_room(request, under_way)
                 elif await asyncio.to_thread(self.memory.give_up_older, *rank, self._newest(request.job)):
                     continue
@@ -208,6 +196,10 @@ class SavingRoom:
                     raise OverBudgetError(f"{error}; {self.memory.advice()}") from None
                 else:
                     raise
+
+    def _abandon_reserved(self, job: str, rank: int) -> None:
+        for save in [s for s in self._reserved.values() if (s.key.job, s.key.rank) == (job, rank)]:
+            self.abandon(save.save_id)
 
     def _expire_reserved(self) -> None:
         for save in [s for s in self._reserved.values() if s.idle_s() > RESERVED_S_MAX]:
@@ -225,7 +217,7 @@ class SavingRoom:
                 f"step {request.step} of job {request.job!r} is not newer than its newest committed step {newest}; "
                 "save a later step, or use another job name for a run of its own"
             )
-        for save in self._saves.get((request.job, request.rank), []):
+        for save in self._of(request.job, request.rank).saves:
             if not save.done and save.key.step >= request.step:
                 raise NotNewerError(
                     f"step {save.key.step} is already under way; step {request.step} comes too late"
@@ -236,11 +228,12 @@ class SavingRoom:
         loop = asyncio.get_running_loop()
         started = loop.time()
         waited = False
-        while len(under_way := self._under_way(request.job, request.rank)) >= bound:
+        saves = self._of(request.job, request.rank)
+        while len(under_way := saves.under_way()) >= bound:
             oldest = under_way[0]
-            patience_s = 0.0 if (request.job, request.rank) in self._starved else self._config.stall_after_s
+            patience_s = 0.0 if saves.starved else self._config.stall_after_s
             if oldest.stalled_because is not None and oldest.idle_s() > patience_s:
-                self._starved.add((request.job, request.rank))
+                saves.starved = True
                 await self._give_up(oldest, request.step)
                 continue
             waited = True
@@ -253,10 +246,6 @@ class SavingRoom:
         self._counters.add("save_waits")
         return loop.time() - started
 
-    def _under_way(self, job: str, rank: int) -> list[Save]:
-        """Steps that a newer one may have to wait for."""
-        return [s for s in self._saves.get((job, rank), []) if not s.done and not s.provisional]
-
     async def _give_up(self, save: Save, newer_step: int) -> None:
         self._supersede(save, newer_step)
         if save.task is not None:
@@ -267,8 +256,7 @@ class SavingRoom:
         logger.warning("%s given up for step %d: %s", save.key, newer_step, save.stalled_because)
         self._counters.add("saves_superseded")
         if not save.reported:
-            rank = (save.key.job, save.key.rank)
-            self._obsolete.setdefault(rank, deque(maxlen=OBSOLETE_MAX)).append(save.key.step)
+            self._of(save.key.job, save.key.rank).obsolete.append(save.key.step)
         kind = "provisional step" if save.provisional else "step"
         self._finish(
             save, SupersededError(f"{kind} given up for step {newer_step}, because: {save.stalled_because}")
@@ -276,25 +264,13 @@ class SavingRoom:
         if save.task is not None:
             save.task.cancel()
 
-    # --- without a quorum ------------------------------------------------------------------------
-
-    def _droppable(self, job: str, rank: int) -> list[Save]:
-        """Provisional steps of a rank that no report has named, the oldest first."""
-        saves = self._saves.get((job, rank), [])
-        return sorted((s for s in saves if s.provisional and not s.reported), key=lambda s: s.key.step)
-
     def _note_provisional(self, save: Save) -> None:
         """One more: the newest few are kept, older ones are given up for them."""
         self._counters.add("saves_provisional")
-        self._starved.discard((save.key.job, save.key.rank))
-        for old in self._droppable(save.key.job, save.key.rank)[:-PROVISIONAL_KEPT]:
+        saves = self._of(save.key.job, save.key.rank)
+        saves.starved = False
+        for old in saves.too_many():
             self._supersede(old, save.key.step)
-
-    def _may_report(self, save: Save) -> bool:
-        """Steps with undecided reports can never be dropped, so there are only so many."""
-        saves = self._saves.get((save.key.job, save.key.rank), [])
-        undecided = [s for s in saves if s.reported and not s.done]
-        return len(undecided) < PROVISIONAL_KEPT
 
     def abandon(self, save_id: str) -> None:
         """Give back a segment that will not be sealed, and take back what was sent; unknown ids are no error."""
@@ -307,63 +283,29 @@ class SavingRoom:
             self._store.release(save.segment)
             return
         # Its threads read the bytes until it has ended.
-        self._stop_ahead(save, "it will not be sealed")
-        rank, task = (save.key.job, save.key.rank), save.task
-        self._leaving[rank] = task
+        self._ahead.stop(save, "it will not be sealed")
+        saves, task = self._of(save.key.job, save.key.rank), save.task
+        saves.leaving = task
 
         def gone(_: object) -> None:
             self._store.release(save.segment)
-            if self._leaving.get(rank) is task:
-                del self._leaving[rank]
+            if saves.leaving is task:
+                saves.leaving = None
 
         task.add_done_callback(gone)
 
     # --- sent while it is copied -----------------------------------------------------------------
 
-    def _begin_ahead(self, save: Save, said: tpb.PushSeal) -> None:
-        """Read what the trainer says of its state, and send the bytes as they come if that is worth it."""
-        save.reading = asyncio.create_task(ahead.read(save, said, self._config.chunk_bytes))
-        # The seal tells of what is wrong; without one nobody asks.
-        save.reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
-        if not ahead.worth_it(self._config.overlap_staging, save.state_bytes, len(os.sched_getaffinity(0))):
-            return
-        save.filling = Filling(
-            ahead.PATIENCE_SHARE * self._config.transfer_timeout_s,
-            lambda: self._stop_ahead(save, "its trainer is slow, or paused"),
-        )
-        self._counters.add("saves_ahead")
-        self._attach(save)
-        save.task = asyncio.create_task(self._run_ahead(save), name=f"save-{save.key}")
-
-    async def _run_ahead(self, save: Save) -> None:
-        assert save.reading is not None
-        with contextlib.suppress(FastCheckdError):  # the seal tells
-            await asyncio.shield(save.reading)
-            # What is made lossy is changed in place, and could not be sent anew.
-            if save.sealed or not save.lossy:
-                await self._run(save)
-
     def fill(self, save_id: str, filled_bytes: int) -> bool:
         """The trainer has copied so much of its state; False if nobody needs to know."""
         save = self._reserved.get(save_id)
-        if save is None or save.filling is None:
-            return False
-        save.filling.fill(min(filled_bytes, save.state_bytes))
-        return True
+        return save is not None and self._ahead.fill(save, filled_bytes)
 
     def lost_sight(self, save_id: str) -> None:
         """Whoever told how far the copy is has gone."""
         save = self._reserved.get(save_id)
         if save is not None:
-            self._stop_ahead(save, "its trainer is gone")
-
-    def _stop_ahead(self, save: Save, why: str) -> None:
-        """Take back what was sent before the seal. A seal that comes after all begins anew."""
-        if save.task is None or save.sealed or save.task.done() or save.task.cancelling():
-            return
-        logger.info("%s is not sent any more while it is copied: %s", save.key, why)
-        self._counters.add("saves_ahead_stopped")
-        save.task.cancel()
+            self._ahead.stop(save, "its trainer is gone")
 
     async def seal(self, save_id: str, said: tpb.SealSaveRequest | tpb.PushSeal | None) -> Save:
         """The trainer is done writing: replicate and commit. None: the state is as was said when the save began.
@@ -379,8 +321,8 @@ class SavingRoom:
         if save is None:
             raise unknown
         if said is not None:
-            self._stop_ahead(save, "the seal says something else")
-            await ahead.read(save, said, self._config.chunk_bytes)
+            self._ahead.stop(save, "the seal says something else")
+            await read(save, said, self._config.chunk_bytes)
         elif save.reading is None:
             raise InvalidRequestError("nothing was said of this state when its save began")
         else:
@@ -395,29 +337,20 @@ class SavingRoom:
         return save
 
     def _attach(self, save: Save) -> None:
-        """Let a save that is about to be sent know of the rank's others."""
+        """Let a save that is about to be sent know of the rank's others, and of how much memory there is."""
         rank = (save.key.job, save.key.rank)
-        saves = self._saves.setdefault(rank, [])
-        save.after = next((s for s in reversed(saves) if not s.done), None)
-        save.oldest_step = lambda: min([save.key.step, *(s.key.step for s in saves if not s.done)])
-        save.may_report = lambda: self._may_report(save)
-        save.obsolete = lambda: tuple(self._obsolete.get(rank, ()))
-        save.on_provisional = self._note_provisional
+        self._of(*rank).attach(save, self._note_provisional)
         self.memory.sized(rank, save.state_bytes)
         save.lean = self.memory.is_lean(rank)
-        save.sealed_at = time.monotonic()
 
     def _launch(self, save: Save) -> None:
         """A sealed save is the daemon's: have it replicated and committed, unless that has been begun."""
         rank = (save.key.job, save.key.rank)
+        saves = self._of(*rank)
         if save.task is None:
             self._attach(save)
-        saves = self._saves[rank]
-        finished = [s for s in saves if s.done]
-        for old in finished[: max(0, len(finished) - FINISHED_KEPT)]:
-            saves.remove(old)
-        saves.append(save)
-        self.memory.begun(rank, len(self._under_way(*rank)))
+        saves.add(save)
+        self.memory.begun(rank, len(saves.under_way()))
         save.sealed_at = time.monotonic()
         self._replicator.rhythm.sealed(rank, save.sealed_at)
         save.moved()
@@ -426,10 +359,9 @@ class SavingRoom:
             save.task = asyncio.create_task(self._run(save), name=f"save-{save.key}")
         elif save.filling is not None:
             save.filling.seal()
-        earlier = self._spares.get((save.key.job, save.key.rank))
-        if earlier is None or earlier.done():
+        if saves.making_spares is None or saves.making_spares.done():
             making = asyncio.create_task(self.memory.make_spares(save), name=f"spares-{save.key}")
-            self._spares[save.key.job, save.key.rank] = making
+            saves.making_spares = making
 
     async def _run(self, save: Save) -> None:
         try:
@@ -453,7 +385,7 @@ class SavingRoom:
             return
         if error is None:
             self._counters.add("saves_committed")
-            self._starved.discard((save.key.job, save.key.rank))
+            self._of(save.key.job, save.key.rank).starved = False
             self._committed[save.key.job] = max(save.key.step, self._committed.get(save.key.job, -1))
             save.advance(tpb.SAVE_STATE_COMMITTED)
         else:
@@ -506,10 +438,8 @@ class SavingRoom:
         return save
 
     def _known(self, request: tpb.WatchSaveRequest) -> Save | None:
-        for save in self._saves.get((request.job, request.rank), []):
-            if save.key.step == request.step and save.session == request.session:
-                return save
-        return None
+        saves = self._ranks.get((request.job, request.rank))
+        return None if saves is None else saves.find(request.step, request.session)
 
     async def watch(self, request: tpb.WatchSaveRequest) -> AsyncIterator[tpb.WatchSaveResponse]:
         """Follow a save to its end."""
@@ -521,39 +451,10 @@ class SavingRoom:
 
     def resume(self) -> int:
         """Carry on with staged steps that an earlier life of this process left uncommitted."""
-        groups: dict[tuple[str, int, int], list[pb.ShardManifest]] = {}
-        shards: dict[tuple[str, int, int], HeldShard] = {}
-        for held in self._store.held():
-            # What was restored here for a rank of another node is that node's to commit.
-            if held.kind == pb.REPLICA_KIND_OWNER and held.manifest.owner == self._config.node_id:
-                group = (held.key.job, held.key.rank, held.key.step)
-                groups.setdefault(group, []).append(held.manifest)
-                shards[group] = held
         resumed = 0
-        for (job, rank, step), manifests in sorted(groups.items()):
-            newest = self._view.newest_step(job)
-            if (newest is not None and step <= newest) or not _complete(manifests):
-                continue
-            first = manifests[0]
-            content = of_manifests(manifests)
-            segment = self._store.take_again(shards[(job, rank, step)])
-            save = Save(
-                key=SaveKey(job, rank, step),
-                save_id=first.save_id or secrets.token_hex(16),
-                generation=first.generation,
-                session=first.session,
-                world_size=first.world_size,
-                segment=segment,
-                state_bytes=first.state_bytes,
-                header_offset=first.header_offset,
-                header_bytes=first.header_bytes,
-                content=content,
-                lossy=content.lossy,
-                shared=first.shared if first.HasField("shared") else None,
-                shared_digests=tuple(each for m in manifests for each in m.shared_digests),
-                reported=True,  # perhaps, by the earlier life
-            )
-            self._sessions[(job, rank)] = max(self._sessions.get((job, rank), 0), first.session)
+        for save in left_over(self._store, self._config.node_id, self._view.newest_step):
+            saves = self._of(save.key.job, save.key.rank)
+            saves.session = max(saves.session, save.session)
             self._launch(save)
             resumed += 1
         self._resumed.set()
@@ -561,19 +462,8 @@ class SavingRoom:
 
     async def stop(self) -> None:
         """Cancel what is under way; staged steps with manifests are resumed by the next process."""
-        tasks = [s.task for saves in self._saves.values() for s in saves if s.task is not None]
+        tasks = [task for saves in self._ranks.values() for task in saves.tasks()]
         tasks += [s.task for s in self._reserved.values() if s.task is not None]
-        tasks += [*self._leaving.values(), *self._spares.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _complete(manifests: Iterable[pb.ShardManifest]) -> bool:
-    """Whether the shards cover the rank's whole state."""
-    position = 0
-    for manifest in sorted(manifests, key=lambda m: m.offset):
-        if manifest.offset != position:
-            return False
-        position += manifest.bytes
-    return position == next(iter(manifests)).state_bytes

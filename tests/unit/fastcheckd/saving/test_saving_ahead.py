@@ -157,7 +157,7 @@ def test_a_copy_given_up_midway_leaves_no_step_and_no_bytes_behind(tmp_path, cod
             node.room.abandon(next(iter(node.room._reserved)))
         await eventually(lambda: untouched(node, registry, holders, 3, reserved) or how == "begun anew")
         if how == "begun anew":
-            await eventually(lambda: node.room._saves["gpt", 0][-1].done)
+            await eventually(lambda: node.room._ranks["gpt", 0].saves[-1].done)
             assert not any(holder.store.held("gpt", 3) for holder in holders)
             assert copies(holders, 4) == third
             return

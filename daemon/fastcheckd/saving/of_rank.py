@@ -1,0 +1,82 @@
+"""The saves of one rank: which are under way, which only wait, and which may still be given up.
+
+Kept apart from `room.py`, which acts on them: nothing here waits, sends or frees. Owned by the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..store.retention import PROVISIONAL_KEPT
+from .save import Save
+
+#: Finished saves remembered per rank, for trainers that ask late.
+FINISHED_KEPT = 4
+#: Steps given up before they were reported whose numbers are remembered for their holders.
+OBSOLETE_MAX = 8
+
+
+@dataclass(eq=False)
+class RankSaves:
+    """What one data process knows of a rank of a job."""
+
+    job: str
+    rank: int
+    #: Of its newest trainer.
+    session: int = 0
+    #: Sealed, the oldest first; some finished ones too.
+    saves: list[Save] = field(default_factory=list)
+    #: Its last steps could not be committed for want of a registry or of other ranks: until one is, its trainer does
+    #: not wait for what only waits itself.
+    starved: bool = False
+    #: Steps given up that nobody was told of: their provisional copies may go.
+    obsolete: deque[int] = field(default_factory=lambda: deque(maxlen=OBSOLETE_MAX))
+    #: Sending that was begun before the seal, and is just ending without one: its memory is not free yet.
+    leaving: asyncio.Task[None] | None = None
+    #: Segments for its next steps are being made.
+    making_spares: asyncio.Task[None] | None = None
+
+    def under_way(self) -> list[Save]:
+        """Steps that a newer one may have to wait for."""
+        return [s for s in self.saves if not s.done and not s.provisional]
+
+    def droppable(self) -> list[Save]:
+        """Provisional steps that no report has named, the oldest first."""
+        return sorted((s for s in self.saves if s.provisional and not s.reported), key=lambda s: s.key.step)
+
+    def too_many(self) -> list[Save]:
+        """The droppable steps that newer ones have made superfluous."""
+        return self.droppable()[:-PROVISIONAL_KEPT]
+
+    def may_report(self) -> bool:
+        """Steps with undecided reports can never be dropped, so there are only so many."""
+        return len([s for s in self.saves if s.reported and not s.done]) < PROVISIONAL_KEPT
+
+    def find(self, step: int, session: int) -> Save | None:
+        """A session's save, also one that ended lately."""
+        return next((s for s in self.saves if s.key.step == step and s.session == session), None)
+
+    def attach(self, save: Save, on_provisional: Callable[[Save], None]) -> None:
+        """Let a save that is about to be sent know of the others."""
+        save.after = next((s for s in reversed(self.saves) if not s.done), None)
+        save.oldest_step = lambda: min([save.key.step, *(s.key.step for s in self.saves if not s.done)])
+        save.may_report = self.may_report
+        save.obsolete = lambda: tuple(self.obsolete)
+        save.on_provisional = on_provisional
+        save.sealed_at = time.monotonic()
+
+    def add(self, save: Save) -> None:
+        """One more, that is sealed; the oldest of the finished ones are forgotten."""
+        finished = [s for s in self.saves if s.done]
+        for old in finished[: max(0, len(finished) - FINISHED_KEPT)]:
+            self.saves.remove(old)
+        self.saves.append(save)
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """All that is running for it."""
+        found = [s.task for s in self.saves] + [self.leaving, self.making_spares]
+        return [task for task in found if task is not None]
