@@ -25,6 +25,8 @@ from .errors import FastCheckdError
 from .health.data_line import DataLine
 from .health.heartbeats import HeartbeatSender
 from .health.lease_clock import LeaseClock
+from .health.registry_line import RegistryLine
+from .health.vitals import RESTART_AFTER
 from .registry.client import RegistryClient
 from .registry.wire import voter_message
 from .supervise import CHILD_CONFIG, CHILD_PARENT, Child
@@ -58,11 +60,31 @@ class Agent:
         )
         self._data_child = _make_child("data", config, self._on_fatal)
         self._data = DataLine(config, self._data_child, lambda: self._incarnation)
+        self._registry_line = RegistryLine(lambda: self.voting.process, config.data_hung_after_s)
 
     @property
     def incarnation(self) -> int:
         """This node's life; 0 before it is registered."""
         return self._incarnation
+
+    @property
+    def ready(self) -> asyncio.Event:
+        """Set when the data process has answered: it has adopted its RAM, and serves."""
+        return self._data.ready
+
+    def stuck(self) -> list[str]:
+        """Processes that have made no progress for so long that ending them has not helped either."""
+        now = asyncio.get_running_loop().time()
+        patience_s = 2 * RESTART_AFTER * self._config.data_hung_after_s
+        went_on = {"data": self._data.answered_at, "registry": self._registry_line.went_on_at}
+        return [name for name, at in went_on.items() if now - at > patience_s]
+
+    def summary(self) -> str:
+        """One line for people."""
+        life = f"incarnation {self._incarnation}" if self._incarnation else "not registered yet"
+        data = rpb.DataHealth.Name(self._data.health).removeprefix("DATA_HEALTH_").lower()
+        vote = ", votes" if self.voting.process is not None else ""
+        return f"node {self._config.node_id}: {life}, data process {data}{vote}"
 
     def _on_fatal(self, error: Exception) -> None:
         if not self.fatal.done():
@@ -78,6 +100,7 @@ class Agent:
         self._data_child.start()
         self._tasks = [
             asyncio.create_task(self._data.run(), name="data line"),
+            asyncio.create_task(self._registry_line.run(), name="registry line"),
             asyncio.create_task(self._follow_voters(), name="voters"),
             asyncio.create_task(self._membership(), name="membership"),
         ]

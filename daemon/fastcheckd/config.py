@@ -60,6 +60,10 @@ class Voter:
     raft_address: str
 
 
+#: Times that may be longer, or none.
+_OTHER_RANGES = frozenset({"scrub_period_s", "drain_on_stop_s"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """What one node runs with. Sizes in bytes, times in seconds."""
@@ -172,6 +176,9 @@ class Config:
     rank_wait_timeout_s: float = 600.0
     #: How long SIGTERM waits for work under way.
     shutdown_grace_s: float = 5.0
+    #: How long a node that is stopped may first take to have its copies made elsewhere; 0: it does not. Most stops are
+    #: restarts, and RAM outlives them.
+    drain_on_stop_s: float = 0.0
     #: `human` or `json`, one line per event on stderr.
     log_format: str = "human"
 
@@ -230,8 +237,9 @@ class Config:
         need(self.pacing in PACINGS, "pacing", f"must be one of {', '.join(PACINGS)}")
         need(self.repair_bytes_per_s >= 1 << 20, "repair_bytes_per_s", "must be at least 1 MiB")
         need(60 <= self.scrub_period_s <= 30 * 86400, "scrub_period_s", "must be from a minute to 30 days")
+        need(0 <= self.drain_on_stop_s <= 86400, "drain_on_stop_s", "must be from 0 to a day")
         for f in dataclasses.fields(self):
-            if f.name.endswith("_s") and not f.name.endswith("_per_s") and f.name != "scrub_period_s":
+            if f.name.endswith("_s") and not f.name.endswith("_per_s") and f.name not in _OTHER_RANGES:
                 need(0 < getattr(self, f.name) <= 3600, f.name, "must be above 0 and at most 3600 seconds")
         need(
             self.heartbeat_interval_s * 2 <= self.suspect_after_s,

@@ -14,6 +14,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 
+from .beats import CHILD_BEAT, BeatTaker
 from .errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class Child:
     ) -> None:
         self.name = name
         self.restarts = 0
+        #: Signs of life that all lives of it have given; how many says nothing, only that there are more.
+        self.beats = 0
         self._argv = list(argv)
         self._environment = environment
         self._on_fatal = on_fatal
@@ -71,8 +74,17 @@ class Child:
         pause_s = BACKOFF_MIN_S
         while not self._stopping:
             started = loop.time()
-            self._process = await asyncio.create_subprocess_exec(*self._argv, env=self._environment)
-            code = await self._process.wait()
+            beats = BeatTaker(self._heard)
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._argv,
+                    env={**self._environment, CHILD_BEAT: str(beats.child_fd)},
+                    pass_fds=(beats.child_fd,),
+                )
+                beats.started()
+                code = await self._process.wait()
+            finally:
+                beats.close()
             if self._stopping:
                 return
             if code == EXIT_CONFIG and self.restarts == 0:
@@ -84,6 +96,9 @@ class Child:
             self.restarts += 1
             logger.warning("%s process ended with %s; restarting in %.1f s", self.name, code, pause_s)
             await asyncio.sleep(pause_s)
+
+    def _heard(self) -> None:
+        self.beats += 1
 
     def kill(self) -> None:
         """SIGKILL it, for it to be started again."""

@@ -68,6 +68,11 @@ class Voting:
         """Whether the registry names this node."""
         return self.config.own_voter is not None
 
+    @property
+    def process(self) -> Child | None:
+        """The registry process; None while this node has none."""
+        return self._child
+
     def start(self) -> None:
         """Start the registry process, if there is to be one."""
         if self.is_voter:

@@ -178,3 +178,21 @@ def test_a_killed_data_process_makes_its_node_suspect_and_never_down(make_cluste
 
     until(is_back, "node-1 to be UP with what it held")
     assert "DOWN" not in seen and lives(cluster, "node-0") == before
+
+
+def test_a_frozen_registry_process_is_started_anew_when_it_stays_so(make_cluster):
+    cluster = make_cluster(3, data_hung_after_s=1.0)
+    job = Job(cluster, ["node-1", "node-2"])
+    frozen = process_of(cluster, "node-2", "registry")
+    with paused(frozen):
+        job.commit(1)  # two voters are a majority
+        until(lambda: not frozen.is_running(), "its agent to end the frozen process")
+
+    def votes_again():
+        with contextlib.suppress(AssertionError, psutil.NoSuchProcess):  # there is none just now
+            return process_of(cluster, "node-2", "registry").pid != frozen.pid
+
+    until(votes_again, "a new registry process")
+    cluster.kill("node-0")  # without the third there would be no majority any more
+    job.commit(2)
+    assert "the registry process" in cluster.log_file("node-2").read_text()

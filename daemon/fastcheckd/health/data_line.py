@@ -55,6 +55,8 @@ class DataLine:
         self._lease: LeaseClock | None = None
         self._reborn = asyncio.Event()
         self._lease_moved = asyncio.Event()
+        #: By the loop's clock: when it last answered.
+        self.answered_at = asyncio.get_running_loop().time()
         #: Set when the data process has answered for the first time.
         self.ready = asyncio.Event()
         self.ram_used_bytes = 0
@@ -106,6 +108,7 @@ class DataLine:
                 was_ok = True
                 if self._process.pid == pid:
                     self._vitals.answered()
+                    self.answered_at = loop.time()
                     self.ready.set()
                 self.ram_used_bytes = answer.ram_used_bytes
             pause_s = ASSUME_INTERVAL_S if was_ok else ASSUME_INTERVAL_S / 5

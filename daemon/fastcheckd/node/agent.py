@@ -14,18 +14,24 @@ from fastcheck_proto.v1 import admin_pb2_grpc, node_pb2_grpc
 from ..agent import Agent
 from ..config import Config
 from ..counters import Counters
+from ..draining import drain
 from ..registry.client import RegistryClient
 from ..registry.remembered import with_remembered_voters
 from ..rpc import SERVER_OPTIONS
 from ..services.admin import AdminService
 from ..services.node import NodeService
+from ..systemd import Notifier, one_line, report
 from ..transfer.peer_calls import PeerCalls
 from .process import listen_tcp, listening, private_directory, stop_signal
+
+#: To systemd, while a drain goes on: wait so much longer.
+EXTENSION_USEC = str(30 * 10**6)
 
 
 async def run(config: Config) -> None:
     """The `fastcheckd` process itself; returns after SIGTERM or SIGINT."""
     stopping = stop_signal()
+    notifier = Notifier()
     private_directory(config.runtime_dir)
     registry = RegistryClient(with_remembered_voters(config), Counters())
     peers = PeerCalls(config.transfer_timeout_s)
@@ -41,13 +47,41 @@ async def run(config: Config) -> None:
     async with listening(server, config.agent_socket):
         await health.set("", health_pb2.HealthCheckResponse.SERVING)
         agent.start()
+        reporting = asyncio.create_task(
+            report(notifier, agent.ready, agent.summary, agent.stuck), name="systemd"
+        )
         try:
             ends: set[asyncio.Future[Any]] = {stopping, agent.fatal}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            reporting.cancel()
+            if stopping.done() and config.drain_on_stop_s:
+                await _drain(config, registry, notifier)
         finally:
+            reporting.cancel()
+            notifier.tell(STOPPING="1", STATUS="leaving the cluster")
             await health.enter_graceful_shutdown()
             await agent.stop()
             await peers.close()
             await registry.close()
         if agent.fatal.done():
             raise agent.fatal.result()
+
+
+async def _drain(config: Config, registry: RegistryClient, notifier: Notifier) -> None:
+    """As long as it may take, or until whoever stops this node says so once more."""
+    at_once = stop_signal()
+    draining = asyncio.create_task(
+        drain(
+            config.node_id,
+            registry,
+            within_s=config.drain_on_stop_s,
+            # Each asks for so much more time than the unit allows for.
+            going_on=lambda why: notifier.tell(
+                STOPPING="1", STATUS=one_line(f"draining: {why}"), EXTEND_TIMEOUT_USEC=EXTENSION_USEC
+            ),
+        )
+    )
+    ends: set[asyncio.Future[Any]] = {draining, at_once}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    draining.cancel()
+    await asyncio.gather(draining, return_exceptions=True)

@@ -102,7 +102,9 @@ class Raft:
         ConfigError: a key, port or state directory that the operator has to look at.
     """
 
-    def __init__(self, config: Config, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, config: Config, on_change: Callable[[], None], on_tick: Callable[[], None] = lambda: None
+    ) -> None:
         voter = config.own_voter
         if voter is None:
             raise ConfigError(
@@ -114,6 +116,7 @@ class Raft:
         self._committed: Voters = {v.raft_address: v for v in config.effective_voters}
         self._in_log = self._committed
         self._on_change = on_change
+        self._on_tick = on_tick
         self._machine = _Machine()
         self._folder = VoterFolder(config, voter)
         self._joining = False
@@ -268,6 +271,7 @@ class Raft:
 
     def _watch(self) -> None:
         """Runs at every tick: notices changes, has a large log compacted."""
+        self._on_tick()
         seen = (
             self._machine.state["version"],
             self._engine._isLeader(),

@@ -95,3 +95,31 @@ def test_a_child_dies_with_its_parent():
         grandchild = psutil.Process(int(lines[0]))
         process.kill()
         assert grandchild.wait(timeout=10) is None or not grandchild.is_running()
+
+
+def test_signs_of_life_are_counted_and_a_child_that_is_stopped_gives_none():
+    async def story():
+        supervised = child(
+            """
+            import time
+            from fastcheckd.beats import BeatGiver
+            giver = BeatGiver()
+            while True:
+                giver.give()
+                time.sleep(0.01)
+            """,
+            [],
+        )
+        supervised.start()
+        pid = await until(lambda: supervised.beats > 3 and supervised.pid)
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        await asyncio.sleep(0.1)  # what was in the pipe is taken
+        seen = supervised.beats
+        await asyncio.sleep(0.1)
+        assert supervised.beats == seen
+        supervised.kill()
+        await until(lambda: supervised.beats > seen)  # the next life's
+        await supervised.stop(grace_s=5)
+
+    asyncio.run(story())

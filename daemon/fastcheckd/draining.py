@@ -1,0 +1,72 @@
+"""Before a node stops for good: have its copies made elsewhere, as far as the time given allows.
+
+Off unless `drain_on_stop_s` is set. Most stops are restarts, after which the node adopts what its RAM still holds; to
+copy all of it away each time would cost the network more than the restart costs safety.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from fastcheck_proto.v1 import registry_pb2 as rpb
+
+from .errors import FastCheckdError
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 1.5
+LOOK_INTERVAL_S = 1.0
+
+
+class Registry(Protocol):
+    """The part of the registry's client that a drain needs."""
+
+    async def set_draining(
+        self, request: rpb.SetDrainingRequest, timeout_s: float
+    ) -> rpb.SetDrainingResponse:
+        """Begin or end a drain."""
+
+    async def safe_to_stop(
+        self, request: rpb.SafeToStopRequest, timeout_s: float
+    ) -> rpb.SafeToStopResponse:
+        """What stopping a node for good would cost."""
+
+
+async def drain(
+    node_id: str, registry: Registry, *, within_s: float, going_on: Callable[[str], None] = lambda _: None
+) -> bool:
+    """Drain this node until it may be stopped without loss or the time is over; whether it may.
+
+    A registry that does not answer is asked again until then.
+
+    Args:
+        going_on: is told, at every look, why it may not be stopped yet.
+    """
+    why = "the registry has not answered"
+    draining = False
+    try:
+        async with asyncio.timeout(within_s):
+            while True:
+                try:
+                    if not draining:
+                        asked = rpb.SetDrainingRequest(node_id=node_id, draining=True)
+                        await registry.set_draining(asked, CALL_TIMEOUT_S)
+                        draining = True
+                    verdict = await registry.safe_to_stop(
+                        rpb.SafeToStopRequest(node_id=node_id), CALL_TIMEOUT_S
+                    )
+                except FastCheckdError as error:
+                    why = str(error)
+                else:
+                    if verdict.safe:
+                        logger.info("drained: nothing depends on this node any more")
+                        return True
+                    why = "; ".join(verdict.reasons) or "copies are still being made"
+                going_on(why)
+                await asyncio.sleep(LOOK_INTERVAL_S)
+    except TimeoutError:
+        logger.warning("stopping undrained after %g s: %s", within_s, why)
+        return False
