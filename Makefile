@@ -64,6 +64,7 @@ lint: $(READY) $(PROTO_READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive daemon/fastcheckd client/fastcheck
 	@rm -rf .stubs && mkdir .stubs
 	@$(call generate,.stubs)
 	@for f in .stubs/fastcheck_proto/v1/*; do cmp "$$f" "proto/fastcheck_proto/v1/$$(basename $$f)" \

@@ -11,7 +11,7 @@ membership, which are read by these functions too (`raft_engine`).
 from __future__ import annotations
 
 import io
-import pickle
+import pickle  # the restricted unpickler below is built on it  # nosec B403
 from types import ModuleType
 from typing import Any, BinaryIO, NoReturn
 
