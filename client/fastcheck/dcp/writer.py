@@ -27,7 +27,7 @@ from ..handle import SaveHandle
 from ..state.dtensors import local_of
 from ..state.tensors import why_unsupported
 from .description import Item, Kind, write_description
-from .ids import CheckpointId, agreed_job, parse_checkpoint_id, url_of
+from .ids import CheckpointId, agreed_job, names_a_step, parse_checkpoint_id, url_of
 from .seats import Options, leave, taken
 from .structure import nested
 
@@ -200,11 +200,7 @@ class FastCheckWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it names a step."""
-        try:
-            parse_checkpoint_id(checkpoint_id)
-        except InvalidArgumentError:
-            return False
-        return True
+        return names_a_step(checkpoint_id)
 
     def close(self) -> None:
         """Leave the rank's seat: ends threads and connections that later saves would use again.
