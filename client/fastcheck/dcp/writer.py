@@ -27,6 +27,7 @@ from ..handle import SaveHandle
 from ..state.dtensors import local_of
 from ..state.tensors import why_unsupported
 from .description import Item, Kind, write_description
+from .families import held, together
 from .ids import CheckpointId, agreed_job, names_a_step, parse_checkpoint_id, url_of
 from .seats import Options, leave, taken
 from .structure import nested
@@ -148,13 +149,14 @@ class FastCheckWriter(StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
-        return plan
+        """Say what this rank could save, before others' copies are left out."""
+        return dataclasses.replace(plan, storage_data=held(plan))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell every rank its place."""
+        """Put what belongs together onto one rank, and tell every rank its place."""
         save = self._own_save()
         if save.collective:
+            plans = together(plans)
             places = [Place(rank, len(plans)) for rank in range(len(plans))]
         else:
             places = [_place_without_collectives(save.rank)]
