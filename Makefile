@@ -10,6 +10,7 @@ PROTO_VENV := .venv-proto
 PROTO_READY := $(PROTO_VENV)/.ready
 # The storage server of the paper's experiment: nothing else needs it.
 PAPER_VENV := .venv-paper
+MATRIX_VENVS := .venv-matrix
 PROTOS := $(wildcard proto/fastcheck_proto/v1/*.proto)
 # The libraries that benchmarks compare with stay out of the dev environment.
 PEERS := tests/benchmarks/peers
@@ -19,7 +20,7 @@ TORCHSTORE_VENV := .venv-peers-torchstore
 BUF := @bufbuild/buf@1.75.0
 
 .PHONY: demo test test-clusters test-rest simulate lint format bench bench-peers peers-torchstore \
-	bench-paper bench-paper-server \
+	bench-paper bench-paper-server matrix \
 	proto clean help
 
 help:
@@ -28,6 +29,7 @@ help:
 	@echo "make simulate SEEDS=1-1000   whole clusters in virtual time, with faults, each from its seed"
 	@echo "make bench  the figures      make proto  regenerate stubs  make clean   remove what these made"
 	@echo "make bench-peers  the same state saved by others, side by side (ARGS=--quick to see that it runs)"
+	@echo "make matrix a smoke test with other versions of torch and protobuf (downloads gigabytes; docs/versions.md)"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "FastCheck needs Python 3.11 or newer")'
@@ -102,6 +104,10 @@ bench-paper-server:
 bench-paper: $(READY) bench-paper-server
 	$(BIN)/python -m tests.benchmarks --only paper
 
+# Not part of `make test`: each version of torch that has no CPU build here takes gigabytes.
+matrix: $(READY)
+	$(BIN)/python -m tests.matrix $(ARGS)
+
 proto: $(PROTO_READY)
 	$(call generate,proto)
 
@@ -111,6 +117,6 @@ define generate
 endef
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) $(PEERS_VENV) $(TORCHSTORE_VENV) $(PAPER_VENV) .stubs .mypy_cache .ruff_cache .pytest_cache \
+	rm -rf $(VENV) $(PROTO_VENV) $(PEERS_VENV) $(TORCHSTORE_VENV) $(PAPER_VENV) $(MATRIX_VENVS) .stubs .mypy_cache .ruff_cache .pytest_cache \
 		.hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

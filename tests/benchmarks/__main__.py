@@ -1,9 +1,9 @@
-"""`make bench`: idling, finding the dead, saving and restoring 1.5 GB, shaped links, the codec.
+"""`make bench`: idling, importing, finding the dead, saving and restoring 1.5 GB, shaped links, the codec.
 
 Needs 16 GB of memory; run it alone.
 
-The codec's part, and `--only lossy`, train small models in this process and need no cluster. Nor does that about
-placement.
+The codec's part, and `--only lossy`, train small models in this process and need no cluster. Nor do those about
+placement and importing.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .codec_rows import print_rows
 from .detection import detection, soak
 from .entry import end_in_order_when_told, write_results
 from .growth import growth
+from .importing import importing
 from .limits import FramedTcp, Memcpy
 from .links import links
 from .plots import write_plots
@@ -164,6 +165,7 @@ def shaped_links(rounds: int) -> list[Figure]:
 #: three take long.
 PARTS = (
     "idle",
+    "import",
     "detection",
     "transfer",
     "staging",
@@ -205,6 +207,7 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
 
     makes_figures: dict[str, Callable[[], list[Figure]]] = {
         "idle": lambda: idle(arguments.idle_seconds),
+        "import": lambda: importing(arguments.rounds, say, quick=quick),
         "detection": lambda: detection(arguments.trials, say),
         "soak": lambda: soak(arguments.minutes, say, arguments.burners),
         "transfer": lambda: transfers(arguments.rounds),

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_saver  # its AsyncCheckpointerType came after 2.6
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -465,7 +465,7 @@ def asynchronously_in_a_process() -> None:
             state,
             checkpoint_id=f"step-{step}",
             storage_writer=writer,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_checkpointer_type=state_dict_saver.AsyncCheckpointerType.PROCESS,
         )
         result = getattr(future, "upload_completion", future)
         result.result(timeout=120)
@@ -515,6 +515,39 @@ def cached_plans() -> None:
     found = {"model": distributed(square(), Shard(0), Shard(1), seed=None)}
     load(found, step=3)
     same(found["model"], seed=3)
+
+
+@case
+def data_parallel_families_stay_on_one_rank() -> None:
+    def trained(seed: int) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(*(nn.Linear(width, width) for width in (40, 30, 20, 40, 10, 30)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return optimizer, dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+    optimizer, state = trained(1)
+    homes = []
+    for step in (1, 2):
+        save(state, step=step)
+        reader = FastCheckReader(job(), step)
+        reader.read_metadata()
+        assert reader._opened is not None
+        homes.append({fqn: item.rank for (fqn, _), item in reader._opened.index.stored.items()})
+        for name in state["model"]:
+            slots = (f"optimizer.state.{name}.{slot}" for slot in ("exp_avg", "exp_avg_sq", "step"))
+            assert len({homes[-1][fqn] for fqn in (f"model.{name}", *slots)}) == 1, (name, homes[-1])
+        assert set(homes[-1].values()) == set(range(WORLD)), "all ranks take their part"
+        optimizer.step()
+    assert homes[0] == homes[1], "each rank finds what it saved before as its base"
+    (_, wanted), (_, found) = trained(1), trained(2)
+    load(found, step=1)
+    for name, tensor in wanted["model"].items():
+        assert torch.equal(found["model"][name], tensor), name
+        for slot, moment in wanted["optimizer"]["state"][name].items():
+            assert torch.equal(found["optimizer"]["state"][name][slot], moment), (name, slot)
 
 
 @case

@@ -163,6 +163,21 @@ def test_a_saver_that_steps_between_planning_and_writing(address):
     writer.close()
 
 
+@pytest.mark.parametrize(
+    ("target", "word"),
+    [
+        (lambda: torch.zeros(4).to_sparse(), "layout"),
+        (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), "quantized"),
+    ],
+    ids=["sparse", "quantized"],
+)
+def test_a_tensor_that_cannot_be_filled_is_named(address, target, word):
+    job = f"target-{word}"
+    dcp.save({"deep": {"w": torch.ones(4)}}, checkpoint_id=1, storage_writer=FastCheckWriter(job))
+    with pytest.raises(CheckpointException, match=f"'deep.w' .*{word}"):
+        dcp.load({"deep": {"w": target()}}, storage_reader=FastCheckReader(job))
+
+
 def test_steps_of_a_checkpointer_are_said_to_be_such(address):
     with Checkpointer("native", rank=0, world_size=1) as native:
         native.save(1, {"w": torch.ones(3)}).result(timeout=60)

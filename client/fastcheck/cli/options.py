@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -31,7 +31,14 @@ class FastCheckGroup(click.Group):
             ctx.exit(Exit.ERROR)
 
 
-class Name(click.ParamType[str]):
+# Generic in later releases alone, and 8.1 will do.
+if TYPE_CHECKING:
+    TextType = click.ParamType[str]
+else:
+    TextType = click.ParamType
+
+
+class Name(TextType):
     """A job's or node's name; a bad one is wrong usage and never sent."""
 
     def __init__(self, what: str) -> None:

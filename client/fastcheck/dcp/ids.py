@@ -50,6 +50,15 @@ def parse_checkpoint_id(checkpoint_id: object) -> StepName:
     return StepName(_job(job), _step(step, checkpoint_id))
 
 
+def names_a_step(checkpoint_id: object) -> bool:
+    """Whether `parse_checkpoint_id` can read it."""
+    try:
+        parse_checkpoint_id(checkpoint_id)
+    except InvalidArgumentError:
+        return False
+    return True
+
+
 def url_of(job: str, step: int) -> str:
     """The URL of a step."""
     return f"{PROTOCOL}://{job}/step-{step}"

@@ -34,7 +34,7 @@ from ..errors import (
 from ..reading import BoxInto, StepReader
 from ..state.dtypes import BY_NAME
 from ..state.tensors import why_unsupported
-from .ids import CheckpointId, agreed_job, parse_checkpoint_id, url_of
+from .ids import CheckpointId, agreed_job, names_a_step, parse_checkpoint_id, url_of
 from .index import StepIndex, index_of
 
 #: What is read at once takes as much of the daemon's memory.
@@ -54,9 +54,7 @@ class FastCheckReader(StorageReader):
     """Loads from FastCheck what torch.distributed.checkpoint asks for, on any number of ranks and any mesh.
 
     Args:
-        job: Name of the job; else from a URL in `checkpoint_id`, else from the environment as `Checkpointer` does.
-        checkpoint_id: "step-100", "100", 100 or "fastcheck://job/step-100"; None: the newest committed step.
-        address: Of the daemon, as of `Checkpointer`.
+        job, checkpoint_id, address: As of `FastCheckWriter`; without `checkpoint_id` the newest committed step.
         allow_lossy: Whether steps that were saved with a lossy coding will do.
         timeout_s: Longest that one read may take.
 
@@ -191,11 +189,7 @@ class FastCheckReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it names a step."""
-        try:
-            parse_checkpoint_id(checkpoint_id)
-        except InvalidArgumentError:
-            return False
-        return True
+        return names_a_step(checkpoint_id)
 
     def close(self) -> None:
         """End the connection; the next load makes a new one."""

@@ -27,7 +27,8 @@ from ..handle import SaveHandle
 from ..state.dtensors import local_of
 from ..state.tensors import why_unsupported
 from .description import Item, Kind, write_description
-from .ids import CheckpointId, agreed_job, parse_checkpoint_id, url_of
+from .families import held, together
+from .ids import CheckpointId, agreed_job, names_a_step, parse_checkpoint_id, url_of
 from .seats import Options, leave, taken
 from .structure import nested
 
@@ -148,13 +149,14 @@ class FastCheckWriter(StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
-        return plan
+        """Say what this rank could save, before others' copies are left out."""
+        return dataclasses.replace(plan, storage_data=held(plan))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell every rank its place."""
+        """Put what belongs together onto one rank, and tell every rank its place."""
         save = self._own_save()
         if save.collective:
+            plans = together(plans)
             places = [Place(rank, len(plans)) for rank in range(len(plans))]
         else:
             places = [_place_without_collectives(save.rank)]
@@ -200,11 +202,7 @@ class FastCheckWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it names a step."""
-        try:
-            parse_checkpoint_id(checkpoint_id)
-        except InvalidArgumentError:
-            return False
-        return True
+        return names_a_step(checkpoint_id)
 
     def close(self) -> None:
         """Leave the rank's seat: ends threads and connections that later saves would use again.

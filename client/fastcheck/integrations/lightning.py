@@ -9,6 +9,10 @@ own plugin. What Lightning puts into a checkpoint is saved as it is: dicts, list
 else, in hyper-parameters say, is refused with its key; nothing is pickled.
 
 A Lightning checkpoint has no random states; the callback adds them, to those on disk as well.
+
+Under DDP every rank saves and loads a checkpoint of its own: Lightning builds one on each rank, with the rank's own
+random states and place in the data, and has rank 0 alone save it; the callback saves those of the others. Strategies
+that save in ways of their own (FSDP, DeepSpeed) are refused.
 """
 
 from __future__ import annotations
@@ -21,9 +25,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
 
 from ..checkpointer import Checkpointer
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, LoadFailedError
+from ..exchanging import from_all
 from ..policies import Every
 from ..policies import every as policy_of
 from ..resume import Generators
@@ -32,20 +38,26 @@ from .keeping import Kept, newest_step
 logger = logging.getLogger("fastcheck")
 
 _SCHEME = "fastcheck://"
-_URL = re.compile(r"fastcheck://(?P<job>[^/]+)(/step-(?P<step>\d+))?/?")
+#: pathlib makes one slash of two.
+_URL = re.compile(r"fastcheck:/{1,2}(?P<job>[^/]+)(/step-(?P<step>\d+))?/?")
 #: How Lightning's ModelCheckpoint writes the step into a file's name, unless told otherwise.
 _STEP_IN_NAME = re.compile(r"step=(\d+)")
+
+#: What `newest` has found, if no step on disk.
+_MEMORY, _NOTHING, _NOT_ASKED = -1, -2, -3
 
 
 class FastCheckIO(CheckpointIO):
     """Checkpoints of one job by URL; paths that are none go to `other`, by default Lightning's own.
 
-    Lightning has rank 0 alone save and every rank load, so this is for a Trainer with one process.
+    Of several processes each needs one whose Checkpointer knows its rank: torchrun's variables, or `rank=` and
+    `world_size=`.
     """
 
     def __init__(self, checkpointer: Checkpointer | None = None, other: CheckpointIO | None = None) -> None:
         self.checkpointer = Checkpointer() if checkpointer is None else checkpointer
         self._other = TorchCheckpointIO() if other is None else other
+        self._found = _NOT_ASKED
 
     def url(self, step: int) -> str:
         """Of a step of this job."""
@@ -64,8 +76,27 @@ class FastCheckIO(CheckpointIO):
         step, path = max(on_disk, default=(-1, None))
         in_memory = newest_step(self.checkpointer)
         if in_memory is not None and in_memory >= step:
+            self._found = _MEMORY
             return f"{_SCHEME}{self.checkpointer.job}"
+        self._found = _NOTHING if path is None else step
         return None if path is None else str(path)
+
+    def check_agreement(self) -> None:
+        """Every rank calls it, once torch.distributed joins them: all must resume from the same place.
+
+        Raises:
+            LoadFailedError: they would not; the message says who found what.
+        """
+        told = [found for (found,) in from_all([self._found], self.checkpointer.world_size)]
+        if len(set(told)) > 1:
+            names = {_MEMORY: "memory", _NOTHING: "nothing", _NOT_ASKED: "did not call newest()"}
+            each = (
+                f"rank {rank}: {names.get(found, f'step {found} on disk')}" for rank, found in enumerate(told)
+            )
+            raise LoadFailedError(
+                f"ranks found different checkpoints to resume from ({', '.join(each)}): see their logs for daemons "
+                "that did not answer, and start again; or pass all ranks the same ckpt_path"
+            )
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
@@ -120,7 +151,7 @@ class FastCheckIO(CheckpointIO):
 
 
 def _is_url(path: str | Path) -> bool:
-    return str(path).startswith(_SCHEME)
+    return str(path).startswith(_SCHEME.removesuffix("//"))
 
 
 class FastCheckCallback(pl.Callback):
@@ -141,29 +172,57 @@ class FastCheckCallback(pl.Callback):
         self._saved_step = 0
         self._epoch_done = False
         self._loaded: Mapping[str, Any] | None = None
+        self._saving = False
+        #: What Lightning has put together for the save that is under way.
+        self._dumped: dict[str, Any] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what cannot work before anything runs."""
-        if trainer.world_size > 1:
+        own = type(trainer.strategy)
+        if (own.save_checkpoint, own.load_checkpoint) != (Strategy.save_checkpoint, Strategy.load_checkpoint):
             raise InvalidArgumentError(
-                "Lightning has rank 0 alone save for all, which FastCheck's copies per rank do not fit: train with one "
-                "process, or save from a loop of your own, see docs/guides/fsdp2.md"
+                f"{own.__name__} saves and loads in a way of its own, past the FastCheckIO: train with one process or "
+                "DDP, or save from a loop of your own, see docs/guides/fsdp2.md"
+            )
+        seat, place = self._io.checkpointer, (trainer.global_rank, trainer.world_size)
+        if (seat.rank, seat.world_size) != place:
+            raise InvalidArgumentError(
+                f"this process is rank {place[0]} of {place[1]} for Lightning, and rank {seat.rank} of "
+                f"{seat.world_size} for its Checkpointer: start every rank with torchrun, or pass "
+                "Checkpointer(rank=, world_size=)"
             )
         if trainer.strategy.checkpoint_io is not self._io:
             raise InvalidArgumentError(
                 "pass the callback's FastCheckIO to the Trainer too: Trainer(plugins=[io])"
             )
+        self._io.check_agreement()
 
     def state_dict(self) -> dict[str, Any]:
         """Goes into every checkpoint, on disk too."""
-        return {"rng": Generators().state_dict(), "epoch_done": self._epoch_done}
+        rank = self._io.checkpointer.rank
+        return {"rng": Generators().state_dict(), "epoch_done": self._epoch_done, "rank": rank}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Kept until training is where it was."""
-        self._loaded = state_dict
+        """Kept until training is where it was, unless it is another rank's: all ranks would draw the same numbers."""
+        theirs, mine = state_dict.get("rank", 0), self._io.checkpointer.rank
+        if theirs == mine:
+            self._loaded = state_dict
+        else:
+            logger.warning(
+                "the checkpoint is of rank %d, as Lightning's files are: rank %d draws numbers of its own",
+                theirs,
+                mine,
+            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What was loaded need not be saved again."""
+        if trainer.world_size > 1 and any(
+            hasattr(one, "consolidate_state_dict") for one in trainer.optimizers
+        ):
+            raise InvalidArgumentError(
+                "an optimizer that shards its state (ZeroRedundancyOptimizer) has Lightning put it together on rank 0 "
+                "alone, and FastCheck needs every rank's: use one that does not, or a loop of your own"
+            )
         self._saved_step = trainer.global_step
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -188,4 +247,21 @@ class FastCheckCallback(pl.Callback):
         self._epoch_done = trainer.is_last_batch
         if step > self._saved_step and self._due(step):
             self._saved_step = step
-            trainer.save_checkpoint(self._io.url(step), weights_only=False)
+            self._save(trainer, self._io.url(step))
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Lightning comes by here on every rank, and at its CheckpointIO on rank 0 alone."""
+        if self._saving:
+            self._dumped = checkpoint
+
+    def _save(self, trainer: pl.Trainer, url: str) -> None:
+        self._saving = True
+        try:
+            trainer.save_checkpoint(url, weights_only=False)
+            if not trainer.is_global_zero:
+                assert self._dumped is not None
+                self._io.save_checkpoint(self._dumped, url)
+        finally:
+            self._saving, self._dumped = False, None

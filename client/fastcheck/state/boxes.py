@@ -21,6 +21,7 @@ from fastcheck_proto.v1 import state_pb2 as pb
 
 from ..errors import InvalidArgumentError
 from . import dtypes
+from .covering import Box
 from .tensors import copy_exact
 
 #: Bytes between two runs of a box that are asked for with them: whole chunks are fetched anyway, and a box of columns
@@ -53,24 +54,6 @@ class BoxRead(NamedTuple):
     assemble: Callable[[torch.Tensor, StateBytes], None]
 
 
-class _Box(NamedTuple):
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    def within(self, other: _Box) -> tuple[slice, ...]:
-        """Where it lies in an enclosing box."""
-        starts = (own - theirs for own, theirs in zip(self.offsets, other.offsets, strict=True))
-        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
-
-    def meet(self, other: _Box) -> _Box | None:
-        """What both have; None if that is nothing."""
-        lows = tuple(map(max, self.offsets, other.offsets))
-        highs = tuple(map(min, _ends(self), _ends(other)))
-        if any(low >= high for low, high in zip(lows, highs, strict=True)):
-            return None
-        return _Box(lows, tuple(high - low for low, high in zip(lows, highs, strict=True)))
-
-
 def tensor_ranges(record: pb.TensorRecord, element_low: int, element_high: int) -> list[ByteRange]:
     """The bytes of the record's elements [element_low, element_high), counted row after row; in that order.
 
@@ -96,12 +79,8 @@ def read_box(record: pb.TensorRecord, offsets: Sequence[int], sizes: Sequence[in
         InvalidArgumentError: the box does not lie in the tensor.
     """
     shape = tuple(record.shape)
-    box = _Box(tuple(offsets), tuple(sizes))
-    fits = len(shape) == len(box.offsets) == len(box.sizes) and all(
-        min(low, size) >= 0 and low + size <= length
-        for low, size, length in zip(box.offsets, box.sizes, shape, strict=True)
-    )
-    if not fits:
+    box = Box(tuple(offsets), tuple(sizes))
+    if not box.lies_in(Box.whole(shape)) or min(box.sizes, default=0) < 0:
         raise InvalidArgumentError(
             f"tensor {record.name[:200]!r} of shape {shape} has no box at {box.offsets} of sizes {box.sizes}"
         )
@@ -123,7 +102,7 @@ def read_box(record: pb.TensorRecord, offsets: Sequence[int], sizes: Sequence[in
 
 
 def _copy_run(
-    record: pb.TensorRecord, run: tuple[int, int], box: _Box, into: torch.Tensor, state: StateBytes
+    record: pb.TensorRecord, run: tuple[int, int], box: Box, into: torch.Tensor, state: StateBytes
 ) -> None:
     """Copy what the box has of bytes [low, high) of the tensor, piece by piece, each cut into boxes."""
     low, high = run
@@ -137,7 +116,7 @@ def _copy_run(
             if both is not None:
                 count = math.prod(part.sizes)
                 source = elements[begin - first : begin - first + count].view(part.sizes)
-                copy_exact(into[both.within(box)], source[both.within(part)])
+                copy_exact(into[both.within(box).slices], source[both.within(part).slices])
 
 
 def _pieces(record: pb.TensorRecord, low: int, high: int) -> Iterator[tuple[int, int, int]]:
@@ -150,7 +129,7 @@ def _pieces(record: pb.TensorRecord, low: int, high: int) -> Iterator[tuple[int,
         yield offsets[number], number * size, min((number + 1) * size, record.bytes)
 
 
-def _runs(shape: Sequence[int], box: _Box, itemsize: int) -> Iterator[tuple[int, int]]:
+def _runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[int, int]]:
     """Element ranges [low, high), rising and apart, that have all of the box and only small gaps beside it."""
     if not math.prod(box.sizes):
         return
@@ -171,13 +150,13 @@ def _runs(shape: Sequence[int], box: _Box, itemsize: int) -> Iterator[tuple[int,
         yield low, low + inner_span
 
 
-def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[int, _Box]]:
+def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[int, Box]]:
     """Consecutive elements [low, high) of a tensor as boxes, each with its first element: whole rows and what is left.
 
     A row is a box of what is behind the first dimension; at most two boxes per dimension are left.
     """
     if not shape:
-        yield low, _Box((), ())
+        yield low, Box((), ())
         return
     row = math.prod(shape[1:])
     first, last = -(-low // row), high // row
@@ -187,21 +166,17 @@ def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[int, _
     if low < first * row:
         yield from _in_row(shape, first - 1, low, first * row)
     if first < last:
-        yield first * row, _Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+        yield first * row, Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
     if last * row < high:
         yield from _in_row(shape, last, last * row, high)
 
 
-def _in_row(shape: tuple[int, ...], number: int, low: int, high: int) -> Iterator[tuple[int, _Box]]:
+def _in_row(shape: tuple[int, ...], number: int, low: int, high: int) -> Iterator[tuple[int, Box]]:
     start = number * math.prod(shape[1:])
     for begin, inner in _boxes(shape[1:], low - start, high - start):
-        yield start + begin, _Box((number, *inner.offsets), (1, *inner.sizes))
+        yield start + begin, Box((number, *inner.offsets), (1, *inner.sizes))
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
     """In elements, as they lie row after row."""
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-
-
-def _ends(box: _Box) -> tuple[int, ...]:
-    return tuple(low + size for low, size in zip(box.offsets, box.sizes, strict=True))

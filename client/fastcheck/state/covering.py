@@ -1,4 +1,4 @@
-"""Which saved boxes of a tensor make up a wanted one, and from which ranks. Pure, and knows no torch.
+"""Boxes of a tensor; which saved ones make up a wanted one, and from which ranks. Pure, and knows no torch.
 
 A **box** is what a rank has of a tensor that is cut over ranks: its offsets in the whole, and its sizes. Several ranks
 may hold the same box (replicas). Boxes of one tensor are else apart, but nothing here needs them to be.
@@ -71,6 +71,11 @@ class Box(NamedTuple):
         return Box(
             tuple(own - theirs for own, theirs in zip(self.offsets, other.offsets, strict=True)), self.sizes
         )
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """It as an index of the whole tensor."""
+        return tuple(map(slice, self.offsets, self.ends))
 
     def __str__(self) -> str:
         ranges = (f"{low}:{high}" for low, high in zip(self.offsets, self.ends, strict=True))

@@ -134,10 +134,16 @@ def _match_parameters(
     siblings = [path for path in tables if path[:-1] == source.path[:-1]]
     paths = siblings + [path for path in tables if path not in siblings]
     if source.named:
-        for path in paths:
-            if _match_names(found, source, tables[path], taken):
-                return _slots(source)
-        return set()
+        # Not always all of them: with DCP a rank may save a part of what its optimizer has.
+        parameters = [p for group in source.groups for p in group.parameters]
+        table = max(
+            (tables[path] for path in paths), key=lambda t: sum(p.key in t for p in parameters), default={}
+        )
+        for parameter in parameters:
+            slot = table.get(parameter.key)
+            if slot is not None and slot not in taken:
+                parameter.slot = slot
+        return _slots(source)
     # Of two siblings alike, the one with the moments' own dtype is what the optimizer updates.
     best: tuple[int, int, list[tuple[Parameter, int]]] = 0, 0, []
     for path in siblings:
@@ -158,16 +164,6 @@ def _match_parameters(
     for parameter, slot in best[2]:
         parameter.slot = slot
     return _slots(source)
-
-
-def _match_names(found: Collected, source: Source, table: Table, taken: set[int]) -> bool:
-    parameters = [p for group in source.groups for p in group.parameters]
-    if not parameters or not all(p.key in table for p in parameters):
-        return False
-    for parameter in parameters:
-        if table[parameter.key] not in taken:
-            parameter.slot = table[parameter.key]
-    return True
 
 
 def _slots(source: Source) -> set[int]:

@@ -240,7 +240,8 @@ class RegistryClient:
             try:
                 response: R = await call(request, timeout=min(left_s, attempt_s), metadata=metadata)
             except grpc.aio.AioRpcError as error:
-                trailing = dict(error.trailing_metadata() or ())
+                # As pairs: grpcio 1.63 takes a mapping's way into dict() and fails there.
+                trailing = dict(tuple(error.trailing_metadata() or ()))
                 reason = trailing.get(ERROR_METADATA_KEY)
                 if reason != _NO_QUORUM and (reason is not None or error.code() not in _LOST):
                     raise _from(error, address) from None

@@ -64,8 +64,8 @@ class Bringer:
             LostError: no good copy of one is left.
         """
         wanted = parts or {}
-        sizes = {plan.record.shard: plan.record.bytes for plan in plans}
-        gathering = Gathering(sizes, self._turns, tally.came, parts=wanted)
+        numbers = [plan.record.shard for plan in plans]
+        gathering = Gathering(numbers, self._turns, tally.came, parts=wanted)
 
         def shard(record: rpb.ShardRecord, plan: ShardPlan) -> Shard:
             key = pb.ShardKey(job=job, step=step, rank=rank, shard=record.shard)

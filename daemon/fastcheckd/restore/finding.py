@@ -84,10 +84,8 @@ class Finder:
         if response.HasField("record"):
             return response.record, kept
         if lookup.HasField("step"):
-            raise StepGoneError(
-                f"job {lookup.job!r} has no committed step {lookup.step} any more; "
-                f"it has {', '.join(map(str, kept)) or 'none'}"
-            )
+            has = f"it has {', '.join(map(str, kept))}" if kept else "it has none: is that the job's name?"
+            raise StepGoneError(f"job {lookup.job!r} has no committed step {lookup.step} (any more); {has}")
         return None
 
     async def _lookup(self, request: tpb.LoadRequest) -> tuple[rpb.StepRecord, list[int]] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
@@ -49,14 +49,14 @@ class Gathering:
     """One load's shards on their way here. Thread-safe.
 
     Args:
-        shards: size in bytes of each shard that may have to be fetched, by its number.
+        shards: those that may have to be fetched, by number.
         parts: of which of them only some chunks are wanted.
         on_bytes: told how many good bytes came from which node; called by the threads that read them, one at a time.
     """
 
     def __init__(
         self,
-        shards: dict[int, int],
+        shards: Iterable[int],
         turns: FairTurns,
         on_bytes: Callable[[str, int], None],
         clock: Callable[[], float] = time.monotonic,

@@ -71,9 +71,6 @@ class RestoreRoom:
     ) -> None:
         self._config = config
         self._store = store
-        self._registry = registry
-        self._peers = peers
-        self._view = view
         self._counters = counters
         self._on_brought = on_brought
         self.survey = Survey(peers, view)

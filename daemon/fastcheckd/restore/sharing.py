@@ -16,7 +16,7 @@ Nothing here knows of sockets, threads or digests.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..chunks import ChunkTable
@@ -74,7 +74,6 @@ class Turn:
 
 @dataclass
 class _Shard:
-    size_bytes: int
     #: None: all of it is wanted, however it is cut.
     part: Part | None = None
     table: ChunkTable | None = None
@@ -107,12 +106,12 @@ class Sharing:
     """The chunks of one load and its readers. Used by one thread at a time.
 
     Args:
-        shards: size in bytes of each shard that is to be brought, by any key.
+        shards: that are to be brought, by any key.
         parts: of which of them not all is wanted.
     """
 
-    def __init__(self, shards: dict[int, int], parts: Mapping[int, Part] | None = None) -> None:
-        self._shards = {key: _Shard(size, (parts or {}).get(key)) for key, size in shards.items()}
+    def __init__(self, shards: Iterable[int], parts: Mapping[int, Part] | None = None) -> None:
+        self._shards = {key: _Shard((parts or {}).get(key)) for key in shards}
         self._readers: dict[int, _Reader] = {}
         self._next_reader = 0
         #: (source, shard) → chunk → how often it came bad from there.

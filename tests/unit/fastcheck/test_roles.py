@@ -208,6 +208,18 @@ def test_order_is_believed_exactly_when_there_is_one_way(wanted, have):
     assert made == (ways[0] if len(ways) == 1 else None)
 
 
+def test_names_are_matched_where_only_some_of_them_are_here():
+    net, optimizer = trained()
+    names = ["0.weight", "3.bias"]
+    whole = get_optimizer_state_dict(net, optimizer)
+    part = {**whole, "state": {name: whole["state"][name] for name in names}}
+    state = {"model": {name: net.state_dict()[name] for name in names}, "optimizer": part}
+    groups = named_groups(state)
+    assert set(groups) == {f"model.{name}" for name in names}
+    assert all(list(g.values()) == [P, M, V] for g in groups.values())
+    assert all(name.removeprefix("model.") in other for name, g in groups.items() for other in g)
+
+
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
 def test_state_dicts_by_name(flat):
     net, optimizer = trained(weight_decay=0.25)

@@ -160,6 +160,23 @@ def test_what_cannot_be_filled_is_refused_before_anything_is_touched():
     assert state["a"].item() == 0
 
 
+@pytest.mark.parametrize(
+    ("target", "word"),
+    [
+        (lambda: torch.zeros(2).to_sparse(), "layout torch.sparse_coo"),
+        (lambda: torch.zeros(2, device="meta"), "meta device"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized"),
+    ],
+    ids=["sparse", "meta", "quantized"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_that_cannot_be_filled_is_named_and_nothing_is_changed(target, word):
+    state = {"a": torch.zeros(2), "deep": {"b": target()}}
+    with pytest.raises(UnsupportedStateError, match=r"state\['deep'\]\['b'\].*" + word):
+        snapshot({"a": torch.ones(2), "deep": {"b": torch.ones(2)}}).fill(state)
+    assert not state["a"].any()
+
+
 def test_memory_shared_here_but_not_in_the_checkpoint_is_a_mismatch_only_if_the_bytes_differ():
     tied = torch.zeros(3)
     snapshot({"a": torch.ones(3), "b": torch.ones(3)}).fill({"a": tied, "b": tied})

@@ -33,7 +33,7 @@ class Stage:
         self.owner, self.holders, self.digest = owner, holders, digest
         self.into = bytearray(len(DATA))
         self.came = {}
-        self.gathering = Gathering({0: len(DATA)}, FairTurns(), self._came)
+        self.gathering = Gathering([0], FairTurns(), self._came)
 
     def _came(self, node_id, count):
         self.came[node_id] = self.came.get(node_id, 0) + count

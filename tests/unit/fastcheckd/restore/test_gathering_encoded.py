@@ -37,7 +37,7 @@ class Stage:
         self.owner, self.holders, self.digest = owner, holders, digest
         self.into = bytearray(len(DATA))
         self.came_bytes = 0
-        self.gathering = Gathering({0: len(DATA)}, FairTurns(), self._came)
+        self.gathering = Gathering([0], FairTurns(), self._came)
 
     def _came(self, node_id: str, count: int) -> None:
         self.came_bytes += count

@@ -16,7 +16,7 @@ PLENTY = 1 << 40
 
 
 def sharing_of(chunks: int, size: int = MIB, shards: int = 1) -> Sharing:
-    sharing = Sharing(dict.fromkeys(range(shards), chunks * size))
+    sharing = Sharing(range(shards))
     for shard in range(shards):
         assert sharing.describe(shard, ChunkTable.uniform(chunks * size, size))
     return sharing
@@ -188,7 +188,7 @@ def test_a_load_among_many_asks_for_a_chunk_per_reader_at_least_and_not_for_much
 
 
 def test_another_cut_of_a_shard_is_believed_only_while_the_first_is_of_no_use():
-    sharing = Sharing({0: 4 * MIB})
+    sharing = Sharing([0])
     one, other = ChunkTable.uniform(4 * MIB, MIB), ChunkTable.uniform(4 * MIB, 2 * MIB)
     assert sharing.describe(0, one)
     reader = sharing.join(0, "a", 0.0)
@@ -200,7 +200,7 @@ def test_another_cut_of_a_shard_is_believed_only_while_the_first_is_of_no_use():
 
 
 def test_an_empty_shard_is_finished_as_soon_as_it_is_described():
-    sharing = Sharing({0: 0})
+    sharing = Sharing([0])
     assert not sharing.finished(0)
     assert sharing.describe(0, ChunkTable.uniform(0, MIB))
     assert sharing.finished(0)
@@ -213,7 +213,7 @@ def test_every_chunk_is_got_exactly_once_whatever_fails(data, seed):
     rng = random.Random(seed)
     shards = data.draw(st.integers(1, 3))
     sizes = {s: [rng.randrange(1, 2 * MIB) for _ in range(rng.randrange(0, 30))] for s in range(shards)}
-    sharing = Sharing({shard: sum(lengths) for shard, lengths in sizes.items()})
+    sharing = Sharing(sizes)
     for shard, lengths in sizes.items():
         assert sharing.describe(shard, ChunkTable(lengths))
     readings = [Reading(f"good{shard}", shard, rng.uniform(5e6, 60e6)) for shard in sizes]
@@ -244,7 +244,7 @@ def test_every_chunk_is_got_exactly_once_whatever_fails(data, seed):
 def test_of_a_part_only_its_chunks_are_asked_for():
     table = ChunkTable.uniform(6 * MIB, MIB)
     part = Part(table, (1, 2, 5))
-    sharing = Sharing({0: 6 * MIB, 1: 2 * MIB}, {0: part})
+    sharing = Sharing([0, 1], {0: part})
     assert part.bytes == 3 * MIB
     # Its numbers mean nothing for a shard that is cut in another way, whoever says so first.
     assert not sharing.describe(0, ChunkTable.uniform(6 * MIB, 2 * MIB))
