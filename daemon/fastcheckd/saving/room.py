@@ -84,8 +84,8 @@ class SavingRoom:
         self._counters = counters
         self._replicator = replicator
         self._sessions: dict[tuple[str, int], int] = {}
-        #: Newest step of a job that was committed from here: the view may lag behind it.
-        self._committed: dict[str, int] = {}
+        #: Newest session of a job of which a step was committed from here, and its newest such step: the view may lag.
+        self._committed: dict[str, tuple[int, int]] = {}
         self._reserved: dict[str, Save] = {}
         self._saves: dict[tuple[str, int], list[Save]] = {}
         #: Sending that was begun before the seal, and is just ending without one: its memory is not free yet.
@@ -190,7 +190,7 @@ class SavingRoom:
         self.memory.sized(rank, request.state_bytes)
         pool = staging_pool(*rank)
         if not self._store.free_segments(pool):
-            await self.memory.until_tidy(request.job, self._committed.get(request.job, -1))
+            await self.memory.until_tidy(request.job, self._newest_seen(request.job))
         while True:
             # Without any segment yet there is nothing that could come back.
             wait_s = ROOM_WAIT_S if self._store.count_segments(pool) else 0.0
@@ -216,11 +216,17 @@ class SavingRoom:
 
     def _newest(self, job: str) -> int:
         """Newest committed step that is known of; -1: none."""
-        return max(self._view.newest_step(job) or -1, self._committed.get(job, -1))
+        return max(self._view.newest_step(job) or -1, self._newest_seen(job))
+
+    def _newest_seen(self, job: str) -> int:
+        """Newest step that was seen being committed here, unless it may have been deleted since."""
+        session, step = self._committed.get(job, (0, -1))
+        return -1 if self._view.is_void(job, session) else step
 
     def _check_newer(self, request: tpb.BeginSaveRequest) -> None:
         newest = self._newest(request.job)
-        if request.step <= newest:
+        # Where steps were deleted that an older view still shows, the registry says when it is asked for a place.
+        if request.step <= newest and self._view.speaks_of(request.job, request.session):
             raise NotNewerError(
                 f"step {request.step} of job {request.job!r} is not newer than its newest committed step {newest}; "
                 "save a later step, or use another job name for a run of its own"
@@ -454,7 +460,8 @@ class SavingRoom:
         if error is None:
             self._counters.add("saves_committed")
             self._starved.discard((save.key.job, save.key.rank))
-            self._committed[save.key.job] = max(save.key.step, self._committed.get(save.key.job, -1))
+            seen = self._committed.get(save.key.job, (0, -1))
+            self._committed[save.key.job] = max(seen, (save.session, save.key.step))
             save.advance(tpb.SAVE_STATE_COMMITTED)
         else:
             self._counters.add("saves_failed")
@@ -532,9 +539,11 @@ class SavingRoom:
         resumed = 0
         for (job, rank, step), manifests in sorted(groups.items()):
             newest = self._view.newest_step(job)
+            first = manifests[0]
             if (newest is not None and step <= newest) or not _complete(manifests):
                 continue
-            first = manifests[0]
+            if self._view.is_void(job, first.session):
+                continue  # deleted, and about to be dropped
             content = of_manifests(manifests)
             segment = self._store.take_again(shards[(job, rank, step)])
             save = Save(
