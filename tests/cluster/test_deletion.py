@@ -42,7 +42,7 @@ def test_memory_falls_and_what_was_deleted_is_not_loaded_nor_brought_back(
     make_cluster: Callable[..., Any],
 ) -> None:
     cluster = make_cluster(3, keep_steps=3)
-    job = Job(cluster, ["node-0", "node-1"], megabytes=2)
+    job = Job(cluster, list(NODES), megabytes=2)
     for step in (1, 2, 3):
         job.commit(step)
     admin = AdminClient(cluster.address("node-1"), timeout_s=15)
@@ -73,7 +73,7 @@ def test_memory_falls_and_what_was_deleted_is_not_loaded_nor_brought_back(
     # The rest goes while a holder is away; it returns with its memory and drops it.
     cluster.kill("node-2")
     until(lambda: node_states(cluster, "node-0")["node-2"] == "DOWN", "the loss to be noticed")
-    job.start()
+    job.start(["node-0", "node-1", "node-0"])
     assert job.load() == 3, "back to the step before"
     job.stop()
     assert 3 in on_disk(cluster, "node-2")["node-2"]
@@ -91,6 +91,6 @@ def test_memory_falls_and_what_was_deleted_is_not_loaded_nor_brought_back(
     assert job.load() is None
     job.commit(1)
     assert job.load() == 1
-    until(lambda: all(on_disk(cluster, *NODES).values()), "its copies to be there")
+    assert on_disk(cluster, "node-0", "node-1") == {"node-0": {1}, "node-1": {1}}
     job.stop()
     admin.close()
