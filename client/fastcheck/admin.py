@@ -17,7 +17,13 @@ from fastcheck_proto.conventions import ERROR_METADATA_KEY, MESSAGE_BYTES_MAX, d
 from fastcheck_proto.v1 import admin_pb2, admin_pb2_grpc, common_pb2, node_pb2, node_pb2_grpc, registry_pb2
 
 from . import admin_shapes as shapes
-from .errors import DaemonUnavailableError, FastCheckError, RegistryUnavailableError, from_code
+from .errors import (
+    DaemonUnavailableError,
+    FastCheckError,
+    InvalidArgumentError,
+    RegistryUnavailableError,
+    from_code,
+)
 
 R = TypeVar("R")
 Json = dict[str, Any]
@@ -142,6 +148,34 @@ class AdminClient:
         )
         reply = self._ask(lambda t: self._admin.ChangeVoter(request, timeout=t))
         return {"voters": [shapes.voter(record) for record in reply.voters]}
+
+    def delete(
+        self,
+        job: str,
+        step: int | None = None,
+        *,
+        everything: bool = False,
+        even_if_running: bool = False,
+        dry_run: bool = False,
+    ) -> Json:
+        """Keep a committed step, or everything of a job, no more. Nodes drop it as soon as they hear of it.
+
+        Args:
+            step: or else `everything`: what is under way is refused as well, and step numbers may begin anew.
+            even_if_running: also what a trainer that runs would be restored from: the newest step, or everything. It is
+                fenced. Without it that raises `UnsafeError`.
+            dry_run: only say what would go, and as `refusal` why it would be refused.
+
+        A step that is not kept is nothing to delete, and no error.
+        """
+        if (step is None) != everything:
+            raise InvalidArgumentError("delete needs a step, or everything=True, and not both")
+        wanted = registry_pb2.DeleteStepsRequest(
+            job=job, step=step, even_if_running=even_if_running, dry_run=dry_run
+        )
+        reply = self._ask(lambda t: self._admin.Delete(admin_pb2.DeleteRequest(steps=wanted), timeout=t))
+        asked = {"job": job, "step": step, "everything": everything, "deleted": not dry_run}
+        return asked | shapes.deletion(reply)
 
     def jobs(self) -> Json:
         """All jobs and the committed steps kept of each."""

@@ -232,3 +232,21 @@ def _health(value: admin_pb2.Health.ValueType) -> str:
 
 def _word(name: str, prefix: str) -> str:
     return name.removeprefix(prefix)
+
+
+def deletion(reply: admin_pb2.DeleteResponse) -> Json:
+    """What went or would go: `stored_bytes` is the memory that it took on the nodes that were reached."""
+    outcome = reply.outcome
+    return {
+        "deleted_steps": list(outcome.deleted_steps),
+        "kept_steps": list(outcome.kept_steps),
+        "ends_sessions": outcome.ends_sessions,
+        "running_ranks": list(outcome.running_ranks),
+        "refusal": outcome.refusal or None,
+        "stored_bytes": sum(node.stored_bytes for node in reply.nodes),
+        "nodes": [
+            {"node_id": node.node_id, "replicas": node.replicas, "stored_bytes": node.stored_bytes}
+            for node in reply.nodes
+        ],
+        "unreachable": list(reply.unreachable),
+    }

@@ -103,7 +103,7 @@ class Checkpointer:
         )
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        seat = Seat(self._identity, self._daemon, timeout_s, self._closing)
+        self._seat = seat = Seat(self._identity, self._daemon, timeout_s, self._closing)
         self._saves = Saves(seat, self._transport, self._shared, in_flight)
         self._loads = Loads(seat, self._transport, ranks_timeout_s)
         self._measured = Measured()
@@ -336,12 +336,14 @@ class Checkpointer:
     def close(self) -> None:
         """End threads, connections and mappings. Saves under way go on in the daemon, their handles end.
 
-        A lazy save is handed over first.
+        A lazy save is handed over first. The registry is told that this rank is done, if it answers within two seconds:
+        then the job's steps may be deleted.
         """
         if self._closing.is_set():
             return
         self._saves.fence.close()
         self._closing.set()
+        self._seat.leave()
         self._daemon.close()
         with self._lock:
             self._saves.close()

@@ -27,6 +27,8 @@ RECONNECT_S = 0.3
 PATIENT_CONNECT_S = 5.0
 #: Calls that the daemon answers from memory.
 _PROMPT_S = 5.0
+#: A trainer that ends waits no longer for that to be noted.
+_CLOSE_S = 2.0
 #: A watch is quiet while a step is on its way; asking again this often finds a daemon that hangs.
 _WATCH_S = 60.0
 #: A long call is left alone for this long, and then between two looks whether the daemon lives.
@@ -54,6 +56,11 @@ class Daemon:
     ) -> pb.OpenSessionResponse:
         """Take the rank's place; repeating it is harmless."""
         return self._ask(lambda link: link.trainer.OpenSession(request, timeout=timeout_s), connect_s)
+
+    def close_session(self, request: pb.CloseSessionRequest) -> None:
+        """Say that the rank's trainer is done; not over a link that would have to be made first."""
+        if self._connection.connected:
+            self._ask(lambda link: link.trainer.CloseSession(request, timeout=_CLOSE_S), RECONNECT_S, tries=1)
 
     def begin_save(
         self, request: pb.BeginSaveRequest, *, connect_s: float, timeout_s: float
@@ -93,6 +100,12 @@ class Daemon:
     ) -> pb.ListStepsResponse:
         """Steps that can be loaded, oldest first."""
         return self._ask(lambda link: link.trainer.ListSteps(request, timeout=timeout_s), connect_s)
+
+    def delete(
+        self, request: pb.TrainerDeleteRequest, *, connect_s: float, timeout_s: float
+    ) -> pb.TrainerDeleteResponse:
+        """Have committed steps kept no more; repeating it is harmless."""
+        return self._ask(lambda link: link.trainer.Delete(request, timeout=timeout_s), connect_s)
 
     def _ask(self, call: Callable[[Link], T], connect_s: float, tries: int = 2) -> T:
         """Make a call; one that meets a link gone stale is made again over a fresh one."""

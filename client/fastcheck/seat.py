@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
@@ -10,7 +11,7 @@ from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from .daemon import CONNECT_S, Daemon
 from .environment import Identity
-from .errors import DaemonUnavailableError
+from .errors import DaemonUnavailableError, FastCheckError
 from .transport import Patience
 
 #: A daemon that may just be starting is looked for during this long, where the caller can wait.
@@ -46,6 +47,14 @@ class Seat:
                 self.closing.wait(0.2)
             else:
                 return
+
+    def leave(self) -> None:
+        """Say that this process is done with the rank, if anybody is there to hear it."""
+        if self._session is not None:
+            request = pb.CloseSessionRequest(job=self.job, rank=self.rank, session=self._session)
+            # Unheard, its job counts as running: then deleting its newest step takes an explicit word.
+            with contextlib.suppress(FastCheckError):
+                self.daemon.close_session(request)
 
     def take(self, patience: Patience) -> int:
         """The session number; the first call gets it, through the registry."""

@@ -29,9 +29,7 @@ class Registry(Protocol):
     ) -> rpb.SetDrainingResponse:
         """Begin or end a drain."""
 
-    async def safe_to_stop(
-        self, request: rpb.SafeToStopRequest, timeout_s: float
-    ) -> rpb.SafeToStopResponse:
+    async def safe_to_stop(self, request: rpb.SafeToStopRequest, timeout_s: float) -> rpb.SafeToStopResponse:
         """What stopping a node for good would cost."""
 
 

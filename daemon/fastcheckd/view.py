@@ -1,8 +1,8 @@
 """The registry's view as a data process follows it: who is UP, which steps are kept.
 
-The view is advice, never authority: it may lag. Acting on an old view is safe because steps and
-epochs only grow; whatever decides (placement, commit, lookup) asks the leader. Only while no leader answers it
-says where the nodes are; for that the newest one is kept across restarts of this process.
+The view is advice, never authority: it may lag. Acting on an old view is safe because epochs and sessions only grow,
+and a session's steps too; whatever decides (placement, commit, lookup) asks the leader. Only while no leader answers
+it says where the nodes are; for that the newest one is kept across restarts of this process.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from .identity import Identity
 from .last_view import LastView
 from .registry.client import RegistryClient
+from .store.retention import Kept
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,19 @@ class ViewFollower:
         """Newest committed step of a job that this view knows."""
         kept = next((j.kept_steps for j in self.view.jobs if j.job == job), None)
         return max(kept) if kept else None
+
+    def retention(self) -> dict[str, Kept]:
+        """What of each job is needed."""
+        return {j.job: Kept.of(j) for j in self.view.jobs}
+
+    def speaks_of(self, job: str, session: int) -> bool:
+        """Whether this view is not older than the session: else it may show steps that were deleted before it."""
+        known = next((j.next_session for j in self.view.jobs if j.job == job), 0)
+        return not known or session < known
+
+    def is_void(self, job: str, session: int) -> bool:
+        """Whether nothing that the session made can be committed any more."""
+        return any(j.job == job and session < j.void_below_session for j in self.view.jobs)
 
     def kept_steps(self) -> dict[str, list[int]]:
         """Committed steps that are kept, per job."""

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from fastcheck import Checkpointer, DaemonUnavailableError, InvalidArgumentError
+from fastcheck import Checkpointer, DaemonUnavailableError, InvalidArgumentError, UnsafeError
 from fastcheck.dcp import FastCheckReader, FastCheckWriter
 from fastcheck.local import LocalCluster
 
@@ -269,6 +269,9 @@ def test_by_url_with_no_class(address):
         assert len(whole) == fs.size("fastcheck://url/step-100/__0_0.distcp") > state["model"]["w"].nbytes
         file.seek(-10, 2)
         assert file.read() == whole[-10:]
+    for part in ("fastcheck://url/step-100/.metadata", "fastcheck://url/step-100/__0_0.distcp"):
+        with pytest.raises(InvalidArgumentError, match="goes as a whole"):
+            fs.rm_file(part)
     with pytest.raises(CheckpointException, match="step 100"):
         dcp.save(state, checkpoint_id="fastcheck://url/step-100")
     with pytest.raises(CheckpointException, match="'step-100', '100', 100 or 'fastcheck://JOB/step-100'"):
@@ -294,3 +297,27 @@ def test_a_save_by_url_that_fails_leaves_nothing_behind(address):
     assert not fs.exists("fastcheck://broken/step-2")
     dcp.save({"w": torch.ones(3)}, checkpoint_id="fastcheck://broken/step-3")
     assert fs.ls("broken", detail=False) == ["broken/step-3"]
+
+
+def test_steps_are_removed_by_url_and_the_newest_of_a_running_job_only_when_told(address):
+    fs = fsspec.filesystem("fastcheck")
+    for step in (1, 2):
+        dcp.save({"w": torch.full((9,), step)}, checkpoint_id=f"fastcheck://gone/step-{step}")
+    fs.rm("fastcheck://gone/step-1", recursive=True)
+    assert fs.ls("gone", detail=False) == ["gone/step-2"]
+    with pytest.raises(FileNotFoundError):
+        fs.rm("fastcheck://gone/step-1")
+    with pytest.raises(UnsafeError, match="seems to be running"):
+        fs.rm_file("fastcheck://gone/step-2")  # this process may save again
+    with pytest.raises(InvalidArgumentError, match="recursive=True"):
+        fs.rm("fastcheck://gone")
+    assert fs.exists("fastcheck://gone/step-2")
+    fs.rm("fastcheck://gone", recursive=True)
+    assert not fs.exists("fastcheck://gone") and "gone" not in fs.ls("fastcheck://", detail=False)
+    # The job begins anew, with any number.
+    dcp.save({"w": torch.full((9,), 7)}, checkpoint_id="fastcheck://gone/step-1")
+    found = {"w": torch.zeros(9, dtype=torch.int64)}
+    dcp.load(found, checkpoint_id="fastcheck://gone/step-1")
+    assert found["w"].tolist() == [7] * 9
+    fs.rm("fastcheck://gone/step-1", even_if_running=True)
+    assert not fs.exists("fastcheck://gone/step-1")

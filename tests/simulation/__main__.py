@@ -18,7 +18,7 @@ def main() -> int:
     first, _, last = options.seeds.partition("-")
     seeds = range(int(first), int(last or first) + 1)
     started = time.monotonic()
-    totals = {"commits": 0, "loads": 0, "puts": 0, "lookups": 0, "repairs": 0}
+    totals = {"commits": 0, "loads": 0, "puts": 0, "lookups": 0, "repairs": 0, "deletions": 0}
     virtual_s, done = 0.0, 0
     for outcome in run_seeds(seeds, options.jobs):
         done += 1

@@ -33,6 +33,8 @@ from fastcheckd.view import ViewFollower
 REPLICAS_MAX = 400
 TRANSFERS_MAX = 64
 FETCHES_MAX = 2
+#: More often than the real one, since runs are short.
+PRUNE_S = 2.0
 PEER_TIMEOUT_S = 2.0
 
 
@@ -92,15 +94,24 @@ class Data:
 
     async def _prune(self, view: rpb.ClusterView) -> None:
         self.inventory.changed()
+        self._drop_unwanted()
+
+    def _drop_unwanted(self) -> None:
         held = [
-            (kind, pb.ShardKey(job=job, step=step, rank=rank, shard=shard))
-            for kind, job, step, rank, shard in self.replicas
+            (kind, pb.ShardKey(job=job, step=step, rank=rank, shard=shard), replica.session)
+            for (kind, job, step, rank, shard), replica in self.replicas.items()
         ]
-        drop = what_to_drop(held, self.view.kept_steps())  # type: ignore[arg-type]
-        for kind, key in drop:
+        drop = what_to_drop(held, self.view.retention())  # type: ignore[arg-type]
+        for kind, key, _ in drop:
             del self.replicas[(int(kind), key.job, key.step, key.rank, key.shard)]
         if drop:
             self.truth.check_survival(f"retention at {self.machine.name}")
+
+    async def prune(self) -> None:
+        """Now and then, as the real one: copies may arrive after the view that they are not needed by."""
+        while True:
+            await asyncio.sleep(PRUNE_S)
+            self._drop_unwanted()
 
     def keep(self, key: Key, digest: bytes, session: int) -> None:
         """Make a replica visible."""
@@ -299,6 +310,7 @@ def install(machine: Machine) -> None:
         for replica in machine.ram.replicas.values():
             replica.checked = False  # adopted
         process.start(data.view.run())
+        process.start(data.prune())
         process.start(data.inventory.run())
         return machine.config.data_address, data
 

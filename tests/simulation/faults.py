@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -20,6 +20,7 @@ from tests.simulation.truth import COPY, OWNER
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.errors import FastCheckdError
+from fastcheckd.registry.client import RegistryClient
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Faults:
             self._corrupt: 2,
             self._drain: 1,
             self._leave: 1,
+            self._delete: 2,
         }
         self._kinds, self._weights = list(kinds), list(kinds.values())
         #: Some seeds are quiet, some are not.
@@ -226,7 +228,11 @@ class Faults:
             self._after(self.rng.uniform(1, 5), self._set_draining, machine.name, False)
 
     def _set_draining(self, name: str, draining: bool) -> None:
-        """Somebody asks for it, from anywhere."""
+        request = rpb.SetDrainingRequest(node_id=name, draining=draining)
+        self._ask(lambda client: client.set_draining(request, timeout_s=3.0))
+
+    def _ask(self, question: Callable[[RegistryClient], Awaitable[object]]) -> None:
+        """Somebody asks the registry, from anywhere."""
         there = [m for m in self.machines if m.process("agent") is not None]
         if not there:
             return
@@ -236,10 +242,23 @@ class Faults:
 
         async def ask() -> None:
             with contextlib.suppress(FastCheckdError):
-                request = rpb.SetDrainingRequest(node_id=name, draining=draining)
-                await desk.agent.client.set_draining(request, timeout_s=3.0)
+                await question(desk.agent.client)
 
         process.start(ask())
+
+    def _delete(self, machine: Machine) -> None:
+        """An operator deletes an older step, the newest or all of a job, whose trainers may be running."""
+        job = self.rng.choice(self.jobs).name
+        kept = self.world.truth.kept.get(job) or [-1]
+        step = self.rng.choice((kept[0], kept[0], kept[-1], None))
+        if step == -1:
+            return
+        word = self.rng.random() < 0.7
+        self._note(
+            f"somebody deletes {job}/{'all' if step is None else step}{', though it runs' if word else ''}"
+        )
+        request = rpb.DeleteStepsRequest(job=job, step=step, even_if_running=word)
+        self._ask(lambda client: client.delete_steps(request, timeout_s=3.0))
 
     # Links
 

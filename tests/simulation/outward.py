@@ -47,6 +47,15 @@ class NetworkOutward:
             return None
         return response
 
+    async def knows_schema(self, voter: Voter, timeout_s: float) -> int | None:
+        try:
+            response = await self._network.call(
+                self._machine, voter.registry_address, "GetView", rpb.GetViewRequest(), timeout_s
+            )
+        except grpc.aio.AioRpcError:
+            return None
+        return int(response.knows_schema)
+
     async def probe_through(
         self, asker_address: str, target_address: str, life: Life, timeout_s: float
     ) -> ProbeResult | None:

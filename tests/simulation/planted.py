@@ -14,8 +14,10 @@ from unittest import mock
 from tests.simulation.outward import NetworkOutward
 
 from fastcheck_proto.v1 import peer_pb2
-from fastcheckd.registry import collector, commits, leading, reporting, state
+from fastcheck_proto.v1 import registry_pb2 as rpb
+from fastcheckd.registry import collector, commits, deletion, leading, reporting, state
 from fastcheckd.registry.records import Json
+from fastcheckd.store import retention
 from fastcheckd.transfer import put_checks
 
 Patches = list[tuple[Any, str, Any]]
@@ -122,9 +124,31 @@ def repair_in_words_only() -> Any:
     return _with([(NetworkOutward, "fetch_replica", fetch_replica)])
 
 
+def deletion_that_ends_no_session() -> Any:
+    """The newest step is deleted, and the processes that made it go on as if it were not."""
+
+    def go_back(job: Json) -> None:
+        job["newest"] = job["steps"][-1]["step"] if job["steps"] else -1
+        job["recent"] = [entry for entry in job["recent"] if entry[0] <= job["newest"]]
+
+    return _with([(deletion, "_go_back", go_back)])
+
+
+def deleted_bytes_stay() -> Any:
+    """Nodes hear of a deletion and keep what was deleted."""
+    real = retention.Kept.of
+
+    def of(job: rpb.JobView) -> retention.Kept:
+        return replace(real(job), void_below_session=0)
+
+    return _with([(retention.Kept, "of", of)])
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "no_fence": no_fence,
     "commit_without_a_rank": commit_without_a_rank,
     "owner_as_holder": owner_as_holder,
     "repair_in_words_only": repair_in_words_only,
+    "deletion_that_ends_no_session": deletion_that_ends_no_session,
+    "deleted_bytes_stay": deleted_bytes_stay,
 }

@@ -43,6 +43,7 @@ class Outcome:
     puts: int
     lookups: int
     repairs: int
+    deletions: int
 
 
 def run_seed(seed: int, plant: Callable[[], AbstractContextManager[object]] | None = None) -> Outcome:
@@ -110,6 +111,7 @@ def _run(seed: int) -> Outcome:
             truth.puts,
             truth.lookups,
             truth.repairs,
+            truth.deletions.total(),
         )
     finally:
         asyncio.set_event_loop(None)
@@ -144,7 +146,7 @@ class _Story:
             world.truth.note("no more training: what is short has to be repaired")
             for task in working:
                 task.cancel()
-        before = dict(world.truth.newest)
+        before = dict(world.truth.commits_of)
         give_up_at = world.loop.now + RECOVERY_S
         while (missing := self._missing(before)) is not None:
             if world.loop.now > give_up_at:
@@ -193,8 +195,11 @@ class _Story:
             if node is None or node["state"] != "UP" or node["incarnation"] != machine.agent.incarnation:
                 return f"node {name} is not UP"
         for job in self.jobs if self.trains_on else ():
-            if self.world.truth.newest.get(job.name, -1) <= before.get(job.name, -1):
-                return f"{job.name} has not committed a step since {before.get(job.name, -1)}"
+            if self.world.truth.commits_of[job.name] <= before.get(job.name, 0):
+                return f"{job.name} has not committed a step since its commit {before.get(job.name, 0)}"
+        for name in self.world.machines:
+            if (key := self.world.truth.unwanted(name)) is not None:
+                return f"{name} holds {key}, which was deleted"
         for name, step, rank, shard, wanted, live in self.world.truth.claims():
             digest = self.world.truth.committed[(name, step)][rank][1][shard]
             held = self.world.truth.holders(name, step, rank, shard, digest)

@@ -242,7 +242,7 @@ async def open_rank(data: Data, job: str, rank: int, world_size: int, client: st
 async def load(data: Data, job: str, rank: int, world_size: int) -> int:
     """Bring a rank's newest committed step here; returns its number, -1 when there is none."""
     while True:
-        floor = data.truth.told.get(job, -1)
+        floor = data.truth.floor(job)
         try:
             request = rpb.LookupRequest(job=job, rank=rank)
             response = await data.client.lookup(request, timeout_s=REGISTRY_TIMEOUT_S)

@@ -72,8 +72,10 @@ class Job:
             await asyncio.sleep(0.2)
             return
         self._sessions = list(sessions)
+        deletions = self.world.truth.deletions[self.name]
         loaded = await asyncio.gather(*(self._load(rank) for rank in ranks))
-        if None in loaded:
+        # Whoever has deleted what a job is restored from starts it anew.
+        if None in loaded or deletions != self.world.truth.deletions[self.name]:
             await asyncio.sleep(0.2)
             return
         self.world.truth.check(
@@ -81,6 +83,8 @@ class Job:
         )
         self.step = loaded[0]
         while not self.restart and all(seat.alive for seat in self.seats):
+            if deletions != self.world.truth.deletions[self.name]:
+                return
             await asyncio.sleep(self.rng.uniform(0.3, 1.5))
             if self.takeover is not None:
                 rank, self.takeover = self.takeover, None

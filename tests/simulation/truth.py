@@ -8,7 +8,7 @@ by which two runs of a seed are compared.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,9 +64,20 @@ class Truth:
         #: Committed steps: (job, step) -> rank -> (session, digests); and the newest of each job.
         self.committed: dict[tuple[str, int], dict[int, tuple[int, list[bytes]]]] = {}
         self.newest: dict[str, int] = {}
+        #: What of them is kept, oldest first; how many commits and deletions of each job there were.
+        self.kept: dict[str, list[int]] = {}
+        self.commits_of: Counter[str] = Counter()
+        self.deletions: Counter[str] = Counter()
+        #: Every save that was ever committed, and those that were deleted: (job, step, rank, session).
+        self.ever: set[tuple[str, int, int, int]] = set()
+        self.deleted: set[tuple[str, int, int, int]] = set()
+        #: Newest session of each job, and the newest one that a deletion has ended.
+        self.opened: Counter[str] = Counter()
+        self.over: Counter[str] = Counter()
         #: Newest step that somebody was told of.
         self.told: dict[str, int] = {}
-        self._applied_newest: dict[tuple[str, str], int] = {}
+        self._applied_newest: dict[tuple[str, str], tuple[int, int]] = {}
+        self._decisions: set[tuple[object, ...]] = set()
         #: Lives that are over, and why.
         self.ended: dict[tuple[str, int], str] = {}
         self.commits = self.loads = self.lookups = self.puts = self.repairs = 0
@@ -99,18 +110,22 @@ class Truth:
                 self._entries.append(())  # the engine's own
             self._entries.append(identity)
             self.state = state
-            self._decided(command, result, state)
-        if command["type"] in ("commit", "open_rank"):
+            if command["type"] == "noop" or identity not in self._decisions:
+                self._decisions.add(identity)
+                self._decided(command, result, state)
+        if command["type"] in ("commit", "open_rank", "delete"):
             job = command["job"]
-            newest = state["jobs"].get(job, {}).get("newest", -1)
-            before = self._applied_newest.get((voter, job), -1)
+            known = state["jobs"].get(job, {})
+            # Only a deletion takes it back.
+            newest = known.get("void", 0), known.get("newest", -1)
+            before = self._applied_newest.get((voter, job), (0, -1))
             self.check(newest >= before, "G3", f"{voter}: job {job} went back from {before} to {newest}")
             self._applied_newest[(voter, job)] = newest
 
     def _decided(self, command: Json, result: Json, state: Json) -> None:
         kind = command["type"]
         if kind == "commit":
-            if result["ok"] and (command["job"], command["step"]) not in self.committed:
+            if result["ok"] and command["step"] not in self.kept.get(command["job"], []):
                 self._commit(command, state)
             elif not result["ok"]:
                 self.note(f"commit {command['job']}/{command['step']} refused: {result['code']}")
@@ -125,7 +140,11 @@ class Truth:
         elif kind == "rehold":
             self.note(f"rehold {sum(map(bool, result.get('done', [])))} of {len(command['changes'])}")
             self.check_survival("a change of holders")
+        elif kind == "delete" and result["ok"]:
+            self._delete(command, result, state)
         elif kind != "noop":
+            if kind == "open_rank" and result["ok"]:
+                self.opened[command["job"]] = max(self.opened[command["job"]], result["session"])
             self.note(f"{kind} {command.get('job', command.get('node_id', ''))}: {result.get('ok')}")
 
     def _commit(self, command: Json, state: Json) -> None:
@@ -141,6 +160,7 @@ class Truth:
         for record in ranks:
             rank, session = record["rank"], record["session"]
             who = f"{job}/{step} rank {rank}"
+            self.check(session > self.over[job], "deletion", f"{who} committed for ended session {session}")
             self.check(
                 seats[str(rank)]["session"] == session, "G7", f"{who} committed for dead session {session}"
             )
@@ -166,18 +186,59 @@ class Truth:
         self.committed[(job, step)] = {
             r["rank"]: (r["session"], [bytes.fromhex(s["digest"]) for s in r["shards"]]) for r in ranks
         }
+        self.commits_of[job] += 1
+        self.ever |= {(job, step, r["rank"], r["session"]) for r in ranks}
+        self.kept[job] = [*self.kept.get(job, []), step][-command["keep_steps"] :]
         self.note(f"commit {job}/{step}")
+        self.check_kept(job, state)
         self.check_survival(f"commit of {job}/{step}")
 
+    def _delete(self, command: Json, result: Json, state: Json) -> None:
+        job, step = command["job"], command["step"]
+        kept = self.kept.get(job, [])
+        going = list(kept) if step is None else [step] if step in kept else []
+        self.check(
+            result["deleted"] == going,
+            "deletion",
+            f"of {job} {result['deleted']} went, not {going}, though {step} was asked for",
+        )
+        for gone in going:
+            saves = self.committed[(job, gone)].items()
+            self.deleted |= {(job, gone, rank, session) for rank, (session, _) in saves}
+        left = [each for each in kept if each not in going]
+        if step is None or (going and kept[-1] == step):
+            self.over[job] = self.opened[job]
+        self.kept[job] = left
+        self.newest.pop(job, None)
+        if left:
+            self.newest[job] = left[-1]
+        self.told[job] = -1
+        self.deletions[job] += 1
+        self.note(f"delete {job}/{'all' if step is None else step}: {going} goes, {left} is left")
+        self.check_kept(job, state)
+        self.check_survival(f"deletion of {job}/{step}")
+
+    def check_kept(self, job: str, state: Json) -> None:
+        """Nothing that was deleted is back, and nothing that was not is gone."""
+        steps = [kept["step"] for kept in state["jobs"].get(job, {"steps": []})["steps"]]
+        self.check(steps == self.kept[job], "deletion", f"{job} keeps {steps}, not {self.kept[job]}")
+
+    def unwanted(self, name: str) -> Key | None:
+        """A replica in a node's memory that nothing will ask for, since its session was ended by a deletion."""
+        for key, replica in self.rams[name].replicas.items():
+            _, job, step, _, _ = key
+            if replica.session <= self.over[job] and step not in self.kept.get(job, []):
+                return key
+        return None
+
     def claims(self) -> Iterator[tuple[str, int, int, int, int, list[tuple[str, int]]]]:
-        """What the registry says of each shard of each job's newest step: job, step, rank, shard, wanted copies, and
-        the lives that it holds to have one.
+        """What the registry says of each shard of each kept step: job, step, rank, shard, wanted copies, and the lives
+        that it holds to have one. A deletion makes an older step the newest.
         """
         nodes = self.state["nodes"]
         denied = {tuple(claim) for claim in self.state["denied"]}
         for job_name, job in self.state["jobs"].items():
-            if job["steps"]:
-                kept = job["steps"][-1]
+            for kept in job["steps"]:
                 for record in kept["ranks"]:
                     for number, shard in enumerate(record["shards"]):
                         refs = [*shard["holders"], record["owner"]]
@@ -198,8 +259,8 @@ class Truth:
         )
 
     def check_survival(self, after: str) -> None:
-        """G1: every shard of every job's newest committed step is intact somewhere."""
-        for job, step in self.newest.items():
+        """G1: every shard of every kept step is intact somewhere."""
+        for job, step in ((job, step) for job, steps in self.kept.items() for step in steps):
             for rank, (_, digests) in self.committed[(job, step)].items():
                 for shard, digest in enumerate(digests):
                     if not self.holders(job, step, rank, shard, digest):
@@ -222,9 +283,16 @@ class Truth:
 
     # Clients
 
-    def answered(self, job: str, floor: int, response: rpb.LookupResponse) -> None:
-        """A lookup that began when `floor` was the newest step that anybody had been told of."""
+    def floor(self, job: str) -> tuple[int, int]:
+        """How often steps of a job were deleted, and the newest step that anybody has been told of since."""
+        return self.deletions[job], self.told.get(job, -1)
+
+    def answered(self, job: str, began: tuple[int, int], response: rpb.LookupResponse) -> None:
+        """A lookup that began when `began` was the `floor`."""
         self.lookups += 1
+        deletions, floor = began
+        if deletions != self.deletions[job]:
+            return  # it may have been answered before the deletion or after it
         if not response.HasField("record"):
             self.check(floor < 0, "G3", f"lookup of {job} found nothing after {floor}")
             return
@@ -239,17 +307,22 @@ class Truth:
                 "G2",
                 f"lookup of {job}/{step} rank {record.rank}: other digests than were committed",
             )
+            self.check(
+                (job, step, record.rank, record.session) not in self.deleted,
+                "deletion",
+                f"lookup of {job} said {step}, which was deleted before it began",
+            )
         self.told[job] = max(self.told.get(job, -1), step)
 
     def told_committed(self, job: str, step: int, rank: int, session: int) -> None:
         """A rank's save was answered with COMMITTED."""
-        mine = self.committed.get((job, step), {}).get(rank)
         self.check(
-            mine is not None and mine[0] == session,
+            (job, step, rank, session) in self.ever,
             "G2",
             f"rank {rank} was told that {job}/{step} of session {session} is committed; it is not",
         )
-        self.told[job] = max(self.told.get(job, -1), step)
+        if (job, step, rank, session) not in self.deleted:
+            self.told[job] = max(self.told.get(job, -1), step)
 
 
 def _lives(nodes: Json, name: str, incarnation: int) -> bool:

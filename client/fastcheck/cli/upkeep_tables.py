@@ -47,6 +47,40 @@ def safe_to_stop(verdict: Json) -> RenderableType:
     return Group(*lines)
 
 
+def deletion(result: Json) -> RenderableType:
+    """What went, or would go, and what stays."""
+    if not result["deleted_steps"] and not result["ends_sessions"]:
+        return Text(f"{what_goes(result)}. {what_stays(result)}")
+    table = columns("NODE", ">REPLICAS", ">BYTES")
+    for node in result["nodes"]:
+        table.add_row(node["node_id"], str(node["replicas"]), human_bytes(node["stored_bytes"]))
+    verb = "is deleted" if result["deleted"] else "would be deleted"
+    lines: list[RenderableType] = [Text(f"{what_goes(result)} {verb}"), table, Text(what_stays(result))]
+    if result["unreachable"]:
+        lines.append(
+            Text(f"not reached, and drop theirs when they are back: {', '.join(result['unreachable'])}")
+        )
+    return Group(*lines)
+
+
+def what_goes(result: Json) -> str:
+    """The steps that go, in words."""
+    steps = ", ".join(map(str, result["deleted_steps"]))
+    if result["everything"]:
+        return f"all of job {result['job']}" + (f" (step {steps})" if steps else "")
+    if not steps:
+        return f"nothing to delete: step {result['step']} of job {result['job']} is not kept"
+    return f"step {steps} of job {result['job']}"
+
+
+def what_stays(result: Json) -> str:
+    """The steps that can be loaded afterwards, in words."""
+    steps = ", ".join(map(str, result["kept_steps"]))
+    return (
+        f"Left of job {result['job']}: step {steps}" if steps else f"Nothing is left of job {result['job']}"
+    )
+
+
 def drain(result: Json) -> RenderableType:
     """What was asked for, and the verdict if that was waited for."""
     what = "is being drained" if result["draining"] else "is not drained any more"

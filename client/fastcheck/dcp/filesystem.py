@@ -35,7 +35,7 @@ from ..errors import (
 from ..reading import BoxInto, StepReader
 from ..state.header import entries
 from .ids import PROTOCOL, parse_checkpoint_id
-from .seats import Options, taken
+from .seats import Options, leave, taken
 from .spool import Spool
 
 METADATA = ".metadata"
@@ -230,25 +230,55 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
         self._commit(spool, place)
 
     def rm_file(self, path: str) -> None:
-        """Drop a metadata file that has no name yet.
+        """Drop a metadata file that has no name yet, or delete a committed step.
 
         Raises:
-            InvalidArgumentError: it is a committed step's: that cannot be changed.
+            FileNotFoundError: it is not there.
+            InvalidArgumentError: it is one file of a committed step, which goes as a whole, or a job.
+            UnsafeError: as `rm`.
         """
-        path = self._strip_protocol(path)
+        self._remove(self._strip_protocol(path), recursive=False, even_if_running=False)
+
+    def rm(
+        self,
+        path: str | list[str],
+        recursive: bool = False,
+        maxdepth: int | None = None,
+        even_if_running: bool = False,
+    ) -> None:
+        """Delete committed steps, or with `recursive` all of a job; as `rm_file` for files.
+
+        Args:
+            even_if_running: Also what a running trainer would be restored from: the newest step, or all of a job. It is
+                fenced. This process' own savers by URL are closed where all of a job goes, and do not count as running.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            InvalidArgumentError: a single file of a committed step, or a job without `recursive`.
+            UnsafeError: the job seems to be running; or not all voters run a version that can delete.
+        """
+        for each in path if isinstance(path, list) else [path]:
+            self._remove(self._strip_protocol(each), recursive=recursive, even_if_running=even_if_running)
+
+    def _remove(self, path: str, *, recursive: bool, even_if_running: bool) -> None:
         with self._lock:
             if self._unnamed.pop(path, None) is not None:
                 return
-        if self.exists(path):
+        place = parse_path(path)
+        self.info(path)  # raises FileNotFoundError
+        if place.job is None or place.file is not None:
             raise InvalidArgumentError(
-                f"{PROTOCOL}://{path} is a file of a committed step, which cannot be changed"
+                f"{PROTOCOL}://{path} cannot be removed by itself: a committed step goes as a whole "
+                f"({PROTOCOL}://JOB/step-100)"
             )
-        raise FileNotFoundError(f"{PROTOCOL}://{path} is not there")
-
-    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """As `rm_file`."""
-        for each in path if isinstance(path, list) else [path]:
-            self.rm_file(each)
+        if place.step is None:
+            if not recursive:
+                raise InvalidArgumentError(
+                    f"{PROTOCOL}://{path} is a job: say recursive=True to delete all of its steps"
+                )
+            leave(place.job)
+        request = pb.TrainerDeleteRequest(job=place.job, step=place.step, even_if_running=even_if_running)
+        self._connected().delete(request, connect_s=PATIENT_CONNECT_S, timeout_s=60.0)
 
     def _metadata_closed(self, spool: Spool) -> None:
         place = parse_path(spool.path)

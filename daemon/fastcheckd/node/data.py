@@ -22,13 +22,7 @@ from fastcheck_proto.v1 import (
 from ..codec.planner import Planner
 from ..config import Config
 from ..counters import Counters
-from ..errors import (
-    ConfigError,
-    NotHeldError,
-    OverBudgetError,
-    StoreError,
-    StoreFullError,
-)
+from ..errors import ConfigError, StoreError
 from ..health.lease import LeaseHolder
 from ..identity import Identity
 from ..interfaces import faster_than, interface_of, interfaces
@@ -43,9 +37,7 @@ from ..saving.room import SavingRoom
 from ..services.data_control import DataControlService
 from ..services.peer import PeerService
 from ..services.trainer import TrainerService
-from ..store.manifests import replica_id
 from ..store.ram_store import HeldShard, RamStore
-from ..store.retention import what_to_drop
 from ..transfer.codec_pool import CodecPool
 from ..transfer.lane_meter import LaneMeter
 from ..transfer.lane_server import LaneServer
@@ -183,7 +175,7 @@ class _DataRooms:
         self.assumed()
         self.registry.use_voters(seen.voter_records)
         await asyncio.to_thread(self._remember_voters, seen)
-        await asyncio.to_thread(_prune, self.store, self.view.kept_steps())
+        await self.upkeep.prune()
         self.saving.memory.tidied()
 
     def _brought(self, shards: Sequence[HeldShard]) -> None:
@@ -285,15 +277,3 @@ async def _open_store(config: Config, counters: Counters) -> RamStore:
             if time.monotonic() > give_up_at:
                 raise ConfigError(str(error)) from error
         await asyncio.sleep(STORE_PATIENCE_S / 10)
-
-
-def _prune(store: RamStore, kept_steps: dict[str, list[int]]) -> None:
-    """Drop replicas of steps that the registry no longer keeps, the oldest first: they need the newer ones."""
-    held = {shard.id: shard for shard in store.held()}
-    drop = what_to_drop([(s.kind, s.key) for s in held.values()], kept_steps)
-    for kind, key in sorted(drop, key=lambda entry: entry[1].step):
-        try:
-            store.drop(held[replica_id(key, kind)])
-        except (NotHeldError, OverBudgetError, StoreFullError) as error:
-            # Older steps need its bytes, and they are being read: the next view brings it up again.
-            logger.info("cannot drop step %d of job %r yet: %s", key.step, key.job, error)

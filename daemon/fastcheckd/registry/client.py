@@ -20,7 +20,7 @@ from fastcheck_proto.v1 import common_pb2, node_pb2, registry_pb2
 
 from ..config import Config
 from ..counters import Counters
-from ..errors import FastCheckdError, FencedError, NoQuorumError
+from ..errors import FastCheckdError, FencedError, NoQuorumError, UnsafeError
 from ..rpc import from_rpc_error
 from .stubs import GrpcStubs, Stubs
 
@@ -113,6 +113,18 @@ class RegistryClient:
             f"other processes keep taking the place of rank {request.rank} of job {request.job}: "
             "see that each rank is started once"
         )
+
+    async def close_rank(
+        self, request: registry_pb2.CloseRankRequest, timeout_s: float
+    ) -> registry_pb2.CloseRankResponse:
+        """The process of a session is done; UnsafeError while some voter may not know this call."""
+        return await self._call("CloseRank", registry_pb2.CloseRankResponse, request, timeout_s)
+
+    async def delete_steps(
+        self, request: registry_pb2.DeleteStepsRequest, timeout_s: float
+    ) -> registry_pb2.DeleteStepsResponse:
+        """Keep committed steps no more; UnsafeError if the job runs, or some voter may not know this call."""
+        return await self._call("DeleteSteps", registry_pb2.DeleteStepsResponse, request, timeout_s)
 
     async def place(self, request: registry_pb2.PlaceRequest, timeout_s: float) -> registry_pb2.PlaceResponse:
         """Ask for holders."""
@@ -335,6 +347,8 @@ class RegistryClient:
 
 
 def _from(error: grpc.aio.AioRpcError, address: str) -> FastCheckdError:
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return UnsafeError(f"the voter at {address} runs a version that does not know this call: upgrade it")
     return from_rpc_error(error, f"the registry at {address}")
 
 

@@ -130,6 +130,21 @@ def rehold(changes: Iterable[Json]) -> Json:
     return {"type": "rehold", "changes": list(changes)}
 
 
+def delete(job: str, step: int | None, *, even_if_running: bool = False) -> Json:
+    """A committed step, or (None) all of a job, is kept no more."""
+    return {"type": "delete", "job": job, "step": step, "even_if_running": even_if_running}
+
+
+def close_rank(job: str, rank: int, session: int) -> Json:
+    """The process that has this session is done."""
+    return {"type": "close_rank", "job": job, "rank": rank, "session": session}
+
+
+def upgrade(schema: int) -> Json:
+    """All voters know a newer schema of the state."""
+    return {"type": "upgrade", "schema": schema}
+
+
 def deny(gone: Iterable[Claim] = (), held: Iterable[Claim] = ()) -> Json:
     """Nodes take claims back, or have the bytes after all: at most `denials.CLAIMS_MAX` of each."""
     return {

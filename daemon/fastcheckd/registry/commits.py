@@ -79,7 +79,8 @@ def standing(job: Json | None, step: int, rank: int, session: int, record: Json 
 
 def _is_current(job: Json, rank: int, session: int) -> bool:
     seat = job["ranks"].get(str(rank))
-    return seat is not None and seat["session"] == session
+    # The seats that a deletion has emptied have sessions of nobody.
+    return seat is not None and seat["session"] == session and bool(seat["client"])
 
 
 def check_session(state: Json, job_name: str, rank: int, session: int, owner: list[Any]) -> Json | None:
@@ -88,7 +89,8 @@ def check_session(state: Json, job_name: str, rank: int, session: int, owner: li
     if job is None or not _is_current(job, rank, session):
         return refusal(
             "FENCED",
-            f"session {session} of rank {rank} of job {job_name} is over: another process took its place",
+            f"session {session} of rank {rank} of job {job_name} is over: another process took its place, or its "
+            "job's newest step was deleted",
             ranks=[rank],
         )
     if not live(state, owner):

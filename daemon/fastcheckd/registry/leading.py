@@ -15,6 +15,7 @@ from ..errors import FastCheckdError, FencedError, NotNewerError, SupersededErro
 from ..health.detector import FailureDetector, Life
 from ..placement import PlannedShard, place
 from . import commands
+from .agreeing import agree, agree_in_time
 from .commits import Standing, check_session, standing
 from .engine import Engine
 from .foreman import Foreman
@@ -134,6 +135,7 @@ class Leader:
         logger.info("registry: leading in term %d", term)
         self._on_suspects()
         repairing = asyncio.create_task(self._repair(), name="repairs")
+        agreeing = asyncio.create_task(agree_in_time(self._raft, self._config.node_id, self.outward))
         try:
             while self.ready:
                 self.judge.judge()
@@ -141,8 +143,9 @@ class Leader:
                 await self.judge.pause()
         finally:
             repairing.cancel()
+            agreeing.cancel()
             self._resign()
-            await asyncio.gather(repairing, return_exceptions=True)
+            await asyncio.gather(repairing, agreeing, return_exceptions=True)
 
     async def _repair(self) -> None:
         """Have lost copies made anew, until cancelled. A defect there must not cost the leadership."""
@@ -251,6 +254,14 @@ class Leader:
             InvalidRequestError, UnsafeError, NoQuorumError: see `replacing`.
         """
         return await replace_voter(self._raft, self._config.cluster_id, request, at_ms=self.wall_ms())
+
+    async def agree(self) -> None:
+        """Return when all voters are known to know the newest schema.
+
+        Raises:
+            UnsafeError, NoQuorumError: see `agreeing`.
+        """
+        await agree(self._raft, self._config.node_id, self.outward)
 
     async def confirm(self) -> None:
         """Return when this voter has been proved to lead after the call began: what it then reads is current.

@@ -10,7 +10,7 @@ from .records import Json
 
 
 def migrate(state: Json) -> Json:
-    """The state in the newest schema; of an unknown one it is returned as it is.
+    """The state in schema 3, or as it is if it is in a later one: beyond 3 a schema is agreed on by a command.
 
     Raises:
         KeyError, TypeError, AttributeError: it is no state of the schema that it claims to be.

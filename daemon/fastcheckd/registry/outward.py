@@ -30,6 +30,9 @@ class Outward(Protocol):
     ) -> rpb.CorroborateResponse | None:
         """Ask another voter what it knows of a node; None: it did not answer."""
 
+    async def knows_schema(self, voter: Voter, timeout_s: float) -> int | None:
+        """Ask another voter for the newest schema of the state that it can apply; None: it did not answer."""
+
     async def probe_through(
         self, asker_address: str, target_address: str, life: Life, timeout_s: float
     ) -> ProbeResult | None:
@@ -71,6 +74,15 @@ class GrpcOutward:
                 return response
         except (grpc.aio.AioRpcError, TimeoutError):
             return None
+
+    async def knows_schema(self, voter: Voter, timeout_s: float) -> int | None:
+        """Ask another voter for the newest schema of the state that it can apply; None: it did not answer."""
+        try:
+            async with asyncio.timeout(timeout_s), _channel(voter.registry_address) as channel:
+                response = await registry_pb2_grpc.RegistryServiceStub(channel).GetView(rpb.GetViewRequest())
+        except (grpc.aio.AioRpcError, TimeoutError):
+            return None
+        return int(response.knows_schema)
 
     async def probe_through(
         self, asker_address: str, target_address: str, life: Life, timeout_s: float

@@ -144,6 +144,16 @@ class Reports:
             self._settle(job, step, [rank], fenced)
         self._try_commit(job)
 
+    def ended(self, job: str) -> None:
+        """The sessions of all ranks are over: what they reported is void."""
+        known = self._raft.read(lambda state: state["jobs"].get(job, {"ranks": {}})["ranks"])
+        for rank, seat in known.items():
+            fenced = _refused(
+                refusal("FENCED", f"the sessions of job {job} have ended: its newest step was deleted")
+            )
+            for step in self.collector.opened(job, int(rank), seat["session"]):
+                self._settle(job, step, [int(rank)], fenced)
+
     def membership_changed(self) -> None:
         """Reports may name holders or owners that are gone: say so now, not when the last rank is in."""
         tolerate = self._config.tolerate

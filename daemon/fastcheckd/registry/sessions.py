@@ -35,9 +35,14 @@ def open_rank(state: Json, command: Json) -> Json:
     replaces = integer(command, "replaces", 0, SESSION_MAX) if command.get("replaces") is not None else None
     if seat is not None:
         if seat["client"] == client and seat["world_size"] == world_size:
+            if seat.pop("closed", False):
+                state["version"] += 1  # it goes on after all
             return {"ok": True, "session": seat["session"], "current": seat["session"]}
         if client in seat["past"]:
-            return refusal("FENCED", f"another process took the place of rank {rank} of job {job_name}")
+            return refusal(
+                "FENCED",
+                f"another process took the place of rank {rank} of job {job_name}, or its newest step was deleted",
+            )
     current = current_session(state, job_name, rank)
     if replaces is not None and replaces != current:
         return {"ok": True, "session": 0, "current": current}
@@ -81,5 +86,8 @@ def _new_job(state: Json, job_name: str) -> Json:
         "steps": [],
         "recent": [],
     }
+    if state["session_floor"] > 1 and state["schema"] >= 4:
+        # Of an earlier life of this job, which was forgotten because nothing of it was kept.
+        job["void"] = state["session_floor"]
     jobs[job_name] = job
     return job

@@ -7,7 +7,7 @@ the modules that it calls reads a clock, draws a random number, or raises. State
     {"schema", "epoch", "version", "next_incarnation", "session_floor",
      "nodes": {node_id: {"incarnation", "state", "life_id", "agent_address", "data_address", "lane_address",
                          "voter", "ram_budget_bytes", "labels", "draining", "reason", "since_ms"}},
-     "jobs":  {job: {"newest", "world_size", "next_session", "ranks": {rank: seat}, "steps", "recent"}},
+     "jobs":  {job: {"newest", "world_size", "next_session", "ranks": {rank: seat}, "steps", "recent", "void"?}},
      "history": [[at_ms, epoch, node_id, incarnation, from or "", to or "", reason], ...],
      "denied": [[job, step, rank, shard, node_id, incarnation], ...],
      "voters": [[node_id, registry_address, raft_address], ...] or null,
@@ -16,6 +16,10 @@ the modules that it calls reads a clock, draws a random number, or raises. State
 `epoch` counts changes of the membership, `version` all changes that a view shows. Incarnations and
 sessions are never used twice, even when the node or job they belonged to has been forgotten. `voters` is null
 while they are still those of the config. What commands look like is written in `commands`.
+
+`schema` is what all voters have been seen to know, and rises by a command: a state with the commands of a version
+that some voter does not run would become another one there. Schema 4 adds `delete` and `close_rank`, a job's `void`
+and a seat's `closed`; both are missing where they do not apply.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from typing import Any
 from fastcheck_proto.conventions import STEP_MAX
 
 from .commits import commit, refusal
+from .deletion import close_rank, delete
 from .denials import deny
 from .holding import rehold
 from .members import forget, register, set_draining, set_state, set_voters
@@ -34,7 +39,9 @@ from .migrating import migrate
 from .records import TOKEN_BYTES_MAX, Json, MalformedError, integer, text
 from .sessions import open_rank
 
-SCHEMA = 3
+#: The newest that this version knows, and what a new cluster begins with: what voters of the version before know.
+SCHEMA = 4
+SCHEMA_FIRST = 3
 
 #: Proposers whose results are remembered, and results of each: more than one has in flight at once.
 SEEN_CLIENTS_MAX = 64
@@ -44,7 +51,7 @@ SEEN_RESULTS_MAX = 64
 def new_state() -> Json:
     """The state before the first command."""
     return {
-        "schema": SCHEMA,
+        "schema": SCHEMA_FIRST,
         "epoch": 0,
         "version": 0,
         "next_incarnation": 1,
@@ -74,7 +81,7 @@ def restore(data: bytes) -> Json:
         schema, keys = state["schema"], set(state)
     except (KeyError, TypeError, AttributeError):
         raise ValueError("not a registry snapshot") from None
-    if schema != SCHEMA:
+    if schema not in range(SCHEMA_FIRST, SCHEMA + 1):
         raise ValueError(f"registry snapshot has schema {schema}, this version reads up to {SCHEMA}")
     if keys != set(new_state()):
         raise ValueError("not a registry snapshot")
@@ -135,6 +142,13 @@ def _noop(_state: Json, _command: Json) -> Json:
     return {"ok": True}
 
 
+def _upgrade(state: Json, command: Json) -> Json:
+    """All voters know this schema: from here on its commands count."""
+    wanted = integer(command, "schema", 1, SCHEMA)
+    state["schema"] = max(state["schema"], wanted)
+    return {"ok": True, "schema": state["schema"]}
+
+
 _HANDLERS: dict[str, Callable[[Json, Json], Json]] = {
     "register": register,
     "set_state": set_state,
@@ -145,5 +159,8 @@ _HANDLERS: dict[str, Callable[[Json, Json], Json]] = {
     "commit": commit,
     "rehold": rehold,
     "deny": deny,
+    "delete": delete,
+    "close_rank": close_rank,
+    "upgrade": _upgrade,
     "noop": _noop,
 }

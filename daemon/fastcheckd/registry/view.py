@@ -9,6 +9,7 @@ from fastcheck_proto.v1 import node_pb2, registry_pb2
 
 from ..config import Voter
 from ..health.detector import Life
+from .deletion import running_ranks
 from .records import Json
 
 _STATES = {
@@ -49,10 +50,19 @@ def voter_records(state: Json, voters: Sequence[Voter]) -> list[node_pb2.VoterRe
     ]
 
 
-def job_view(name: str, job: Json) -> registry_pb2.JobView:
-    """One job: its kept steps, oldest first."""
-    steps = [kept["step"] for kept in job["steps"]]
-    return registry_pb2.JobView(job=name, kept_steps=steps, world_size=job["world_size"])
+def job_views(state: Json) -> list[registry_pb2.JobView]:
+    """All jobs by name, their kept steps oldest first."""
+    return [
+        registry_pb2.JobView(
+            job=name,
+            kept_steps=[kept["step"] for kept in job["steps"]],
+            world_size=job["world_size"],
+            void_below_session=job.get("void", 0),
+            next_session=job["next_session"],
+            running_ranks=len(running_ranks(state, job)),
+        )
+        for name, job in sorted(state["jobs"].items())
+    ]
 
 
 def cluster_view(
@@ -86,7 +96,7 @@ def cluster_view(
         voters=[voter.node_id for voter in named],
         voter_records=named,
         has_leader=bool(leader),
-        jobs=[job_view(name, job) for name, job in sorted(state["jobs"].items())],
+        jobs=job_views(state),
     )
     for node_id, node in sorted(state["nodes"].items()):
         life = (node_id, node["incarnation"])

@@ -12,11 +12,11 @@ from .content import of_manifests
 from .save import Save, SaveKey
 
 
-def left_over(store: RamStore, node_id: str, newest_step: Callable[[str], int | None]) -> Iterator[Save]:
+def left_over(store: RamStore, node_id: str, is_over: Callable[[SaveKey, int], bool]) -> Iterator[Save]:
     """The saves to carry on with, step by step of each rank; each takes its segment again.
 
     Args:
-        newest_step: newest committed step of a job; what is not newer than it is over.
+        is_over: whether a session's step need not be committed any more.
     """
     shards: dict[tuple[str, int, int], list[HeldShard]] = {}
     for held in store.held():
@@ -24,10 +24,9 @@ def left_over(store: RamStore, node_id: str, newest_step: Callable[[str], int | 
         if held.kind == pb.REPLICA_KIND_OWNER and held.manifest.owner == node_id:
             shards.setdefault((held.key.job, held.key.rank, held.key.step), []).append(held)
     for (job, rank, step), found in sorted(shards.items(), key=lambda item: item[0]):
-        newest = newest_step(job)
-        manifests = [held.manifest for held in found]
-        if (newest is None or step > newest) and _complete(manifests):
-            yield _save(SaveKey(job, rank, step), manifests, store, found[-1])
+        key, manifests = SaveKey(job, rank, step), [held.manifest for held in found]
+        if _complete(manifests) and not is_over(key, manifests[0].session):
+            yield _save(key, manifests, store, found[-1])
 
 
 def _save(key: SaveKey, manifests: list[pb.ShardManifest], store: RamStore, shard: HeldShard) -> Save:

@@ -78,8 +78,8 @@ class SavingRoom:
         self._counters = counters
         self._replicator = replicator
         self._ranks: dict[tuple[str, int], RankSaves] = {}
-        #: Newest step of a job that was committed from here: the view may lag behind it.
-        self._committed: dict[str, int] = {}
+        #: Newest session of a job of which a step was committed from here, and its newest such step: the view may lag.
+        self._committed: dict[str, tuple[int, int]] = {}
         self._reserved: dict[str, Save] = {}
         self.memory = StepMemory(
             config=config, store=store, view=view, counters=counters, short_of_room=replicator.short_of_room
@@ -178,7 +178,7 @@ class SavingRoom:
         self.memory.sized(rank, request.state_bytes)
         pool = staging_pool(*rank)
         if not self._store.free_segments(pool):
-            await self.memory.until_tidy(request.job, self._committed.get(request.job, -1))
+            await self.memory.until_tidy(request.job, self._newest_seen(request.job))
         while True:
             # Without any segment yet there is nothing that could come back.
             wait_s = ROOM_WAIT_S if self._store.count_segments(pool) else 0.0
@@ -208,11 +208,17 @@ class SavingRoom:
 
     def _newest(self, job: str) -> int:
         """Newest committed step that is known of; -1: none."""
-        return max(self._view.newest_step(job) or -1, self._committed.get(job, -1))
+        return max(self._view.newest_step(job) or -1, self._newest_seen(job))
+
+    def _newest_seen(self, job: str) -> int:
+        """Newest step that was seen being committed here, unless it may have been deleted since."""
+        session, step = self._committed.get(job, (0, -1))
+        return -1 if self._view.is_void(job, session) else step
 
     def _check_newer(self, request: tpb.BeginSaveRequest) -> None:
         newest = self._newest(request.job)
-        if request.step <= newest:
+        # Where steps were deleted that an older view still shows, the registry says when it is asked for a place.
+        if request.step <= newest and self._view.speaks_of(request.job, request.session):
             raise NotNewerError(
                 f"step {request.step} of job {request.job!r} is not newer than its newest committed step {newest}; "
                 "save a later step, or use another job name for a run of its own"
@@ -386,7 +392,8 @@ class SavingRoom:
         if error is None:
             self._counters.add("saves_committed")
             self._of(save.key.job, save.key.rank).starved = False
-            self._committed[save.key.job] = max(save.key.step, self._committed.get(save.key.job, -1))
+            seen = self._committed.get(save.key.job, (0, -1))
+            self._committed[save.key.job] = max(seen, (save.session, save.key.step))
             save.advance(tpb.SAVE_STATE_COMMITTED)
         else:
             self._counters.add("saves_failed")
@@ -452,13 +459,18 @@ class SavingRoom:
     def resume(self) -> int:
         """Carry on with staged steps that an earlier life of this process left uncommitted."""
         resumed = 0
-        for save in left_over(self._store, self._config.node_id, self._view.newest_step):
+        for save in left_over(self._store, self._config.node_id, self._is_over):
             saves = self._of(save.key.job, save.key.rank)
             saves.session = max(saves.session, save.session)
             self._launch(save)
             resumed += 1
         self._resumed.set()
         return resumed
+
+    def _is_over(self, key: SaveKey, session: int) -> bool:
+        """Whether a newer step was committed, or the step was deleted and is about to be dropped."""
+        newest = self._view.newest_step(key.job)
+        return (newest is not None and key.step <= newest) or self._view.is_void(key.job, session)
 
     async def stop(self) -> None:
         """Cancel what is under way; staged steps with manifests are resumed by the next process."""

@@ -60,7 +60,13 @@ class AdminService(AdminUpkeep):
     async def Jobs(self, request: admin_pb2.JobsRequest, context: Context) -> admin_pb2.JobsResponse:
         """All jobs and the steps kept of each."""
         listed = await self._registry.list_jobs(registry_pb2.ListJobsRequest(), CALL_TIMEOUT_S)
-        return admin_pb2.JobsResponse(jobs=listed.jobs)
+        # The registry remembers a job of which all was deleted; nobody else needs to.
+        shown = [
+            job
+            for job in listed.jobs
+            if job.kept_steps or job.running_ranks or not job.HasField("running_ranks")
+        ]
+        return admin_pb2.JobsResponse(jobs=shown)
 
     @answers
     async def Checkpoints(

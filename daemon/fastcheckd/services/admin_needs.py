@@ -53,6 +53,11 @@ class Registry(Protocol):
     ) -> registry_pb2.GetRedundancyResponse:
         """How redundant the committed steps are."""
 
+    async def delete_steps(
+        self, request: registry_pb2.DeleteStepsRequest, timeout_s: float
+    ) -> registry_pb2.DeleteStepsResponse:
+        """Keep committed steps no more."""
+
     async def replace_voter(
         self, request: registry_pb2.ReplaceVoterRequest, timeout_s: float
     ) -> registry_pb2.ReplaceVoterResponse:

@@ -89,6 +89,24 @@ def replica_reports(
     return reports
 
 
+def deleted_bytes(
+    outcome: registry_pb2.DeleteStepsResponse, held: Mapping[str, Sequence[peer_pb2.Replica]]
+) -> list[admin_pb2.DeletedBytes]:
+    """What each node holds of steps that go, by node id; where all of a job goes, whatever it holds of it."""
+    going = set(outcome.deleted_steps)
+    found = []
+    for node_id, replicas in sorted(held.items()):
+        gone = [
+            replica
+            for replica in replicas
+            if replica.key.step in going or (outcome.ends_sessions and not outcome.kept_steps)
+        ]
+        if gone:
+            stored = sum(replica.stored_bytes for replica in gone)
+            found.append(admin_pb2.DeletedBytes(node_id=node_id, replicas=len(gone), stored_bytes=stored))
+    return found
+
+
 def sum_uses(uses: Iterable[common_pb2.CodecUse]) -> list[common_pb2.CodecUse]:
     """One entry per codec, by name, with the bytes of all."""
     raw: Counter[str] = Counter()
@@ -102,6 +120,11 @@ def sum_uses(uses: Iterable[common_pb2.CodecUse]) -> list[common_pb2.CodecUse]:
 def short_shards(reports: Iterable[admin_pb2.ReplicaReport]) -> list[admin_pb2.ReplicaReport]:
     """Shards that fewer nodes hold than the commit named."""
     return [report for report in reports if len(report.holders) < len(report.placed)]
+
+
+def down(view: registry_pb2.ClusterView) -> list[str]:
+    """Members that are DOWN, and were not asked: what they hold is not known."""
+    return [n.node_id for n in view.nodes if n.state == registry_pb2.NODE_STATE_DOWN]
 
 
 def unanswered(view: registry_pb2.ClusterView, answered: Mapping[str, object]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The admin calls that change the cluster or have something done: drain, forget, verify, another voter.
+"""The admin calls that change the cluster or have something done: drain, forget, verify, delete, another voter.
 
 The registry decides and refuses; nothing here is more than a door to it. `verify` asks all nodes side by side.
 """
@@ -20,6 +20,7 @@ from ..errors import FastCheckdError, InvalidRequestError
 from ..rpc import answers
 from . import admin_reports as reports
 from .admin_needs import Peers, Registry
+from .deleting import check_caller, delete_steps
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,34 @@ class AdminUpkeep(admin_pb2_grpc.AdminServiceServicer):
             response.checked_bytes += answer.checked_bytes
             response.bad.extend(admin_pb2.VerifyFinding(node_id=node_id, key=key) for key in answer.bad)
         return response
+
+    @answers
+    async def Delete(self, request: admin_pb2.DeleteRequest, context: Context) -> admin_pb2.DeleteResponse:
+        """Keep steps no more; says what the nodes held of them. A dry run says only that."""
+        steps = request.steps
+        check_caller(steps, context)
+        plan = registry_pb2.DeleteStepsRequest()
+        plan.CopyFrom(steps)
+        plan.dry_run = True
+        outcome = await delete_steps(self._registry, plan, context, CALL_TIMEOUT_S)
+        view = await self._registry.view(CALL_TIMEOUT_S)
+        held = await self._ask(
+            view, lambda address: self._peers.list_replicas(address, steps.job, None, CALL_TIMEOUT_S)
+        )
+        if not steps.dry_run:
+            done = await delete_steps(self._registry, steps, context, CALL_TIMEOUT_S)
+            # A call whose answer was lost is repeated, and then finds nothing left to delete.
+            deleted = {*outcome.deleted_steps, *done.deleted_steps} - set(done.kept_steps)
+            del outcome.deleted_steps[:], outcome.kept_steps[:]
+            outcome.deleted_steps.extend(sorted(deleted))
+            outcome.kept_steps.extend(done.kept_steps)
+            outcome.ends_sessions |= done.ends_sessions
+            outcome.refusal = ""
+        return admin_pb2.DeleteResponse(
+            outcome=outcome,
+            nodes=reports.deleted_bytes(outcome, held),
+            unreachable=reports.unanswered(view, held) + reports.down(view),
+        )
 
     async def _ask(
         self,

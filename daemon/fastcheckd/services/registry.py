@@ -21,9 +21,10 @@ from ..registry.records import Json, is_lossy
 from ..registry.reporting import Reports
 from ..registry.sessions import current_session
 from ..registry.stubs import Stubs
-from ..registry.view import job_view
+from ..registry.view import job_views
 from ..rpc import answers
-from .deciding import Deciding, checking, decides
+from .deciding import checking, decides
+from .registry_deletion import RegistryDeletion
 from .registry_signs import RegistrySigns
 from .registry_upkeep import RegistryUpkeep
 
@@ -33,7 +34,9 @@ REPORT_WAIT_S_MAX = 10.0
 CHUNK_BYTES_MAX = 16 << 20
 
 
-class RegistryService(RegistrySigns, RegistryUpkeep, registry_pb2_grpc.RegistryServiceServicer):
+class RegistryService(
+    RegistrySigns, RegistryUpkeep, RegistryDeletion, registry_pb2_grpc.RegistryServiceServicer
+):
     """One voter's answers.
 
     Args:
@@ -50,8 +53,7 @@ class RegistryService(RegistrySigns, RegistryUpkeep, registry_pb2_grpc.RegistryS
         stubs: Stubs,
     ) -> None:
         RegistrySigns.__init__(self, config, raft, leader, detector)
-        Deciding.__init__(self, config, raft, leader, stubs)
-        self._reports = reports
+        RegistryDeletion.__init__(self, config, raft, leader, reports, stubs)
 
     # Deciding calls: the leader's alone
 
@@ -304,8 +306,7 @@ class RegistryService(RegistrySigns, RegistryUpkeep, registry_pb2_grpc.RegistryS
         self, request: registry_pb2.ListJobsRequest, context: Context
     ) -> registry_pb2.ListJobsResponse:
         """All jobs, as applied here."""
-        jobs = self._raft.read(lambda s: [job_view(name, job) for name, job in sorted(s["jobs"].items())])
-        return registry_pb2.ListJobsResponse(jobs=jobs)
+        return registry_pb2.ListJobsResponse(jobs=self._raft.read(job_views))
 
 
 def _check_rank_of(job: str, rank: int, world_size: int) -> None:

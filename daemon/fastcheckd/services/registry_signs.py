@@ -21,6 +21,7 @@ from ..registry.engine import Engine
 from ..registry.judging import WITHHOLD_S
 from ..registry.leading import Leader
 from ..registry.records import ADDRESS_BYTES_MAX, Json
+from ..registry.state import SCHEMA
 from ..registry.view import Signs, cluster_view
 from ..rpc import abort, answers
 
@@ -67,7 +68,7 @@ class RegistrySigns:
         self, request: registry_pb2.GetViewRequest, context: Context
     ) -> registry_pb2.GetViewResponse:
         """The cluster, as applied here."""
-        return registry_pb2.GetViewResponse(view=self._view())
+        return registry_pb2.GetViewResponse(view=self._view(), knows_schema=SCHEMA)
 
     def _view(self) -> registry_pb2.ClusterView:
         leader, now = self._raft.leader, self._now()

@@ -23,10 +23,13 @@ from ..restore.without_quorum import LOOKUP_TIMEOUT_S as PROVISIONAL_LOOKUP_TIME
 from ..rpc import abort, answers
 from ..saving.room import SavingRoom
 from ..saving.save import Save
+from .deleting import delete_steps
 
 #: Pieces of state that a sender may choose; ours are smaller.
 PIECE_BYTES_MAX = 4 * STREAM_PIECE_BYTES
 LIST_TIMEOUT_S = 10.0
+#: A trainer that ends waits for it.
+CLOSE_TIMEOUT_S = 1.5
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -50,6 +53,16 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             raise InvalidRequestError("client_id must have 1 to 64 characters")
         self._restore.expect(request.job, request.rank)
         return tpb.OpenSessionResponse(session=await self._saving.open_session(request))
+
+    @answers
+    async def CloseSession(
+        self, request: tpb.CloseSessionRequest, context: Context
+    ) -> tpb.CloseSessionResponse:
+        """The trainer is done with its rank."""
+        _check_job(request.job)
+        closing = rpb.CloseRankRequest(job=request.job, rank=request.rank, session=request.session)
+        await self._registry.close_rank(closing, timeout_s=CLOSE_TIMEOUT_S)
+        return tpb.CloseSessionResponse()
 
     @answers
     async def BeginSave(self, request: tpb.BeginSaveRequest, context: Context) -> tpb.BeginSaveResponse:
@@ -138,6 +151,17 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             found = await self._restore.survey.steps(request.job, request.world_size)
             return tpb.ListStepsResponse(steps=[s.step for s in reversed(found)], provisional=True)
         return tpb.ListStepsResponse(steps=response.kept_steps)
+
+    @answers
+    async def Delete(self, request: tpb.TrainerDeleteRequest, context: Context) -> tpb.TrainerDeleteResponse:
+        """Keep committed steps no more."""
+        wanted = rpb.DeleteStepsRequest(
+            job=request.job,
+            step=request.step if request.HasField("step") else None,
+            even_if_running=request.even_if_running,
+        )
+        done = await delete_steps(self._registry, wanted, context, LIST_TIMEOUT_S)
+        return tpb.TrainerDeleteResponse(deleted_steps=done.deleted_steps, kept_steps=done.kept_steps)
 
     async def Load(self, request: tpb.LoadRequest, context: Context) -> AsyncIterator[tpb.LoadResponse]:
         """Bring a step here and keep it while the stream is open."""

@@ -6,29 +6,55 @@ gave up unreported. When in doubt a replica stays: the only copy of a step is wo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import registry_pb2 as rpb
 
 
-def what_to_drop(
-    held: Iterable[tuple[pb.ReplicaKind.ValueType, pb.ShardKey]],
-    kept_steps: Mapping[str, Sequence[int]],
-) -> list[tuple[pb.ReplicaKind.ValueType, pb.ShardKey]]:
+@dataclass(frozen=True)
+class Kept:
+    """What a view says of a job."""
+
+    #: Committed steps that are kept.
+    steps: frozenset[int] = frozenset()
+    #: Sessions below this are over for good: what they made can be committed no more.
+    void_below_session: int = 0
+    #: The view says nothing of what sessions from this on made; 0: it is of a version that does not tell.
+    next_session: int = 0
+
+    @classmethod
+    def of(cls, job: rpb.JobView) -> Kept:
+        """From the view."""
+        return cls(frozenset(job.kept_steps), job.void_below_session, job.next_session)
+
+
+#: A replica: kind, key, and the session that made it.
+Held = tuple[pb.ReplicaKind.ValueType, pb.ShardKey, int]
+
+
+def what_to_drop(held: Iterable[Held], jobs: Mapping[str, Kept]) -> list[Held]:
     """The replicas that no restore will ask for.
 
     Args:
-        held: kind and key of each replica that is held.
-        kept_steps: for each job that the registry knows, the committed steps that it keeps, in any order.
+        held: each replica that is held.
+        jobs: what a view, perhaps an old one, says of each job that the registry knows.
 
-    Those older than the job's newest committed step that are not kept themselves. A newer step may
-    be under way; a job without a commit, or one that the registry does not know (yet), is left alone.
+    Those of steps that are not kept, and either older than the job's newest committed step or made by a session that is
+    over for good. A newer step may be under way; a job that the registry does not know (yet) is left alone. After
+    a deletion lower numbers may be saved anew: by sessions that a view from before the deletion does not know.
     """
     drop = []
-    for kind, key in held:
-        kept = kept_steps.get(key.job, ())
-        if kept and key.step < max(kept) and key.step not in kept:
-            drop.append((kind, key))
+    for replica in held:
+        _, key, session = replica
+        kept = jobs.get(key.job)
+        if kept is None or key.step in kept.steps:
+            continue
+        known = not kept.next_session or session < kept.next_session
+        passed = bool(kept.steps) and key.step < max(kept.steps) and known
+        if passed or session < kept.void_below_session:
+            drop.append(replica)
     return drop
 
 

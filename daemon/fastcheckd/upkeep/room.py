@@ -21,6 +21,7 @@ from ..view import ViewFollower
 from .checking import Checker
 from .fetching import FetchRoom
 from .inventory import Inventory
+from .pruning import Pruner
 from .scrub import Scrubber
 
 logger = logging.getLogger(__name__)
@@ -78,19 +79,23 @@ class UpkeepRoom:
             identity=identity, store=store, registry=registry, checker=self._checker, counters=counters,
             kept_steps=self._kept_steps,
         )  # fmt: skip
+        self._pruner = Pruner(store, view)
         #: One check on demand at a time: they must not take all cores.
         self._verifying = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to scrub and to report."""
+        """Begin to scrub, to report and to tidy up."""
         loop = asyncio.get_running_loop()
 
         def condemned(held: HeldShard) -> None:
             loop.call_soon_threadsafe(self._inventory.lost, held)
 
         self._store.on_condemned = condemned
-        works = (("scrub", self._scrubber.run), ("inventory", self._inventory.run), ("trim", self._trim))
+        works = (
+            ("scrub", self._scrubber.run), ("inventory", self._inventory.run), ("trim", self._trim),
+            ("prune", self._pruner.run),
+        )  # fmt: skip
         for name, work in works:
             self._tasks.append(asyncio.create_task(_kept_going(name, work), name=name))
 
@@ -127,6 +132,10 @@ class UpkeepRoom:
                 if not good:
                     response.bad.add().CopyFrom(held.key)
         return response
+
+    async def prune(self) -> None:
+        """Drop what the registry does not keep any more."""
+        await self._pruner.prune()
 
     def scrub_age_ms(self) -> int | None:
         """How long ago the replica that waits longest was checked; None: nothing is held."""

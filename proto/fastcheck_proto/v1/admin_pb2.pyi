@@ -665,3 +665,71 @@ class ChangeVoterResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["voters", b"voters"]) -> None: ...
 
 Global___ChangeVoterResponse: typing_extensions.TypeAlias = ChangeVoterResponse
+
+@typing.final
+class DeleteRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: builtins.int
+    @property
+    def steps(self) -> fastcheck_proto.v1.registry_pb2.DeleteStepsRequest: ...
+    def __init__(
+        self,
+        *,
+        steps: fastcheck_proto.v1.registry_pb2.DeleteStepsRequest | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["steps", b"steps"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["steps", b"steps"]) -> None: ...
+
+Global___DeleteRequest: typing_extensions.TypeAlias = DeleteRequest
+
+@typing.final
+class DeleteResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    UNREACHABLE_FIELD_NUMBER: builtins.int
+    @property
+    def outcome(self) -> fastcheck_proto.v1.registry_pb2.DeleteStepsResponse: ...
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DeletedBytes]:
+        """What nodes said just before that they hold of the steps that go, by node id."""
+
+    @property
+    def unreachable(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Nodes that did not answer: they drop what they hold when they are back."""
+
+    def __init__(
+        self,
+        *,
+        outcome: fastcheck_proto.v1.registry_pb2.DeleteStepsResponse | None = ...,
+        nodes: collections.abc.Iterable[Global___DeletedBytes] | None = ...,
+        unreachable: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["outcome", b"outcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["nodes", b"nodes", "outcome", b"outcome", "unreachable", b"unreachable"]) -> None: ...
+
+Global___DeleteResponse: typing_extensions.TypeAlias = DeleteResponse
+
+@typing.final
+class DeletedBytes(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    REPLICAS_FIELD_NUMBER: builtins.int
+    STORED_BYTES_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    replicas: builtins.int
+    stored_bytes: builtins.int
+    """Memory that they take."""
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        replicas: builtins.int = ...,
+        stored_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id", "replicas", b"replicas", "stored_bytes", b"stored_bytes"]) -> None: ...
+
+Global___DeletedBytes: typing_extensions.TypeAlias = DeletedBytes

@@ -99,6 +99,11 @@ class AdminServiceStub(object):
                 request_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.Delete = channel.unary_unary(
+                '/fastcheck.v1.AdminService/Delete',
+                request_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.DeleteRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.DeleteResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -179,6 +184,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Delete(self, request, context):
+        """Committed steps are kept no more, and their memory is given back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -241,6 +253,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.VerifyRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.VerifyResponse.SerializeToString,
+            ),
+            'Delete': grpc.unary_unary_rpc_method_handler(
+                    servicer.Delete,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.DeleteRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.DeleteResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -566,6 +583,33 @@ class AdminService(object):
             '/fastcheck.v1.AdminService/Verify',
             fastcheck__proto_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
             fastcheck__proto_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Delete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.AdminService/Delete',
+            fastcheck__proto_dot_v1_dot_admin__pb2.DeleteRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_admin__pb2.DeleteResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -219,7 +219,23 @@ _AdminServiceVerifyType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceNodesType, _AdminServiceJobsType, _AdminServiceCheckpointsType, _AdminServiceReplicasType, _AdminServiceInspectType, _AdminServiceDrainType, _AdminServiceCheckStopType, _AdminServiceForgetNodeType, _AdminServiceNodeHistoryType, _AdminServiceChangeVoterType, _AdminServiceVerifyType]):
+_AdminServiceDeleteType = typing_extensions.TypeVar(
+    '_AdminServiceDeleteType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.DeleteRequest,
+        fastcheck_proto.v1.admin_pb2.DeleteResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.DeleteRequest,
+        fastcheck_proto.v1.admin_pb2.DeleteResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.DeleteRequest,
+        fastcheck_proto.v1.admin_pb2.DeleteResponse,
+    ],
+)
+
+class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceNodesType, _AdminServiceJobsType, _AdminServiceCheckpointsType, _AdminServiceReplicasType, _AdminServiceInspectType, _AdminServiceDrainType, _AdminServiceCheckStopType, _AdminServiceForgetNodeType, _AdminServiceNodeHistoryType, _AdminServiceChangeVoterType, _AdminServiceVerifyType, _AdminServiceDeleteType]):
     @typing.overload
     def __init__(self: AdminServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -269,6 +285,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceNode
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.admin_pb2.VerifyRequest,
             fastcheck_proto.v1.admin_pb2.VerifyResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.DeleteRequest,
+            fastcheck_proto.v1.admin_pb2.DeleteResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -322,6 +342,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceNode
             fastcheck_proto.v1.admin_pb2.VerifyRequest,
             fastcheck_proto.v1.admin_pb2.VerifyResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.DeleteRequest,
+            fastcheck_proto.v1.admin_pb2.DeleteResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Status: _AdminServiceStatusType
@@ -350,6 +374,9 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceNode
 
     Verify: _AdminServiceVerifyType
     """Has every node check what it holds of a job, or of one step, now."""
+
+    Delete: _AdminServiceDeleteType
+    """Committed steps are kept no more, and their memory is given back."""
 
 AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -399,6 +426,10 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.admin_pb2.VerifyRequest,
         fastcheck_proto.v1.admin_pb2.VerifyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.DeleteRequest,
+        fastcheck_proto.v1.admin_pb2.DeleteResponse,
     ],
 ]
 
@@ -489,5 +520,13 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[fastcheck_proto.v1.admin_pb2.VerifyResponse, collections.abc.Awaitable[fastcheck_proto.v1.admin_pb2.VerifyResponse]]:
         """Has every node check what it holds of a job, or of one step, now."""
+
+    @abc.abstractmethod
+    def Delete(
+        self,
+        request: fastcheck_proto.v1.admin_pb2.DeleteRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.admin_pb2.DeleteResponse, collections.abc.Awaitable[fastcheck_proto.v1.admin_pb2.DeleteResponse]]:
+        """Committed steps are kept no more, and their memory is given back."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

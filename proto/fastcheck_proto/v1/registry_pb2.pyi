@@ -363,15 +363,19 @@ class GetViewResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VIEW_FIELD_NUMBER: builtins.int
+    KNOWS_SCHEMA_FIELD_NUMBER: builtins.int
+    knows_schema: builtins.int
+    """Newest schema of the replicated state that the answering voter can apply; 0: one before 4."""
     @property
     def view(self) -> Global___ClusterView: ...
     def __init__(
         self,
         *,
         view: Global___ClusterView | None = ...,
+        knows_schema: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["view", b"view"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["view", b"view"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["knows_schema", b"knows_schema", "view", b"view"]) -> None: ...
 
 Global___GetViewResponse: typing_extensions.TypeAlias = GetViewResponse
 
@@ -458,8 +462,17 @@ class JobView(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     KEPT_STEPS_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
+    VOID_BELOW_SESSION_FIELD_NUMBER: builtins.int
+    NEXT_SESSION_FIELD_NUMBER: builtins.int
+    RUNNING_RANKS_FIELD_NUMBER: builtins.int
     job: builtins.str
     world_size: builtins.int
+    void_below_session: builtins.int
+    """Sessions below this are over for good: of what they made only the kept steps are needed. 0: not told."""
+    next_session: builtins.int
+    """Sessions from this on are younger than this view, which says nothing of what they made. 0: not told."""
+    running_ranks: builtins.int
+    """Ranks whose trainers have not said that they are done, on nodes that are not DOWN. Unset: not told."""
     @property
     def kept_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Committed steps that are kept, oldest first."""
@@ -470,10 +483,111 @@ class JobView(google.protobuf.message.Message):
         job: builtins.str = ...,
         kept_steps: collections.abc.Iterable[builtins.int] | None = ...,
         world_size: builtins.int = ...,
+        void_below_session: builtins.int = ...,
+        next_session: builtins.int = ...,
+        running_ranks: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "kept_steps", b"kept_steps", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_running_ranks", b"_running_ranks", "running_ranks", b"running_ranks"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_running_ranks", b"_running_ranks", "job", b"job", "kept_steps", b"kept_steps", "next_session", b"next_session", "running_ranks", b"running_ranks", "void_below_session", b"void_below_session", "world_size", b"world_size"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_running_ranks", b"_running_ranks"]) -> typing.Literal["running_ranks"] | None: ...
 
 Global___JobView: typing_extensions.TypeAlias = JobView
+
+@typing.final
+class CloseRankRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    rank: builtins.int
+    session: builtins.int
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        rank: builtins.int = ...,
+        session: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "rank", b"rank", "session", b"session"]) -> None: ...
+
+Global___CloseRankRequest: typing_extensions.TypeAlias = CloseRankRequest
+
+@typing.final
+class CloseRankResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___CloseRankResponse: typing_extensions.TypeAlias = CloseRankResponse
+
+@typing.final
+class DeleteStepsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    EVEN_IF_RUNNING_FIELD_NUMBER: builtins.int
+    DRY_RUN_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    step: builtins.int
+    """Unset: all steps, the ones under way included."""
+    even_if_running: builtins.bool
+    """Also what a trainer that runs would be restored from; it is fenced."""
+    dry_run: builtins.bool
+    """Only say what would come of it."""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        step: builtins.int | None = ...,
+        even_if_running: builtins.bool = ...,
+        dry_run: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_step", b"_step", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_step", b"_step", "dry_run", b"dry_run", "even_if_running", b"even_if_running", "job", b"job", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
+
+Global___DeleteStepsRequest: typing_extensions.TypeAlias = DeleteStepsRequest
+
+@typing.final
+class DeleteStepsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DELETED_STEPS_FIELD_NUMBER: builtins.int
+    KEPT_STEPS_FIELD_NUMBER: builtins.int
+    ENDS_SESSIONS_FIELD_NUMBER: builtins.int
+    RUNNING_RANKS_FIELD_NUMBER: builtins.int
+    REFUSAL_FIELD_NUMBER: builtins.int
+    ends_sessions: builtins.bool
+    """The newest step goes, so the sessions of the job's ranks end: their processes can commit nothing any more."""
+    refusal: builtins.str
+    """Of a dry run: why it would be refused. Empty: it would not."""
+    @property
+    def deleted_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """What goes and what is still kept, oldest first. Nothing goes: it is gone already, or never was there."""
+
+    @property
+    def kept_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def running_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Ranks that seem to have a trainer, at most 64 of them."""
+
+    def __init__(
+        self,
+        *,
+        deleted_steps: collections.abc.Iterable[builtins.int] | None = ...,
+        kept_steps: collections.abc.Iterable[builtins.int] | None = ...,
+        ends_sessions: builtins.bool = ...,
+        running_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        refusal: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deleted_steps", b"deleted_steps", "ends_sessions", b"ends_sessions", "kept_steps", b"kept_steps", "refusal", b"refusal", "running_ranks", b"running_ranks"]) -> None: ...
+
+Global___DeleteStepsResponse: typing_extensions.TypeAlias = DeleteStepsResponse
 
 @typing.final
 class OpenRankRequest(google.protobuf.message.Message):

@@ -69,6 +69,11 @@ class RegistryServiceStub(object):
                 request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.OpenRankRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.OpenRankResponse.FromString,
                 _registered_method=True)
+        self.CloseRank = channel.unary_unary(
+                '/fastcheck.v1.RegistryService/CloseRank',
+                request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.CloseRankRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.CloseRankResponse.FromString,
+                _registered_method=True)
         self.Place = channel.unary_unary(
                 '/fastcheck.v1.RegistryService/Place',
                 request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.PlaceRequest.SerializeToString,
@@ -93,6 +98,11 @@ class RegistryServiceStub(object):
                 '/fastcheck.v1.RegistryService/ListJobs',
                 request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsResponse.FromString,
+                _registered_method=True)
+        self.DeleteSteps = channel.unary_unary(
+                '/fastcheck.v1.RegistryService/DeleteSteps',
+                request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.DeleteStepsRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.DeleteStepsResponse.FromString,
                 _registered_method=True)
         self.Corroborate = channel.unary_unary(
                 '/fastcheck.v1.RegistryService/Corroborate',
@@ -180,6 +190,13 @@ class RegistryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CloseRank(self, request, context):
+        """The trainer of a rank is done: nothing is fenced, and nothing of its needs to be kept for a restart of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Place(self, request, context):
         """Splits a rank's state into shards and names the holders of each.
         """
@@ -211,6 +228,13 @@ class RegistryServiceServicer(object):
 
     def ListJobs(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteSteps(self, request, context):
+        """Committed steps are kept no more: one, or all of a job. Repeating it is harmless.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -306,6 +330,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.OpenRankRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.OpenRankResponse.SerializeToString,
             ),
+            'CloseRank': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseRank,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.CloseRankRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.CloseRankResponse.SerializeToString,
+            ),
             'Place': grpc.unary_unary_rpc_method_handler(
                     servicer.Place,
                     request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.PlaceRequest.FromString,
@@ -330,6 +359,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.ListJobs,
                     request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsResponse.SerializeToString,
+            ),
+            'DeleteSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteSteps,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.DeleteStepsRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.DeleteStepsResponse.SerializeToString,
             ),
             'Corroborate': grpc.unary_unary_rpc_method_handler(
                     servicer.Corroborate,
@@ -544,6 +578,33 @@ class RegistryService(object):
             _registered_method=True)
 
     @staticmethod
+    def CloseRank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.RegistryService/CloseRank',
+            fastcheck__proto_dot_v1_dot_registry__pb2.CloseRankRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_registry__pb2.CloseRankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Place(request,
             target,
             options=(),
@@ -668,6 +729,33 @@ class RegistryService(object):
             '/fastcheck.v1.RegistryService/ListJobs',
             fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsRequest.SerializeToString,
             fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.RegistryService/DeleteSteps',
+            fastcheck__proto_dot_v1_dot_registry__pb2.DeleteStepsRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_registry__pb2.DeleteStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

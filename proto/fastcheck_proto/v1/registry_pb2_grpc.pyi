@@ -125,6 +125,22 @@ _RegistryServiceOpenRankType = typing_extensions.TypeVar(
     ],
 )
 
+_RegistryServiceCloseRankType = typing_extensions.TypeVar(
+    '_RegistryServiceCloseRankType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.CloseRankRequest,
+        fastcheck_proto.v1.registry_pb2.CloseRankResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.CloseRankRequest,
+        fastcheck_proto.v1.registry_pb2.CloseRankResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.CloseRankRequest,
+        fastcheck_proto.v1.registry_pb2.CloseRankResponse,
+    ],
+)
+
 _RegistryServicePlaceType = typing_extensions.TypeVar(
     '_RegistryServicePlaceType',
     grpc.UnaryUnaryMultiCallable[
@@ -202,6 +218,22 @@ _RegistryServiceListJobsType = typing_extensions.TypeVar(
     default=grpc.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.registry_pb2.ListJobsRequest,
         fastcheck_proto.v1.registry_pb2.ListJobsResponse,
+    ],
+)
+
+_RegistryServiceDeleteStepsType = typing_extensions.TypeVar(
+    '_RegistryServiceDeleteStepsType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.DeleteStepsRequest,
+        fastcheck_proto.v1.registry_pb2.DeleteStepsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.DeleteStepsRequest,
+        fastcheck_proto.v1.registry_pb2.DeleteStepsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.DeleteStepsRequest,
+        fastcheck_proto.v1.registry_pb2.DeleteStepsResponse,
     ],
 )
 
@@ -333,7 +365,7 @@ _RegistryServiceReplaceVoterType = typing_extensions.TypeVar(
     ],
 )
 
-class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _RegistryServiceLeaveType, _RegistryServiceHeartbeatType, _RegistryServiceGetViewType, _RegistryServiceWatchViewType, _RegistryServiceOpenRankType, _RegistryServicePlaceType, _RegistryServiceReportType, _RegistryServiceLookupType, _RegistryServiceListJobStepsType, _RegistryServiceListJobsType, _RegistryServiceCorroborateType, _RegistryServiceReportInventoryType, _RegistryServiceSetDrainingType, _RegistryServiceSafeToStopType, _RegistryServiceForgetType, _RegistryServiceHistoryType, _RegistryServiceGetRedundancyType, _RegistryServiceReplaceVoterType]):
+class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _RegistryServiceLeaveType, _RegistryServiceHeartbeatType, _RegistryServiceGetViewType, _RegistryServiceWatchViewType, _RegistryServiceOpenRankType, _RegistryServiceCloseRankType, _RegistryServicePlaceType, _RegistryServiceReportType, _RegistryServiceLookupType, _RegistryServiceListJobStepsType, _RegistryServiceListJobsType, _RegistryServiceDeleteStepsType, _RegistryServiceCorroborateType, _RegistryServiceReportInventoryType, _RegistryServiceSetDrainingType, _RegistryServiceSafeToStopType, _RegistryServiceForgetType, _RegistryServiceHistoryType, _RegistryServiceGetRedundancyType, _RegistryServiceReplaceVoterType]):
     @typing.overload
     def __init__(self: RegistryServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -361,6 +393,10 @@ class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _Registry
             fastcheck_proto.v1.registry_pb2.OpenRankResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.CloseRankRequest,
+            fastcheck_proto.v1.registry_pb2.CloseRankResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.registry_pb2.PlaceRequest,
             fastcheck_proto.v1.registry_pb2.PlaceResponse,
         ],
@@ -379,6 +415,10 @@ class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _Registry
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.registry_pb2.ListJobsRequest,
             fastcheck_proto.v1.registry_pb2.ListJobsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.DeleteStepsRequest,
+            fastcheck_proto.v1.registry_pb2.DeleteStepsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.registry_pb2.CorroborateRequest,
@@ -441,6 +481,10 @@ class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _Registry
             fastcheck_proto.v1.registry_pb2.OpenRankResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.CloseRankRequest,
+            fastcheck_proto.v1.registry_pb2.CloseRankResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.registry_pb2.PlaceRequest,
             fastcheck_proto.v1.registry_pb2.PlaceResponse,
         ],
@@ -459,6 +503,10 @@ class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _Registry
         grpc.aio.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.registry_pb2.ListJobsRequest,
             fastcheck_proto.v1.registry_pb2.ListJobsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.DeleteStepsRequest,
+            fastcheck_proto.v1.registry_pb2.DeleteStepsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.registry_pb2.CorroborateRequest,
@@ -511,6 +559,9 @@ class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _Registry
 
     OpenRank: _RegistryServiceOpenRankType
 
+    CloseRank: _RegistryServiceCloseRankType
+    """The trainer of a rank is done: nothing is fenced, and nothing of its needs to be kept for a restart of it."""
+
     Place: _RegistryServicePlaceType
     """Splits a rank's state into shards and names the holders of each."""
 
@@ -526,6 +577,9 @@ class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _Registry
     """Steps that can be loaded or are under way."""
 
     ListJobs: _RegistryServiceListJobsType
+
+    DeleteSteps: _RegistryServiceDeleteStepsType
+    """Committed steps are kept no more: one, or all of a job. Repeating it is harmless."""
 
     Corroborate: _RegistryServiceCorroborateType
     """What this voter itself knows of a node that the leader does not hear. A voter that reports silence
@@ -581,6 +635,10 @@ RegistryServiceAsyncStub: typing_extensions.TypeAlias = RegistryServiceStub[
         fastcheck_proto.v1.registry_pb2.OpenRankResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.CloseRankRequest,
+        fastcheck_proto.v1.registry_pb2.CloseRankResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.registry_pb2.PlaceRequest,
         fastcheck_proto.v1.registry_pb2.PlaceResponse,
     ],
@@ -599,6 +657,10 @@ RegistryServiceAsyncStub: typing_extensions.TypeAlias = RegistryServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.registry_pb2.ListJobsRequest,
         fastcheck_proto.v1.registry_pb2.ListJobsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.DeleteStepsRequest,
+        fastcheck_proto.v1.registry_pb2.DeleteStepsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.registry_pb2.CorroborateRequest,
@@ -683,6 +745,14 @@ class RegistryServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[fastcheck_proto.v1.registry_pb2.OpenRankResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.OpenRankResponse]]: ...
 
     @abc.abstractmethod
+    def CloseRank(
+        self,
+        request: fastcheck_proto.v1.registry_pb2.CloseRankRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.registry_pb2.CloseRankResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.CloseRankResponse]]:
+        """The trainer of a rank is done: nothing is fenced, and nothing of its needs to be kept for a restart of it."""
+
+    @abc.abstractmethod
     def Place(
         self,
         request: fastcheck_proto.v1.registry_pb2.PlaceRequest,
@@ -722,6 +792,14 @@ class RegistryServiceServicer(metaclass=abc.ABCMeta):
         request: fastcheck_proto.v1.registry_pb2.ListJobsRequest,
         context: _ServicerContext,
     ) -> typing.Union[fastcheck_proto.v1.registry_pb2.ListJobsResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.ListJobsResponse]]: ...
+
+    @abc.abstractmethod
+    def DeleteSteps(
+        self,
+        request: fastcheck_proto.v1.registry_pb2.DeleteStepsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.registry_pb2.DeleteStepsResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.DeleteStepsResponse]]:
+        """Committed steps are kept no more: one, or all of a job. Repeating it is harmless."""
 
     @abc.abstractmethod
     def Corroborate(

@@ -90,6 +90,84 @@ class OpenSessionResponse(google.protobuf.message.Message):
 Global___OpenSessionResponse: typing_extensions.TypeAlias = OpenSessionResponse
 
 @typing.final
+class CloseSessionRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    rank: builtins.int
+    session: builtins.int
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        rank: builtins.int = ...,
+        session: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "rank", b"rank", "session", b"session"]) -> None: ...
+
+Global___CloseSessionRequest: typing_extensions.TypeAlias = CloseSessionRequest
+
+@typing.final
+class CloseSessionResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___CloseSessionResponse: typing_extensions.TypeAlias = CloseSessionResponse
+
+@typing.final
+class TrainerDeleteRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    EVEN_IF_RUNNING_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    step: builtins.int
+    """Unset: all steps, the ones under way included."""
+    even_if_running: builtins.bool
+    """Also what a trainer that runs would be restored from; it is fenced."""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        step: builtins.int | None = ...,
+        even_if_running: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_step", b"_step", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_step", b"_step", "even_if_running", b"even_if_running", "job", b"job", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
+
+Global___TrainerDeleteRequest: typing_extensions.TypeAlias = TrainerDeleteRequest
+
+@typing.final
+class TrainerDeleteResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DELETED_STEPS_FIELD_NUMBER: builtins.int
+    KEPT_STEPS_FIELD_NUMBER: builtins.int
+    @property
+    def deleted_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Oldest first. Nothing went: it was gone already, or never was there."""
+
+    @property
+    def kept_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        deleted_steps: collections.abc.Iterable[builtins.int] | None = ...,
+        kept_steps: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deleted_steps", b"deleted_steps", "kept_steps", b"kept_steps"]) -> None: ...
+
+Global___TrainerDeleteResponse: typing_extensions.TypeAlias = TrainerDeleteResponse
+
+@typing.final
 class SegmentRef(google.protobuf.message.Message):
     """A file that the trainer may map."""
 

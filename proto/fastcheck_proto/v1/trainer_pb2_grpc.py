@@ -44,6 +44,11 @@ class TrainerServiceStub(object):
                 request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.OpenSessionRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.OpenSessionResponse.FromString,
                 _registered_method=True)
+        self.CloseSession = channel.unary_unary(
+                '/fastcheck.v1.TrainerService/CloseSession',
+                request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.CloseSessionRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.CloseSessionResponse.FromString,
+                _registered_method=True)
         self.BeginSave = channel.unary_unary(
                 '/fastcheck.v1.TrainerService/BeginSave',
                 request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.BeginSaveRequest.SerializeToString,
@@ -74,6 +79,11 @@ class TrainerServiceStub(object):
                 request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.ListStepsRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.ListStepsResponse.FromString,
                 _registered_method=True)
+        self.Delete = channel.unary_unary(
+                '/fastcheck.v1.TrainerService/Delete',
+                request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerDeleteRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerDeleteResponse.FromString,
+                _registered_method=True)
         self.Load = channel.unary_stream(
                 '/fastcheck.v1.TrainerService/Load',
                 request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.LoadRequest.SerializeToString,
@@ -101,6 +111,13 @@ class TrainerServiceServicer(object):
 
     def OpenSession(self, request, context):
         """Takes a rank's place in a job. An older process in that place is fenced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseSession(self, request, context):
+        """The trainer is done with the rank. Its saves under way go on; its steps may now be deleted without further ado.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,6 +167,13 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Delete(self, request, context):
+        """Committed steps of a job are kept no more: one, or all. Takes nobody's place; repeating it is harmless.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Load(self, request, context):
         """Brings a committed step of this rank into a local segment. The last
         message is `ready` or `nothing`; the segment stays put for as long as the stream is open.
@@ -188,6 +212,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.OpenSessionRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.OpenSessionResponse.SerializeToString,
             ),
+            'CloseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseSession,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.CloseSessionRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.CloseSessionResponse.SerializeToString,
+            ),
             'BeginSave': grpc.unary_unary_rpc_method_handler(
                     servicer.BeginSave,
                     request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.BeginSaveRequest.FromString,
@@ -217,6 +246,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ListSteps,
                     request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.ListStepsRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.ListStepsResponse.SerializeToString,
+            ),
+            'Delete': grpc.unary_unary_rpc_method_handler(
+                    servicer.Delete,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerDeleteRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerDeleteResponse.SerializeToString,
             ),
             'Load': grpc.unary_stream_rpc_method_handler(
                     servicer.Load,
@@ -265,6 +299,33 @@ class TrainerService(object):
             '/fastcheck.v1.TrainerService/OpenSession',
             fastcheck__proto_dot_v1_dot_trainer__pb2.OpenSessionRequest.SerializeToString,
             fastcheck__proto_dot_v1_dot_trainer__pb2.OpenSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.TrainerService/CloseSession',
+            fastcheck__proto_dot_v1_dot_trainer__pb2.CloseSessionRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_trainer__pb2.CloseSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -427,6 +488,33 @@ class TrainerService(object):
             '/fastcheck.v1.TrainerService/ListSteps',
             fastcheck__proto_dot_v1_dot_trainer__pb2.ListStepsRequest.SerializeToString,
             fastcheck__proto_dot_v1_dot_trainer__pb2.ListStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Delete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.TrainerService/Delete',
+            fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerDeleteRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerDeleteResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,22 @@ _TrainerServiceOpenSessionType = typing_extensions.TypeVar(
     ],
 )
 
+_TrainerServiceCloseSessionType = typing_extensions.TypeVar(
+    '_TrainerServiceCloseSessionType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.trainer_pb2.CloseSessionRequest,
+        fastcheck_proto.v1.trainer_pb2.CloseSessionResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.trainer_pb2.CloseSessionRequest,
+        fastcheck_proto.v1.trainer_pb2.CloseSessionResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.trainer_pb2.CloseSessionRequest,
+        fastcheck_proto.v1.trainer_pb2.CloseSessionResponse,
+    ],
+)
+
 _TrainerServiceBeginSaveType = typing_extensions.TypeVar(
     '_TrainerServiceBeginSaveType',
     grpc.UnaryUnaryMultiCallable[
@@ -140,6 +156,22 @@ _TrainerServiceListStepsType = typing_extensions.TypeVar(
     ],
 )
 
+_TrainerServiceDeleteType = typing_extensions.TypeVar(
+    '_TrainerServiceDeleteType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.trainer_pb2.TrainerDeleteRequest,
+        fastcheck_proto.v1.trainer_pb2.TrainerDeleteResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.trainer_pb2.TrainerDeleteRequest,
+        fastcheck_proto.v1.trainer_pb2.TrainerDeleteResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.trainer_pb2.TrainerDeleteRequest,
+        fastcheck_proto.v1.trainer_pb2.TrainerDeleteResponse,
+    ],
+)
+
 _TrainerServiceLoadType = typing_extensions.TypeVar(
     '_TrainerServiceLoadType',
     grpc.UnaryStreamMultiCallable[
@@ -204,12 +236,16 @@ _TrainerServiceReadType = typing_extensions.TypeVar(
     ],
 )
 
-class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _TrainerServiceBeginSaveType, _TrainerServiceFollowCopyType, _TrainerServiceSealSaveType, _TrainerServiceAbandonSaveType, _TrainerServiceWatchSaveType, _TrainerServiceListStepsType, _TrainerServiceLoadType, _TrainerServicePushType, _TrainerServicePullType, _TrainerServiceReadType]):
+class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _TrainerServiceCloseSessionType, _TrainerServiceBeginSaveType, _TrainerServiceFollowCopyType, _TrainerServiceSealSaveType, _TrainerServiceAbandonSaveType, _TrainerServiceWatchSaveType, _TrainerServiceListStepsType, _TrainerServiceDeleteType, _TrainerServiceLoadType, _TrainerServicePushType, _TrainerServicePullType, _TrainerServiceReadType]):
     @typing.overload
     def __init__(self: TrainerServiceStub[
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.trainer_pb2.OpenSessionRequest,
             fastcheck_proto.v1.trainer_pb2.OpenSessionResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.trainer_pb2.CloseSessionRequest,
+            fastcheck_proto.v1.trainer_pb2.CloseSessionResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.trainer_pb2.BeginSaveRequest,
@@ -234,6 +270,10 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.trainer_pb2.ListStepsRequest,
             fastcheck_proto.v1.trainer_pb2.ListStepsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.trainer_pb2.TrainerDeleteRequest,
+            fastcheck_proto.v1.trainer_pb2.TrainerDeleteResponse,
         ],
         grpc.UnaryStreamMultiCallable[
             fastcheck_proto.v1.trainer_pb2.LoadRequest,
@@ -260,6 +300,10 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
             fastcheck_proto.v1.trainer_pb2.OpenSessionResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.trainer_pb2.CloseSessionRequest,
+            fastcheck_proto.v1.trainer_pb2.CloseSessionResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.trainer_pb2.BeginSaveRequest,
             fastcheck_proto.v1.trainer_pb2.BeginSaveResponse,
         ],
@@ -283,6 +327,10 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
             fastcheck_proto.v1.trainer_pb2.ListStepsRequest,
             fastcheck_proto.v1.trainer_pb2.ListStepsResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.trainer_pb2.TrainerDeleteRequest,
+            fastcheck_proto.v1.trainer_pb2.TrainerDeleteResponse,
+        ],
         grpc.aio.UnaryStreamMultiCallable[
             fastcheck_proto.v1.trainer_pb2.LoadRequest,
             fastcheck_proto.v1.trainer_pb2.LoadResponse,
@@ -303,6 +351,9 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
 
     OpenSession: _TrainerServiceOpenSessionType
     """Takes a rank's place in a job. An older process in that place is fenced."""
+
+    CloseSession: _TrainerServiceCloseSessionType
+    """The trainer is done with the rank. Its saves under way go on; its steps may now be deleted without further ado."""
 
     BeginSave: _TrainerServiceBeginSaveType
     """Reserves a staging segment. Waits while too many steps are in flight."""
@@ -326,6 +377,9 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
     ListSteps: _TrainerServiceListStepsType
     """Committed steps of a job, oldest first."""
 
+    Delete: _TrainerServiceDeleteType
+    """Committed steps of a job are kept no more: one, or all. Takes nobody's place; repeating it is harmless."""
+
     Load: _TrainerServiceLoadType
     """Brings a committed step of this rank into a local segment. The last
     message is `ready` or `nothing`; the segment stays put for as long as the stream is open.
@@ -346,6 +400,10 @@ TrainerServiceAsyncStub: typing_extensions.TypeAlias = TrainerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.trainer_pb2.OpenSessionRequest,
         fastcheck_proto.v1.trainer_pb2.OpenSessionResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.trainer_pb2.CloseSessionRequest,
+        fastcheck_proto.v1.trainer_pb2.CloseSessionResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.trainer_pb2.BeginSaveRequest,
@@ -370,6 +428,10 @@ TrainerServiceAsyncStub: typing_extensions.TypeAlias = TrainerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.trainer_pb2.ListStepsRequest,
         fastcheck_proto.v1.trainer_pb2.ListStepsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.trainer_pb2.TrainerDeleteRequest,
+        fastcheck_proto.v1.trainer_pb2.TrainerDeleteResponse,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         fastcheck_proto.v1.trainer_pb2.LoadRequest,
@@ -397,6 +459,14 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[fastcheck_proto.v1.trainer_pb2.OpenSessionResponse, collections.abc.Awaitable[fastcheck_proto.v1.trainer_pb2.OpenSessionResponse]]:
         """Takes a rank's place in a job. An older process in that place is fenced."""
+
+    @abc.abstractmethod
+    def CloseSession(
+        self,
+        request: fastcheck_proto.v1.trainer_pb2.CloseSessionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.trainer_pb2.CloseSessionResponse, collections.abc.Awaitable[fastcheck_proto.v1.trainer_pb2.CloseSessionResponse]]:
+        """The trainer is done with the rank. Its saves under way go on; its steps may now be deleted without further ado."""
 
     @abc.abstractmethod
     def BeginSave(
@@ -449,6 +519,14 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[fastcheck_proto.v1.trainer_pb2.ListStepsResponse, collections.abc.Awaitable[fastcheck_proto.v1.trainer_pb2.ListStepsResponse]]:
         """Committed steps of a job, oldest first."""
+
+    @abc.abstractmethod
+    def Delete(
+        self,
+        request: fastcheck_proto.v1.trainer_pb2.TrainerDeleteRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.trainer_pb2.TrainerDeleteResponse, collections.abc.Awaitable[fastcheck_proto.v1.trainer_pb2.TrainerDeleteResponse]]:
+        """Committed steps of a job are kept no more: one, or all. Takes nobody's place; repeating it is harmless."""
 
     @abc.abstractmethod
     def Load(

@@ -40,6 +40,7 @@ class Memory:
         self.sessions: dict[str, int] = {}
         self.loads: list[pb.LoadRequest] = []
         self.abandoned: list[str] = []
+        self.closed: list[tuple[str, int, int]] = []
         self.segment_reuse = False
         self.changed = threading.Condition()
 
@@ -134,6 +135,11 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
         self._enter("OpenSession", context)
         sessions = self.memory.sessions
         return pb.OpenSessionResponse(session=sessions.setdefault(request.client_id, len(sessions) + 1))
+
+    def CloseSession(self, request, context):
+        self._enter("CloseSession", context)
+        self.memory.closed.append((request.job, request.rank, request.session))
+        return pb.CloseSessionResponse()
 
     def _begin(self, request: pb.BeginSaveRequest) -> tuple[str, Saved]:
         save_id = f"save-{len(self.memory.saves)}"

@@ -296,6 +296,22 @@ def test_use_after_close_raises(daemon):
             use()
 
 
+def test_close_says_that_the_rank_is_done_and_never_waits_for_who_is_not_there(daemon):
+    with Checkpointer(job="gpt", rank=1, world_size=2, address=daemon.address) as ckpt:
+        ckpt.save(1, make_state()).result(timeout=10)
+    assert daemon.memory.closed == [("gpt", 1, 1)]
+    Checkpointer(job="gpt", address=daemon.address).close()
+    assert len(daemon.memory.closed) == 1, "it had no session"
+    ckpt = Checkpointer(job="gpt", address=daemon.address)
+    ckpt.save(2, make_state()).result(timeout=10)
+    daemon.refuse["CloseSession"] = (common_pb2.ERROR_CODE_UNSAFE, "an older voter does not know it")
+    ckpt.close()
+    ckpt = Checkpointer(job="gpt", address=daemon.address)
+    ckpt.save(3, make_state()).result(timeout=10)
+    daemon.stop()
+    ckpt.close()
+
+
 # What others get wrong is in the handle.
 
 

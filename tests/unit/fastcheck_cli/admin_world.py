@@ -50,6 +50,10 @@ class World:
         self.redundancy = registry_pb2.GetRedundancyResponse(wanted_copies=2)
         #: node id → shards that it finds bad.
         self.bad = {}
+        #: Ranks with a trainer; deletions that were done; whether their first answers are lost.
+        self.running_ranks = []
+        self.deletions = []
+        self.answer_is_lost = False
         #: What a verification was asked for.
         self.verified = []
 
@@ -165,6 +169,30 @@ class World:
             if request.node_id in ("", name)
         ]
         return registry_pb2.HistoryResponse(transitions=changes[-request.limit :])
+
+    async def delete_steps(self, request, timeout_s):
+        self._maybe_fail()
+        wanted = [request.step] if request.HasField("step") else list(self.kept_steps)
+        going = [step for step in wanted if step in self.kept_steps]
+        kept = [step for step in self.kept_steps if step not in going]
+        ends = not request.HasField("step") or (bool(going) and going[-1] == self.kept_steps[-1])
+        objection = ""
+        if ends and self.running_ranks and not request.even_if_running:
+            objection = "job gpt seems to be running"
+        if objection and not request.dry_run:
+            raise UnsafeError(objection)
+        if not request.dry_run:
+            self.kept_steps = kept
+            self.deletions.append(request)
+            if self.answer_is_lost:
+                going = []  # it was repeated
+        return registry_pb2.DeleteStepsResponse(
+            deleted_steps=going,
+            kept_steps=kept,
+            ends_sessions=ends,
+            running_ranks=self.running_ranks,
+            refusal=objection,
+        )
 
     async def replace_voter(self, request, timeout_s):
         if request.old_node_id not in self.voters:

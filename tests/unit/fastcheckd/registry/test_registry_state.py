@@ -25,6 +25,7 @@ from fastcheckd.registry.records import is_lossy
 from fastcheckd.registry.sessions import JOBS_MAX
 from fastcheckd.registry.state import (
     SCHEMA,
+    SCHEMA_FIRST,
     SEEN_CLIENTS_MAX,
     SEEN_RESULTS_MAX,
     apply,
@@ -258,7 +259,7 @@ def test_restore_refuses_what_is_not_a_snapshot():
         b"7",
         b"[]",
         b"{}",
-        snapshot(new_state() | {"schema": 4}),
+        snapshot(new_state() | {"schema": SCHEMA + 1}),
         snapshot(new_state() | {"schema": 1, "nodes": []}),
         snapshot(missing),
     ):
@@ -328,6 +329,6 @@ def test_snapshots_and_logs_of_the_version_before_come_to_the_same_state():
             assert apply(state, command)["ok"]
         states.append(state)
     assert states[0] == states[1] == states[2]
-    assert set(states[0]) == set(new_state()) and states[0]["schema"] == SCHEMA == 3
+    assert set(states[0]) == set(new_state()) and states[0]["schema"] == SCHEMA_FIRST == 3
     assert states[0]["history"] == [] and states[0]["nodes"]["n2"]["state"] == "DOWN"
     assert apply(states[0], register("n2", "life-2"))["incarnation"] == 4

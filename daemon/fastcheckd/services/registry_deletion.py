@@ -1,0 +1,93 @@
+"""The part of the registry's gRPC face that deletes: steps that nobody wants, and ranks that are done.
+
+The leader's alone. It checks and translates; `registry.deletion` decides.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import grpc.aio
+
+from fastcheck_proto.conventions import RANK_MAX, STEP_MAX, check_name
+from fastcheck_proto.v1 import registry_pb2 as rpb
+
+from ..config import Config
+from ..errors import FastCheckdError
+from ..registry import commands
+from ..registry.deletion import plan_deletion
+from ..registry.engine import Engine
+from ..registry.leading import Leader
+from ..registry.reporting import Reports
+from ..registry.stubs import Stubs
+from .deciding import Deciding, checking, decides
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+RUNNING_SHOWN_MAX = 64
+
+
+class RegistryDeletion(Deciding):
+    """A part of `services.registry.RegistryService`."""
+
+    def __init__(self, config: Config, raft: Engine, leader: Leader, reports: Reports, stubs: Stubs) -> None:
+        super().__init__(config, raft, leader, stubs)
+        self._reports = reports
+
+    @decides
+    async def CloseRank(self, request: rpb.CloseRankRequest, context: Context) -> rpb.CloseRankResponse:
+        """The process of a session is done."""
+        with checking():
+            check_name("job", request.job)
+            if request.rank >= RANK_MAX or request.session > STEP_MAX:
+                raise ValueError(f"rank {request.rank} or session {request.session} is none")
+        await self._need_leader(context)
+        await self._leader.agree()
+        await self._propose(commands.close_rank(request.job, request.rank, request.session))
+        return rpb.CloseRankResponse()
+
+    @decides
+    async def DeleteSteps(self, request: rpb.DeleteStepsRequest, context: Context) -> rpb.DeleteStepsResponse:
+        """Keep a step, or all of a job, no more; or say what would come of it, current as of this call."""
+        step = request.step if request.HasField("step") else None
+        with checking():
+            check_name("job", request.job)
+            if step is not None and step > STEP_MAX:
+                raise ValueError(f"step {step} is beyond {STEP_MAX}")
+        await self._need_leader(context)
+        refusal = ""
+        try:
+            await self._leader.agree()
+        except FastCheckdError as error:
+            if not request.dry_run:
+                raise
+            refusal = str(error)
+        if request.dry_run:
+            await self._leader.confirm()
+        plan = self._raft.read(lambda state: plan_deletion(state, request.job, step))
+        if not request.even_if_running:
+            refusal = refusal or plan.objection
+        answer = rpb.DeleteStepsResponse(
+            deleted_steps=plan.deleted,
+            kept_steps=plan.kept,
+            ends_sessions=plan.ends_sessions,
+            running_ranks=plan.running[:RUNNING_SHOWN_MAX],
+            refusal=refusal,
+        )
+        if request.dry_run:
+            return answer
+        result = await self._propose(
+            commands.delete(request.job, step, even_if_running=request.even_if_running)
+        )
+        if result["ends_sessions"]:
+            self._reports.ended(request.job)
+        logger.info("registry: of job %s these steps were deleted: %s", request.job, result["deleted"])
+        return rpb.DeleteStepsResponse(
+            deleted_steps=result["deleted"],
+            kept_steps=result["kept"],
+            ends_sessions=result["ends_sessions"],
+            running_ranks=answer.running_ranks,
+        )

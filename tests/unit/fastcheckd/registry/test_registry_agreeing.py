@@ -1,0 +1,80 @@
+"""A newer schema is proposed when every voter knows it, and once it is agreed on nobody has to be asked again."""
+
+import asyncio
+
+import pytest
+
+from fastcheckd.config import Voter
+from fastcheckd.errors import UnsafeError
+from fastcheckd.registry import agreeing
+from fastcheckd.registry.agreeing import agree, agree_in_time, is_agreed
+from fastcheckd.registry.state import SCHEMA, SCHEMA_FIRST, apply, new_state
+
+
+class Engine:
+    """A leader's engine with one state."""
+
+    def __init__(self):
+        self.state = new_state()
+        self.proposed = []
+        self.voters = tuple(
+            Voter(node_id=n, registry_address=f"{n}:5", raft_address=f"{n}:6") for n in ("a", "b", "c")
+        )
+
+    def read(self, question):
+        return question(self.state)
+
+    async def propose(self, command):
+        self.proposed.append(command["type"])
+        return apply(self.state, command)
+
+
+class Outward:
+    """What the other voters say they know; None: nothing."""
+
+    def __init__(self, **known):
+        self.known = known
+        self.asked = []
+
+    async def knows_schema(self, voter, timeout_s):
+        self.asked.append(voter.node_id)
+        return self.known[voter.node_id]
+
+
+def test_it_is_agreed_when_all_know_it_and_then_nobody_is_asked_again():
+    engine, outward = Engine(), Outward(b=SCHEMA, c=SCHEMA + 1)
+    assert not is_agreed(engine)
+    asyncio.run(agree(engine, "a", outward))
+    assert is_agreed(engine) and outward.asked == ["b", "c"]
+    asyncio.run(agree(engine, "a", Outward(b=None, c=0)))
+    assert engine.proposed == ["upgrade"]
+
+
+@pytest.mark.parametrize(
+    ("known", "words"),
+    [
+        ({"b": SCHEMA, "c": 0}, "upgrade c"),
+        ({"b": SCHEMA_FIRST, "c": None}, "upgrade b"),
+        ({"b": SCHEMA, "c": None}, "no answer from c"),
+    ],
+)
+def test_one_that_does_not_know_it_or_is_silent_holds_it_up_and_is_named(known, words):
+    engine = Engine()
+    with pytest.raises(UnsafeError, match=words):
+        asyncio.run(agree(engine, "a", Outward(**known)))
+    assert engine.proposed == [] and engine.state["schema"] == SCHEMA_FIRST
+
+
+def test_it_is_tried_again_until_the_last_voter_is_upgraded(monkeypatch):
+    monkeypatch.setattr(agreeing, "RETRY_S", 0.0)
+    engine = Engine()
+
+    class Upgraded(Outward):
+        async def knows_schema(self, voter, timeout_s):
+            if len(self.asked) == 6:
+                self.known["c"] = SCHEMA
+            return await super().knows_schema(voter, timeout_s)
+
+    outward = Upgraded(b=SCHEMA, c=0)
+    asyncio.run(agree_in_time(engine, "a", outward))
+    assert is_agreed(engine) and len(outward.asked) == 8
