@@ -1,7 +1,7 @@
-"""What torchrun starts in tests/cluster/test_torchrun_*.py: FSDP2 on the CPU, saved after each step, resumed at start.
+"""What torchrun starts in tests/cluster/test_torchrun.py: FSDP2 on the CPU, saved after each step, resumed at start.
 
 Whatever the number of ranks, the losses are the same bit for bit: rank 0 alone has a gradient, times a power of two.
-argv: folder for the log, last step. A fault comes from the environment, in the first attempt alone.
+argv: folder for what each rank notes, last step. Faults come from the environment, in a launcher's first attempt alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +21,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fastcheck import Checkpointer, FastCheckError
+from fastcheck.integrations.keeping import load_newer
 
 WIDTH = 96
 
 
-def make_model() -> nn.Module:
+def make_model() -> nn.Sequential:
+    """The same on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(16, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
@@ -31,6 +35,7 @@ def make_model() -> nn.Module:
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    """The same batch on every rank."""
     batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
     loss: torch.Tensor = model(batch).square().mean()
     return loss
@@ -50,9 +55,14 @@ def reference(steps: int) -> list[str]:
     return found
 
 
+def fault(name: str) -> str:
+    """What is to go wrong: nothing once torchrun has started this rank again."""
+    return os.environ.get(f"TEST_{name}", "") if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else ""
+
+
 def main() -> None:
+    """One attempt of one rank."""
     out, last = Path(sys.argv[1]), int(sys.argv[2])
-    first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     log = (out / f"{rank}.jsonl").open("a", buffering=1)
@@ -67,36 +77,47 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     progress = {"step": 0, "loss": 0.0}
     state = {"model": model, "optimizer": optimizer, "progress": progress}
-    lost = os.environ.get("TEST_LOST_RANK") == str(rank)
-    address = f"unix://{out}/nobody.sock" if lost else None
-    with Checkpointer(address=address) as ckpt:  # the job's name is torchrun's --rdzv-id
-        try:
-            loaded = ckpt.load(state)
-        except FastCheckError as error:
-            note(error=type(error).__name__, message=str(error))
-            return
-        note(
-            job=ckpt.job,
-            loaded=loaded,
-            own=ckpt.loaded_own,
-            stats=dict(ckpt.load_stats),
-            progress=dict(progress),
-        )
+    # The job's name is torchrun's --rdzv-id.
+    with Checkpointer(
+        address=f"unix://{out}/nobody.sock" if fault("LOST_RANK") == str(rank) else None
+    ) as ckpt:
+        loaded = load(ckpt, state, note)
         for step in range((loaded or 0) + 1, last + 1):
-            if first_attempt and os.environ.get("TEST_KILL") == f"{rank}@{step}":
+            if fault("KILL") == f"{rank}@{step}":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if first_attempt and os.environ.get("TEST_STAND_STILL") == str(step):
-                (out / "still").touch()
+            if os.environ.get("TEST_STAND_STILL") == str(step):
+                (out / f"still-{rank}").touch()
                 signal.pause()
             loss = loss_of(model, step)
             optimizer.zero_grad()
             (loss * (world if rank == 0 else 0)).backward()
             optimizer.step()
             progress.update(step=step, loss=loss.item())
-            handle = ckpt.save(step, state)
-            handle.result(timeout=60)
-            note(step=step, loss=loss.item().hex(), bytes=handle.stats["bytes"])
+            ckpt.save(step, state).result(timeout=60)
+            note(step=step, loss=loss.item().hex())
     dist.destroy_process_group()
+
+
+def load(ckpt: Checkpointer, state: Any, note: Callable[..., None]) -> int | None:
+    """Fill `state`; an error is noted and, once all ranks have one, ends this attempt."""
+    if os.environ.get("TEST_DISK"):
+        note(newer=load_newer(ckpt, state, int(os.environ["TEST_DISK"])))
+    heard: list[int] = []
+    try:
+        loaded = ckpt.load(state, progress=lambda news: heard.append(news.bytes_done))
+    except FastCheckError as error:
+        note(error=type(error).__name__, message=str(error))
+        dist.barrier()
+        raise
+    note(
+        job=ckpt.job,
+        loaded=loaded,
+        own=ckpt.loaded_own,
+        saved_by=ckpt.load_stats.get("saved_by"),
+        heard=heard[-1] if heard else None,
+        progress=dict(state["progress"]),
+    )
+    return loaded
 
 
 if __name__ == "__main__":
