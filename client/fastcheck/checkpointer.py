@@ -251,7 +251,8 @@ class Checkpointer:
         be saved again once the registry answers. While it does answer, the argument changes nothing.
 
         `progress` is called on this thread, a few times a second while bytes are brought to this node and once when
-        all are here, before anything is filled; what it raises ends the load. Without it, a load that takes longer
+        all are here, before anything is filled; what it raises ends the load. Of a step that as many ranks saved over
+        another mesh it begins anew once that is found out. Without it, a load that takes longer
         than a second shows a line on a terminal, and nothing elsewhere. `load_stats` tells afterwards how it went.
 
         Raises:

@@ -129,7 +129,7 @@ class Loads:
                     return step
             except (WorldSizeError, RelaidError) as error:
                 logger.info("loading by parts, since the step was saved otherwise: %s", error)
-            return self._reshard(state, step, lossy, agree)
+            return self._reshard(state, step, lossy, reporter, agree)
         except SaveFailedError as error:
             # Codes about peers are the same in both directions.
             raise LoadFailedError(str(error)) from None
@@ -139,7 +139,14 @@ class Loads:
         finally:
             reporter.close()
 
-    def _reshard(self, state: object, step: int | None, lossy: bool, agree: Callable[[], None]) -> int:
+    def _reshard(
+        self,
+        state: object,
+        step: int | None,
+        lossy: bool,
+        reporter: Reporter,
+        agree: Callable[[], None],
+    ) -> int:
         started = time.monotonic()
         seat = self._seat
         with StepReader(seat.daemon, seat.job, step, timeout_s=_LOAD_S) as reader:
@@ -148,7 +155,7 @@ class Loads:
                     f"step {reader.step} was saved with a lossy coding (momentum= or weights= of its Checkpointer): "
                     "pass allow_lossy=True to load it, or load another step (see steps()); nothing was changed"
                 )
-            own = load_resharded(state, reader, seat.rank, seat.world_size, agree)
+            own = load_resharded(state, reader, seat.rank, seat.world_size, agree, reporter)
             self._note_own(reader.step, own)
             self.stats = {
                 "step": reader.step,

@@ -18,7 +18,7 @@ QUIET_S = 1.0
 class LoadProgress:
     """What `load(state, progress=...)` tells its callback, a few times a second and once at the end."""
 
-    #: Of this rank's state: here, and checked.
+    #: Of what this rank needs: here, and checked.
     bytes_done: int
     bytes_total: int
     #: Of late; in the last call over the whole load.
@@ -58,10 +58,10 @@ class Reporter:
         """
         self._tell(LoadProgress(news.bytes_done, news.bytes_total, news.bytes_per_s, news.holders))
 
-    def all_here(self, ready: pb.LoadReady) -> None:
-        """The last news; raises what `news` does."""
-        size, taken_s = ready.state_bytes, self._clock() - self._started
-        self._tell(LoadProgress(size, size, size / taken_s if taken_s > 0 else 0.0, ready.holders))
+    def all_here(self, size: int, holders: int) -> None:
+        """The last news: so many bytes were brought, from so many other nodes; raises what `news` does."""
+        taken_s = self._clock() - self._started
+        self._tell(LoadProgress(size, size, size / taken_s if taken_s > 0 else 0.0, holders))
 
     def close(self) -> None:
         """End the line, if there is one."""

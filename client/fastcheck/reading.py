@@ -28,6 +28,7 @@ from .errors import (
     SaveFailedError,
     StepNotFoundError,
 )
+from .progress import Reporter
 from .read_ranks import ReadRank, ranks_of
 from .segments import Segment, anonymous, map_file
 from .state.boxes import BoxRead, ByteRange, StateBytes, read_box, tensor_ranges
@@ -118,8 +119,12 @@ class StepReader:
         """Nothing is kept between reads."""
 
     @contextmanager
-    def read(self, wants: Mapping[int, Sequence[tuple[int, int]]]) -> Iterator[Mapping[int, torch.Tensor]]:
+    def read(
+        self, wants: Mapping[int, Sequence[tuple[int, int]]], reporter: Reporter | None = None
+    ) -> Iterator[Mapping[int, torch.Tensor]]:
         """Those byte ranges, each (offset, bytes), of those ranks' states, valid inside the block.
+
+        Tells `reporter` how far it is, in bytes of the chunks that are brought.
 
         Gives each rank's state as a flat uint8 tensor of `state_bytes`, to be read only: what was asked for is in its
         place, and nothing else may be looked at. Ranges may come in any order and overlap.
@@ -137,13 +142,17 @@ class StepReader:
                 pb.ByteRange(offset=each.offset, bytes=each.bytes) for each in ranges
             )
         if not request.ranks:
+            if reporter is not None:
+                reporter.all_here(0, 0)
             yield {}
             return
-        with self._opened(request) as (_, states):
+        with self._opened(request, reporter) as (_, states):
             yield states
 
-    def fill(self, boxes: Sequence[BoxInto]) -> None:
+    def fill(self, boxes: Sequence[BoxInto], reporter: Reporter | None = None) -> None:
         """Read all these boxes at once and copy each into its tensor; of a shared state wherever its parts lie.
+
+        `reporter` as for `read`.
 
         Raises:
             InvalidArgumentError: a box does not lie in its tensor, or does not fit its target.
@@ -156,12 +165,14 @@ class StepReader:
                 raise InvalidArgumentError(f"step {self.step} of job {self.job!r} has no rank {box.rank}")
             for rank, ranges in self.ranks[box.rank].locate(plan.ranges).items():
                 wants.setdefault(rank, []).extend(ranges)
-        with self.read(wants) as states:
+        with self.read(wants, reporter) as states:
             for box, plan in zip(boxes, plans, strict=True):
                 plan.assemble(box.target, self.ranks[box.rank].bytes_in(states))
 
     @contextmanager
-    def _opened(self, request: pb.ReadRequest) -> Iterator[tuple[pb.ReadReady, Mapping[int, torch.Tensor]]]:
+    def _opened(
+        self, request: pb.ReadRequest, reporter: Reporter | None = None
+    ) -> Iterator[tuple[pb.ReadReady, Mapping[int, torch.Tensor]]]:
         states: dict[int, torch.Tensor] = {}
         segment: Segment | None = None
         try:
@@ -170,7 +181,7 @@ class StepReader:
                 stream = link.trainer.Read(request, timeout=self._timeout_s)
                 try:
                     with self._daemon.guarded(link, stream):
-                        ready = _ready(stream, request)
+                        ready = _ready(stream, request, reporter)
                         segment = _received(stream, request, ready) if request.by_stream else None
                 except BaseException:
                     stream.cancel()
@@ -182,6 +193,8 @@ class StepReader:
             if segment is None:
                 segment = map_file(ready.segment, private=True)
             self._note(ready)
+            if reporter is not None:
+                reporter.all_here(ready.local_bytes + ready.fetched_bytes, ready.holders)
             for rank in ready.ranks:
                 states[rank.rank] = segment.tensor[rank.offset : rank.offset + rank.state_bytes]
             yield ready, states
@@ -222,7 +235,9 @@ def merged(ranges: Sequence[tuple[int, int]], state_bytes: int) -> list[ByteRang
     return found
 
 
-def _ready(stream: Iterator[pb.ReadResponse], request: pb.ReadRequest) -> pb.ReadReady:
+def _ready(
+    stream: Iterator[pb.ReadResponse], request: pb.ReadRequest, reporter: Reporter | None
+) -> pb.ReadReady:
     for message in stream:
         event = message.WhichOneof("event")
         if event == "ready":
@@ -232,6 +247,8 @@ def _ready(stream: Iterator[pb.ReadResponse], request: pb.ReadRequest) -> pb.Rea
             raise StepNotFoundError(f"job {request.job!r} has no committed step yet")
         if event != "progress":
             break
+        if reporter is not None:
+            reporter.news(message.progress)
     raise FastCheckError("the daemon ended a read without an answer: see its log")
 
 

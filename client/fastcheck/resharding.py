@@ -16,6 +16,7 @@ from fastcheck_proto.conventions import TENSOR_ALIGNMENT_BYTES
 from fastcheck_proto.v1 import state_pb2 as pb
 
 from .errors import OutOfMemoryError, StateMismatchError, WorldSizeError
+from .progress import Reporter
 from .reading import BoxInto, StepReader
 from .segments import anonymous
 from .state import dtypes
@@ -69,9 +70,16 @@ class Relayout:
 
 
 def load_resharded(
-    state: object, reader: StepReader, rank: int, world_size: int, agree: Callable[[], None]
+    state: object,
+    reader: StepReader,
+    rank: int,
+    world_size: int,
+    agree: Callable[[], None],
+    reporter: Reporter | None = None,
 ) -> int:
     """Fill `state` from a step that other ranks, or other meshes, saved; `agree` as for `fill`.
+
+    `reporter` is told how far the one read is that brings the tensors; headers, which come before, are small.
 
     Returns the rank whose plain values these are: this one, or 0 if it had no part in the step.
 
@@ -101,7 +109,8 @@ def load_resharded(
             BoxInto(part.rank, part.record, *part.source, _place(memory, record, part.target))
             for record, parts in planned.parts
             for part in parts
-        ]
+        ],
+        reporter,
     )
     fill(state, planned.header, memory, agree=agree)
     return own

@@ -204,7 +204,7 @@ def _answer(stream: Iterator[pb.LoadResponse], ahead: MappedAhead, reporter: Rep
         elif event == "segment":
             ahead.expect(message.segment)
         elif event == "ready":
-            reporter.all_here(message.ready)
+            reporter.all_here(message.ready.state_bytes, message.ready.holders)
             return message.ready
         elif event == "nothing":
             return None

@@ -142,5 +142,5 @@ def _receive(
         raise CorruptError(
             f"the daemon sent {position} of the {ready.state_bytes} bytes of step {ready.step}"
         )
-    reporter.all_here(ready)
+    reporter.all_here(ready.state_bytes, ready.holders)
     return ready, buffer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 from tests.cluster.harness import until
 
 from fastcheck.admin import AdminClient
@@ -58,6 +60,10 @@ class Example:
     def stop(self) -> None:
         """Whatever happened, nothing of it is left."""
         if self.process.poll() is None:
+            # torchrun's workers, which may be stopped.
+            for member in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
             self.process.kill()
         self.process.wait(30)
         assert self.process.stdout is not None
@@ -66,12 +72,17 @@ class Example:
     @property
     def losses(self) -> dict[int, str]:
         """Step → loss, bit for bit, in the order of the lines; a step again replaces the earlier one."""
-        return {int(m[1]): m[2] for line in self.lines if (m := re.fullmatch(r"step (\d+) loss (\S+)", line))}
+        return losses_in(self.lines)
 
     @property
     def begins(self) -> list[str]:
         """What each process of it said that it begins after."""
         return [line.partition("begins after step ")[2] for line in self.lines if "begins after step" in line]
+
+
+def losses_in(lines: list[str]) -> dict[int, str]:
+    """As `Example.losses`."""
+    return {int(m[1]): m[2] for line in lines if (m := re.fullmatch(r"step (\d+) loss (\S+)", line))}
 
 
 def newest_commit(cluster: LocalCluster, job: str) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpointer import Checkpointer
 from ..errors import InvalidArgumentError
@@ -39,6 +40,7 @@ logger = logging.getLogger("fastcheck")
 
 #: Keys of the saved state whose tensors are each rank's own: for `Checkpointer(..., replicated=True)`.
 PER_RANK = ("rng", "trainer")
+_CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 _MEMORY = Path("/dev/shm")  # noqa: S108  a folder of our own is made in it
 
 
@@ -168,11 +170,17 @@ def _exported(trainer: Trainer) -> dict[str, Any]:
 
 
 def _newest_on_disk(output_dir: Path) -> tuple[int, Path] | None:
-    """The newest of the Trainer's own checkpoints that is complete enough to be resumed."""
-    found = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
-    if found is None or not (Path(found) / TRAINER_STATE_NAME).is_file():
-        return None
-    return int(Path(found).name.rpartition("-")[2]), Path(found)
+    """The newest of the Trainer's own checkpoints that is complete enough to be resumed.
+
+    One that a Trainer was killed over while it wrote it has no state yet: then an older one counts, which
+    transformers' own `get_last_checkpoint` would not look for.
+    """
+    complete = [
+        (int(found[1]), path)
+        for path in (output_dir.iterdir() if output_dir.is_dir() else ())
+        if (found := _CHECKPOINT.fullmatch(path.name)) and (path / TRAINER_STATE_NAME).is_file()
+    ]
+    return max(complete, default=None)
 
 
 def _make_folder(

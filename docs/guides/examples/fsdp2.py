@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import fastcheck
 from fastcheck.resume import run_state
 
-STEPS = 30
+STEPS = 60
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -31,6 +31,10 @@ state = {"model": model, "optimizer": optimizer, **run_state()}
 
 with fastcheck.Checkpointer() as ckpt:  # torchrun says which rank of how many; the job is its --rdzv-id
     step = ckpt.load(state) or 0
+    if (
+        step and not ckpt.loaded_own
+    ):  # there are more ranks than before, and this one was given rank 0's numbers
+        torch.manual_seed(1000 * step + rank)
     print("rank", rank, "pid", os.getpid(), "begins after step", step, flush=True)
     while step < STEPS:
         step += 1

@@ -9,7 +9,6 @@ from fastcheck.progress import QUIET_S, CallbackFailedError, Reporter
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 NEWS = pb.LoadProgress(bytes_done=1_200_000_000, bytes_total=1_500_000_000, bytes_per_s=450e6, holders=3)
-READY = pb.LoadReady(state_bytes=1_500_000_000, holders=3)
 
 
 class Terminal(io.StringIO):
@@ -30,7 +29,7 @@ def test_a_callback_hears_all_news_and_the_end():
     reporter = Reporter(heard.append, terminal, clock)
     clock.now = 3.0
     reporter.news(NEWS)
-    reporter.all_here(READY)
+    reporter.all_here(1_500_000_000, 3)
     reporter.close()
     assert heard == [
         LoadProgress(1_200_000_000, 1_500_000_000, 450e6, 3),
@@ -67,7 +66,7 @@ def test_nothing_is_written_to_what_is_no_terminal():
         reporter = Reporter(None, stream, clock)
         clock.now = 10.0
         reporter.news(NEWS)
-        reporter.all_here(READY)
+        reporter.all_here(1_500_000_000, 3)
         reporter.close()
         if isinstance(stream, io.StringIO):
             assert not stream.getvalue()

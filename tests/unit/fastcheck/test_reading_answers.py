@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from tests.unit.fastcheck.state_bytes import snapshot
 
 from fastcheck import CorruptError, FastCheckError, InvalidArgumentError, LoadFailedError, StepNotFoundError
 from fastcheck.errors import ReplicationError
+from fastcheck.progress import CallbackFailedError, Reporter
 from fastcheck.reading import BoxInto, StepReader, merged
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
@@ -83,10 +85,41 @@ def test_a_box_comes_by_stream_however_it_is_cut_and_streams_are_ended():
     assert [stream.cancelled for stream in daemon.streams] == [True] * 3
 
 
+def test_a_reader_tells_how_far_a_read_is_and_a_callback_may_end_it():
+    def answer(request):
+        for done in (1, 2):
+            yield pb.ReadResponse(progress=pb.LoadProgress(bytes_done=done, bytes_total=4, holders=1))
+        counted = set_(local_bytes=1, fetched_bytes=3, holders=1)
+        yield from list(honest(request, change=counted))[1:]
+
+    daemon, heard = FarDaemon(answer), []
+    box = functools.partial(BoxInto, offsets=(0, 0), sizes=(3, 4))
+    with StepReader(daemon, "gpt") as reader:
+        record, target = reader.ranks[0].header.tensors[0], torch.zeros(3, 4)
+        reader.fill([box(0, record, target=target)], Reporter(heard.append))
+        assert [(news.bytes_done, news.bytes_total, news.holders) for news in heard] == [
+            (1, 4, 1), (2, 4, 1), (4, 4, 1)
+        ]  # fmt: skip
+        assert torch.equal(target, STATE["w"])
+        heard.clear()
+        reader.fill([], Reporter(heard.append))
+        assert [(news.bytes_done, news.bytes_total) for news in heard] == [(0, 0)]
+
+        target.zero_()
+        for allowed in range(3):
+            left = iter(range(allowed))
+            with pytest.raises(CallbackFailedError):
+                reader.fill([box(0, record, target=target)], Reporter(lambda _, left=left: next(left)))
+        assert not target.any()
+    assert all(stream.cancelled for stream in daemon.streams)
+
+
 def set_(**fields):
     def change(ready):
         for name, value in fields.items():
-            setattr(ready.ranks[0] if name not in {"step", "world_size"} else ready, name, value)
+            setattr(
+                ready if name in {f.name for f in ready.DESCRIPTOR.fields} else ready.ranks[0], name, value
+            )
 
     return change
 

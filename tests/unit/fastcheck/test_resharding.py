@@ -79,7 +79,7 @@ class Reader:
         self.bytes = 0
 
     @contextlib.contextmanager
-    def read(self, wants):
+    def read(self, wants, reporter=None):
         states = {}
         for rank, ranges in wants.items():
             source = self.ranks[rank].kept.segment.tensor

@@ -1,0 +1,92 @@
+"""torchrun for tests: its own options and its own agent, but launchers and workers are forked from one process that has
+torch imported. Each would import it anew otherwise, three seconds of a core, and there are twenty of them."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import psutil
+
+#: What torchrun with gloo needs to start workers anew: torch 2.13 keeps the first attempt's store otherwise, in which
+#: gloo finds the addresses of dead workers and waits for them (docs/guides/fsdp2.md).
+STORE_PER_ATTEMPT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch.distributed.run", "torch.distributed.fsdp", "torch._dynamo", "grpc"])
+
+
+def free_port() -> int:
+    """A port that was free just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Launcher:
+    """One torchrun and its workers: their log, and signals to them.
+
+    Args:
+        options: torchrun's own, then the script and its arguments.
+        environment: set for the launcher and, by it, for its workers.
+    """
+
+    def __init__(self, log: Path, *options: object, **environment: str) -> None:
+        self.log = log
+        log.touch()
+        given = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **STORE_PER_ATTEMPT, **environment}
+        self._process: BaseProcess = _FORKS.Process(
+            target=_launch, args=([str(option) for option in options], given, log)
+        )
+        self._process.start()
+
+    def finish(self, timeout_s: float = 120.0) -> None:
+        """To the end, which must be a good one."""
+        self._process.join(timeout_s)
+        assert self._process.exitcode == 0, f"it ended with {self._process.exitcode}: {self.tail()}"
+
+    def kill(self) -> None:
+        """SIGKILL for it and all its workers; harmless when it has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self._process.pid)
+            for member in (*launcher.children(recursive=True), launcher):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+        self._process.join(30)
+
+    def tail(self) -> str:
+        """The end of what launcher and workers wrote."""
+        return self.log.read_text()[-4000:]
+
+    @property
+    def lines(self) -> list[str]:
+        """Complete lines so far."""
+        return self.log.read_text().rpartition("\n")[0].splitlines()
+
+
+def _launch(options: list[str], environment: dict[str, str], log: Path) -> None:
+    """In a process of its own: what `torchrun` does, up to how a worker comes to be."""
+    # The fork server has torch; it may know another FastCheck than the tests, so that comes here, once for all workers.
+    from torch.distributed import run  # noqa: PLC0415
+    from torch.distributed.launcher.api import elastic_launch  # noqa: PLC0415
+
+    import fastcheck.integrations.keeping  # noqa: F401, PLC0415
+
+    os.environ.update(environment)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    arguments = run.parse_args(["--start-method", "fork", *options])
+    config, _, _ = run.config_from_args(arguments)
+    elastic_launch(config, _work)(arguments.training_script, arguments.training_script_args)
+
+
+def _work(script: str, arguments: list[str]) -> None:
+    """A worker: its script as the main module, as if Python had been started with it."""
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
