@@ -19,7 +19,7 @@ PEERS_READY := $(PEERS_VENV)/.ready
 TORCHSTORE_VENV := .venv-peers-torchstore
 BUF := @bufbuild/buf@1.75.0
 
-.PHONY: demo test test-clusters test-rest simulate lint format bench bench-peers peers-torchstore \
+.PHONY: demo test bytecode test-clusters test-rest simulate lint format bench bench-peers peers-torchstore \
 	bench-paper bench-paper-server matrix \
 	proto clean help
 
@@ -48,8 +48,12 @@ demo: $(READY)
 
 # Real clusters mostly wait: two files of them at a time, beside all else.
 CLUSTERS := tests/cluster tests/netlab
-test: $(READY)
+test: $(READY) bytecode
 	$(MAKE) --no-print-directory --keep-going --jobs=2 test-clusters test-rest
+
+# Once for the thousand processes that the tests start: with PYTHONDONTWRITEBYTECODE each would compile all of it.
+bytecode: $(READY)
+	$(BIN)/python -m compileall -q daemon client proto tests
 
 test-clusters: $(READY)
 	$(BIN)/python -m pytest -p no:cacheprovider --numprocesses=2 --dist=loadfile --durations=15 $(CLUSTERS)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from fastcheck_proto.conventions import check_name, default_runtime_dir
 
@@ -386,6 +385,8 @@ def load_config(
     Raises:
         ConfigError: the file cannot be read or parsed, a key is unknown, or a value is not valid.
     """
+    import yaml  # noqa: PLC0415  here alone: the agent's children have their configuration as JSON
+
     values: dict[str, Any] = {}
     fields = {f.name: f for f in dataclasses.fields(Config)}
     if path is not None:

@@ -1,7 +1,8 @@
 """Real clusters of real daemons on loopback.
 
-Every test gets a cluster of its own: what it kills stays dead. A cluster is taken down with the test,
-also when it fails; its logs are in pytest's temporary folder of the test.
+A test gets a cluster of its own: what it kills stays dead. A cluster is taken down with the test,
+also when it fails; its logs are in pytest's temporary folder of the test. Starting one costs more than most
+tests do in it, so those of a file that hurt nobody may share one, each with a job of its own name.
 """
 
 from __future__ import annotations
@@ -29,3 +30,19 @@ def make_cluster(tmp_path: Path) -> Iterator[Callable[..., LocalCluster]]:
             return cluster
 
         yield make
+
+
+@pytest.fixture(scope="module")
+def _standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    with LocalCluster(tmp_path_factory.mktemp("standing") / "cluster") as cluster:
+        cluster.up(3, ram_budget="512MiB")
+        yield cluster
+
+
+@pytest.fixture
+def standing_cluster(_standing: LocalCluster) -> Iterator[LocalCluster]:
+    """The file's cluster of three nodes, for tests that leave it as they found it."""
+    before = {node: _standing.pids(node) for node in _standing.node_ids}
+    yield _standing
+    after = {node: _standing.pids(node) for node in _standing.node_ids}
+    assert after == before, "a test of the standing cluster has ended or added processes"

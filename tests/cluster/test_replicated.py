@@ -41,8 +41,9 @@ def empty_state(step: int) -> dict[str, Any]:
 class Ranks:
     """Trainers of one data-parallel job."""
 
-    def __init__(self, cluster: LocalCluster, nodes: list[str], **options: Any) -> None:
+    def __init__(self, cluster: LocalCluster, job: str, nodes: list[str], **options: Any) -> None:
         self.cluster = cluster
+        self.job = job
         self.nodes = nodes
         self.options = options
         self.ckpts: list[Checkpointer] = []
@@ -54,7 +55,7 @@ class Ranks:
         self.nodes = nodes
         self.ckpts = [
             Checkpointer(
-                "ddp",
+                self.job,
                 rank=rank,
                 world_size=len(nodes),
                 address=self.cluster.address(node),
@@ -102,11 +103,11 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks_of(make_cluster):
+def ranks_of(request):
     started: list[Ranks] = []
 
     def start(cluster: LocalCluster, nodes: list[str], **options: Any) -> Ranks:
-        started.append(Ranks(cluster, nodes, **options))
+        started.append(Ranks(cluster, request.node.name, nodes, **options))
         return started[-1]
 
     yield start
@@ -160,9 +161,8 @@ def test_a_flipped_bit_is_reported_by_tensor_and_rank_and_the_next_good_step_com
     ranks.load(3, saved_by=4)
 
 
-def test_two_ranks_that_disagree_are_both_named(make_cluster, ranks_of):
-    cluster = make_cluster(3)
-    ranks = ranks_of(cluster, NODES[:2])
+def test_two_ranks_that_disagree_are_both_named(standing_cluster, ranks_of):
+    ranks = ranks_of(standing_cluster, NODES[:2])
     for handle in ranks.save(1, {1: lambda state: state["model"]["layer0"].neg_()}):
         with pytest.raises(ReplicasDisagreeError) as error:
             handle.result(timeout=DEADLINE_S)
@@ -171,10 +171,9 @@ def test_two_ranks_that_disagree_are_both_named(make_cluster, ranks_of):
 
 
 def test_in_pairs_what_is_committed_was_seen_alike_by_two_and_a_rank_that_differs_is_found_in_turn(
-    make_cluster, ranks_of
+    standing_cluster, ranks_of
 ):
-    cluster = make_cluster(3)
-    ranks = ranks_of(cluster, NODES[:3], compare="pairs")
+    ranks = ranks_of(standing_cluster, NODES[:3], compare="pairs")
 
     def spoil(state: dict[str, Any]) -> None:
         state["model"]["layer15"][-1] += 1  # in the last part
@@ -192,9 +191,8 @@ def test_in_pairs_what_is_committed_was_seen_alike_by_two_and_a_rank_that_differ
         ranks.load(kept[-1], saved_by=3)
 
 
-def test_another_model_on_one_rank_is_refused_and_so_is_one_that_does_not_share(make_cluster, ranks_of):
-    cluster = make_cluster(3)
-    ranks = ranks_of(cluster, NODES[:3])
+def test_another_model_on_one_rank_is_refused_and_so_is_one_that_does_not_share(standing_cluster, ranks_of):
+    ranks = ranks_of(standing_cluster, NODES[:3])
 
     def grow(state: dict[str, Any]) -> None:
         state["model"]["layer3"] = torch.zeros(17)
@@ -203,46 +201,43 @@ def test_another_model_on_one_rank_is_refused_and_so_is_one_that_does_not_share(
         with pytest.raises(ReplicasDisagreeError, match=r"names, dtypes, shapes.*rank 1:"):
             handle.result(timeout=DEADLINE_S)
     ranks.ckpts[2].close()
-    ranks.ckpts[2] = Checkpointer("ddp", rank=2, world_size=3, address=cluster.address("node-2"))
+    ranks.ckpts[2] = Checkpointer(ranks.job, rank=2, world_size=3, address=standing_cluster.address("node-2"))
     for handle in ranks.save(2):
         with pytest.raises(ReplicasDisagreeError, match="rank 2 saved a state of its own"):
             handle.result(timeout=DEADLINE_S)
 
 
 def test_ranks_of_one_node_share_what_was_fetched_and_a_plain_checkpointer_can_load_it(
-    make_cluster, ranks_of
+    standing_cluster, ranks_of
 ):
-    cluster = make_cluster(3)
-    ranks = ranks_of(cluster, ["node-0"] * 3)
+    ranks = ranks_of(standing_cluster, ["node-0"] * 3)
     ranks.commit(1)
     ranks.start(["node-1"] * 3)
     ranks.load(1, saved_by=3)
-    with Checkpointer("ddp", rank=0, world_size=1, address=cluster.address("node-2")) as plain:
+    with Checkpointer(ranks.job, rank=0, world_size=1, address=standing_cluster.address("node-2")) as plain:
         state = empty_state(1)
         assert plain.load(state) == 1
         assert torch.equal(state["model"]["layer5"], training_state(1, 0)["model"]["layer5"])
 
 
 def test_trainers_without_a_daemon_of_their_own_save_and_load_parts_through_streams(
-    make_cluster, ranks_of, monkeypatch
+    standing_cluster, ranks_of, monkeypatch
 ):
-    cluster = make_cluster(3)
-    with AdminClient(cluster.address("node-0"), timeout_s=5) as admin:
+    with AdminClient(standing_cluster.address("node-0"), timeout_s=5) as admin:
         far = {node["node_id"]: node["address"] for node in admin.nodes()["nodes"]}
-    monkeypatch.setattr(cluster, "address", far.__getitem__)
-    ranks = ranks_of(cluster, NODES[:2])
+    monkeypatch.setattr(standing_cluster, "address", far.__getitem__)
+    ranks = ranks_of(standing_cluster, NODES[:2])
     ranks.commit(1)
     ranks.start(NODES[:3])
     ranks.load(1, saved_by=2)
 
 
-def test_the_operator_sees_that_a_step_is_replicated(make_cluster, ranks_of):
-    cluster = make_cluster(3)
-    ranks = ranks_of(cluster, NODES[:2])
+def test_the_operator_sees_that_a_step_is_replicated(standing_cluster, ranks_of):
+    ranks = ranks_of(standing_cluster, NODES[:2])
     ranks.commit(1)
-    with AdminClient(cluster.address("node-2"), timeout_s=5) as admin:
-        assert [step["replicated"] for step in admin.checkpoints("ddp")["checkpoints"]] == [True]
-        assert admin.inspect("ddp", 1)["replicated"]
+    with AdminClient(standing_cluster.address("node-2"), timeout_s=5) as admin:
+        assert [step["replicated"] for step in admin.checkpoints(ranks.job)["checkpoints"]] == [True]
+        assert admin.inspect(ranks.job, 1)["replicated"]
 
 
 def test_a_restarted_data_process_still_knows_what_its_rank_found(make_cluster, ranks_of):
