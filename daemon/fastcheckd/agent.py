@@ -21,10 +21,12 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from .config import Config, Voter
+from .durations import AGENT, Durations
 from .errors import FastCheckdError
 from .health.data_line import DataLine
 from .health.heartbeats import HeartbeatSender
 from .health.lease_clock import LeaseClock
+from .observe.agent_metrics import NodeFacts, ProcessFacts
 from .registry.client import RegistryClient
 from .registry.wire import voter_message
 from .supervise import CHILD_CONFIG, CHILD_PARENT, Child
@@ -57,12 +59,31 @@ class Agent:
             self._on_fatal,
         )
         self._data_child = _make_child("data", config, self._on_fatal)
+        self._lease: LeaseClock | None = None
+        self.durations = Durations(AGENT)
         self._data = DataLine(config, self._data_child, lambda: self._incarnation)
 
     @property
     def incarnation(self) -> int:
         """This node's life; 0 before it is registered."""
         return self._incarnation
+
+    def facts(self) -> NodeFacts:
+        """How this node is, as far as the agent knows by itself: nobody is asked."""
+        lease, now = self._lease, asyncio.get_running_loop().time()
+        processes = [ProcessFacts("agent", os.getpid(), 0)]
+        processes += [
+            ProcessFacts(child.name, child.pid, child.restarts)
+            for child in (self._data_child, self.voting.child)
+            if child is not None
+        ]
+        return NodeFacts(
+            incarnation=self._incarnation,
+            data=self._data.health,
+            not_up=self._data.not_up,
+            has_quorum=lease is not None and lease.has_quorum(now),
+            processes=tuple(processes),
+        )
 
     def _on_fatal(self, error: Exception) -> None:
         if not self.fatal.done():
@@ -114,8 +135,11 @@ class Agent:
         """Send signs of life, until this life is over or there are other voters to send them to."""
         voters = self.voting.config
         lease = LeaseClock([voter.node_id for voter in voters.effective_voters], voters.lease_s)
+        self._lease = lease
         self._data.live(lease)
-        sender = HeartbeatSender(voters, self._heartbeat, self._fenced.set, lease, self._data.lease_moved)
+        sender = HeartbeatSender(
+            voters, self._heartbeat, self._fenced.set, lease, self._data.lease_moved, self.durations
+        )
         tasks = [
             asyncio.create_task(sender.run(), name="heartbeats"),
             asyncio.create_task(self._fenced.wait()),

@@ -68,6 +68,11 @@ class Voting:
         """Whether the registry names this node."""
         return self.config.own_voter is not None
 
+    @property
+    def child(self) -> Child | None:
+        """The registry process, if this node is to run one."""
+        return self._child
+
     def start(self) -> None:
         """Start the registry process, if there is to be one."""
         if self.is_voter:

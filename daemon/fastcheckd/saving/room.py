@@ -22,6 +22,7 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..config import Config
 from ..counters import Counters
+from ..durations import Durations
 from ..errors import (
     FastCheckdError,
     FencedError,
@@ -42,6 +43,7 @@ from ..view import ViewFollower
 from . import ahead
 from .content import NOTHING, of_manifests
 from .memory import ROOM_WAIT_S, StepMemory
+from .progress import JobProgress, job_progress
 from .replicate import Replicator
 from .save import Save, SaveKey
 
@@ -74,6 +76,7 @@ class SavingRoom:
         registry: RegistryClient,
         view: ViewFollower,
         counters: Counters,
+        durations: Durations,
         replicator: Replicator,
     ) -> None:
         self._config = config
@@ -82,10 +85,13 @@ class SavingRoom:
         self._registry = registry
         self._view = view
         self._counters = counters
+        self._durations = durations
         self._replicator = replicator
         self._sessions: dict[tuple[str, int], int] = {}
         #: Newest step of a job that was committed from here: the view may lag behind it.
         self._committed: dict[str, int] = {}
+        #: When that was, by the monotonic clock.
+        self._committed_at: dict[str, float] = {}
         self._reserved: dict[str, Save] = {}
         self._saves: dict[tuple[str, int], list[Save]] = {}
         #: Sending that was begun before the seal, and is just ending without one: its memory is not free yet.
@@ -119,6 +125,21 @@ class SavingRoom:
             save.state < tpb.SAVE_STATE_REPLICATED and save.stalled_because is None
             for saves in list(self._saves.values())
             for save in list(saves)
+        )
+
+    @property
+    def seats(self) -> int:
+        """Places of ranks in jobs that were taken through this process."""
+        return len(self._sessions)
+
+    def progress(self) -> list[JobProgress]:
+        """How far each job has come here."""
+        return job_progress(
+            self._saves,
+            newest=self._newest,
+            committed_at=self._committed_at,
+            interval_s=self._replicator.rhythm.interval_s,
+            now=time.monotonic(),
         )
 
     # --- sessions --------------------------------------------------------------------------------
@@ -155,6 +176,7 @@ class SavingRoom:
 
     async def begin(self, request: tpb.BeginSaveRequest) -> tuple[Save, float]:
         """Reserve a staging segment; returns the save and the seconds waited for older steps."""
+        began = time.monotonic()
         self._admit(request.job, request.rank, request.session)
         rank = (request.job, request.rank)
         for save in [s for s in self._reserved.values() if (s.key.job, s.key.rank) == rank]:
@@ -175,6 +197,7 @@ class SavingRoom:
             segment=segment,
             state_bytes=request.state_bytes,
         )
+        self._durations.add("save_wait", save.begun_at - began)
         self._reserved[save.save_id] = save
         if request.HasField("ahead"):
             self._begin_ahead(save, request.ahead)
@@ -391,6 +414,8 @@ class SavingRoom:
         if self._reserved.pop(save_id, None) is not save:
             raise unknown
         self._counters.add("saves_staged")
+        self._counters.add("bytes_staged", save.state_bytes)
+        self._durations.add("save_copy", time.monotonic() - save.begun_at)
         self._launch(save)
         return save
 
@@ -454,6 +479,9 @@ class SavingRoom:
         if error is None:
             self._counters.add("saves_committed")
             self._starved.discard((save.key.job, save.key.rank))
+            self._durations.add("save_replicate", save.replicate_s)
+            self._durations.add("save_commit", save.commit_s)
+            self._committed_at[save.key.job] = time.monotonic()
             self._committed[save.key.job] = max(save.key.step, self._committed.get(save.key.job, -1))
             save.advance(tpb.SAVE_STATE_COMMITTED)
         else:
