@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,11 +17,17 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.cluster.harness import Job, leader, paused, process_of, until
 from tests.cluster.observed import ask, get, metrics
+from tests.cluster.prometheus import scraping
 
 from fastcheck.local import LocalCluster
 from fastcheck.local.ports import find_free_ports
 from fastcheckd.counters import NAMES
 
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "deploy" / "prometheus" / "fastcheck.rules.yaml"
+DASHBOARD = ROOT / "deploy" / "grafana" / "fastcheck.json"
+#: Told only where there is something to tell.
+ABSENT_WHEN_WELL = {"fastcheck_certificate_expiry_timestamp_seconds"}
 NODES = ["node-0", "node-1", "node-2", "node-3"]
 STEPS = 3
 
@@ -108,6 +118,54 @@ def test_grpc_health_on_every_port(cluster):
     }
     assert {name: check(target) for name, target in targets.items()} == dict.fromkeys(targets, serving)
     until(lambda: check(targets["agent"], "ready") == serving, "node-0 to be ready")
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus (apt install prometheus)")
+def test_prometheus_scrapes_and_every_expression_of_the_dashboard_and_the_alerts_holds(cluster, tmp_path):
+    job = Job(cluster, NODES, name="scraped")
+    steps = itertools.count(1)
+    with scraping(cluster, tmp_path, RULES) as prometheus:
+
+        def rated() -> bool:
+            job.commit(next(steps))  # a rate needs two scrapes between which something moved
+            return len(prometheus.query("rate(fastcheck_saves_committed_total[1m]) > 0")) == len(NODES)
+
+        until(rated, "a rate of commits at every node")
+        job.load()
+        job.stop()
+        until(lambda: prometheus.query("fastcheck_restores_total > 1"), "the loads to be scraped")
+        known = set(prometheus.ask("label/__name__/values"))
+        empty = []
+        for expression in [*dashboard_expressions(), *alert_expressions()]:
+            named = set(re.findall(r"\bfastcheck_\w+", expression))
+            assert named, expression
+            assert named - known <= ABSENT_WHEN_WELL, expression
+            if not prometheus.query(expression) and expression in dashboard_expressions():
+                empty.append(expression)
+        assert not empty  # a panel without data would look like a panel that is broken
+        groups = prometheus.ask("rules")["groups"]
+        rules = [rule for group in groups for rule in group["rules"]]
+        assert len(rules) == len(alert_expressions())
+        until(
+            lambda: all(r["health"] == "ok" for g in prometheus.ask("rules")["groups"] for r in g["rules"]),
+            "all rules to be evaluated",
+        )
+        firing = [
+            alert["labels"] for alert in prometheus.ask("alerts")["alerts"] if alert["state"] == "firing"
+        ]
+        assert not firing
+
+
+def dashboard_expressions() -> list[str]:
+    """Of all panels, with Grafana's variables filled in."""
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    found = [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    return [e.replace("$__rate_interval", "1m").replace("$cluster", ".*") for e in found]
+
+
+def alert_expressions() -> list[str]:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return [rule["expr"] for group in groups for rule in group["rules"]]
 
 
 def test_a_frozen_data_process_costs_its_metrics_and_readiness_and_not_life(cluster):

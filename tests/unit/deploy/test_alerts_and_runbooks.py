@@ -1,5 +1,6 @@
 """Alerts are tested, each alert and health code has its runbook, and each runbook something that leads to it."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -7,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.unit.fastcheckd.observe.observe_facts import all_families
 
 ROOT = Path(__file__).parents[3]
 RULES = ROOT / "deploy" / "prometheus" / "fastcheck.rules.yaml"
 CASES = RULES.with_name("fastcheck.rules.test.yaml")
 RUNBOOKS = ROOT / "docs" / "operating" / "runbooks"
+DASHBOARD = ROOT / "deploy" / "grafana" / "fastcheck.json"
 HEALTH_SOURCES = (ROOT / "daemon" / "fastcheckd" / "services").glob("health_*.py")
 
 
@@ -74,3 +77,23 @@ def test_every_runbook_says_what_it_means_what_to_check_and_what_to_do():
 def test_the_index_of_runbooks_has_them_all_with_what_they_are_for():
     rows = re.findall(r"^\| \[.+?\]\((.+?)\) \|(.*)$", (RUNBOOKS / "README.md").read_text(), re.MULTILINE)
     assert {name: set(re.findall(r"`(\w+)`", row)) for name, row in rows} == runbooks()
+
+
+def test_every_metric_that_is_named_exists():
+    families = [family for told in all_families().values() for family in told]
+    known = {sample.name for family in families for sample in family.samples}
+    known |= {family.name for family in families if family.type == "histogram"}
+    pages = [RULES, CASES, DASHBOARD, *(ROOT / "docs" / "operating").rglob("*.md")]
+    named = {name for page in pages for name in re.findall(r"\bfastcheck_[a-z_]+[a-z]\b", page.read_text())}
+    assert len(named) > 50
+    assert named - known == set()
+
+
+def test_every_panel_says_what_it_shows_and_goes_by_the_chosen_cluster():
+    panels = [p for p in json.loads(DASHBOARD.read_text())["panels"] if p["type"] != "row"]
+    assert len(panels) > 15 and len({panel["id"] for panel in panels}) == len(panels)
+    for panel in panels:
+        assert panel["description"].endswith("."), panel["title"]
+        for target in panel["targets"]:
+            for metric in re.findall(r"fastcheck_\w+(.?[^,}]*)", target["expr"]):
+                assert metric.startswith('{job=~"$cluster"'), target["expr"]
