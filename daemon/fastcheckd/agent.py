@@ -21,12 +21,14 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from .config import Config, Voter
+from .durations import AGENT, Durations
 from .errors import FastCheckdError
 from .health.data_line import DataLine
 from .health.heartbeats import HeartbeatSender
 from .health.lease_clock import LeaseClock
 from .health.registry_line import RegistryLine
 from .health.vitals import RESTART_AFTER
+from .observe.agent_metrics import NodeFacts, ProcessFacts
 from .registry.client import RegistryClient
 from .registry.wire import voter_message
 from .supervise import CHILD_CONFIG, CHILD_PARENT, Child
@@ -59,8 +61,10 @@ class Agent:
             self._on_fatal,
         )
         self._data_child = _make_child("data", config, self._on_fatal)
+        self._lease: LeaseClock | None = None
+        self.durations = Durations(AGENT)
         self._data = DataLine(config, self._data_child, lambda: self._incarnation)
-        self._registry_line = RegistryLine(lambda: self.voting.process, config.data_hung_after_s)
+        self._registry_line = RegistryLine(lambda: self.voting.child, config.data_hung_after_s)
 
     @property
     def incarnation(self) -> int:
@@ -83,8 +87,25 @@ class Agent:
         """One line for people."""
         life = f"incarnation {self._incarnation}" if self._incarnation else "not registered yet"
         data = rpb.DataHealth.Name(self._data.health).removeprefix("DATA_HEALTH_").lower()
-        vote = ", votes" if self.voting.process is not None else ""
+        vote = ", votes" if self.voting.child is not None else ""
         return f"node {self._config.node_id}: {life}, data process {data}{vote}"
+
+    def facts(self) -> NodeFacts:
+        """How this node is, as far as the agent knows by itself: nobody is asked."""
+        lease, now = self._lease, asyncio.get_running_loop().time()
+        processes = [ProcessFacts("agent", os.getpid(), 0)]
+        processes += [
+            ProcessFacts(child.name, child.pid, child.restarts)
+            for child in (self._data_child, self.voting.child)
+            if child is not None
+        ]
+        return NodeFacts(
+            incarnation=self._incarnation,
+            data=self._data.health,
+            not_up=self._data.not_up,
+            has_quorum=lease is not None and lease.has_quorum(now),
+            processes=tuple(processes),
+        )
 
     def _on_fatal(self, error: Exception) -> None:
         if not self.fatal.done():
@@ -137,8 +158,11 @@ class Agent:
         """Send signs of life, until this life is over or there are other voters to send them to."""
         voters = self.voting.config
         lease = LeaseClock([voter.node_id for voter in voters.effective_voters], voters.lease_s)
+        self._lease = lease
         self._data.live(lease)
-        sender = HeartbeatSender(voters, self._heartbeat, self._fenced.set, lease, self._data.lease_moved)
+        sender = HeartbeatSender(
+            voters, self._heartbeat, self._fenced.set, lease, self._data.lease_moved, self.durations
+        )
         tasks = [
             asyncio.create_task(sender.run(), name="heartbeats"),
             asyncio.create_task(self._fenced.wait()),

@@ -70,6 +70,11 @@ class Certificates:
         self._refresh()
         return self._contexts.accepting if accepting else self._contexts.connecting
 
+    def ends_at_s(self) -> float:
+        """When the certificate in use expires, Unix seconds."""
+        self._refresh()
+        return self._ends_at_s
+
     def _signature(self) -> list[tuple[int, ...] | None]:
         found: list[tuple[int, ...] | None] = []
         for path in (self._cert, self._key, self._ca):
@@ -122,6 +127,7 @@ class Certificates:
                 f"config key 'tls_cert_file': {self._cert} must name this node, and no other, in its SAN: one URI, "
                 f"{self._own_uri}; make a certificate with it, or check cluster_id and node_id"
             )
+        self._ends_at_s = float(ssl.cert_time_to_seconds(certificate["notAfter"]))
         return contexts
 
     def _context(self, protocol: Any) -> ssl.SSLContext:

@@ -178,6 +178,12 @@ class Config:
     #: How long a node that is stopped may first take to have its copies made elsewhere; 0: it does not. Most stops are
     #: restarts, and RAM outlives them.
     drain_on_stop_s: float = 0.0
+    #: host:port of /metrics, /livez, /readyz and /safe-to-stop, HTTP without encryption; empty: none. Loopback: numbers
+    #: tell of jobs by name. Off it, let a network policy say who may scrape.
+    metrics_address: str = "127.0.0.1:7455"
+    #: host:port of /livez, /readyz and /safe-to-stop alone, and of gRPC's health service, without encryption: for
+    #: probes that cannot do TLS. Empty: none.
+    health_address: str = ""
     #: `human` or `json`, one line per event on stderr.
     log_format: str = "human"
 
@@ -254,7 +260,21 @@ class Config:
         tls = [self.tls_cert_file, self.tls_key_file, self.tls_ca_file]
         need(all(tls) or not any(tls), "tls_cert_file", "needs tls_key_file and tls_ca_file, or none of them")
         need(not self.lane_tls or all(tls), "lane_tls", "needs tls_cert_file, tls_key_file and tls_ca_file")
+        self._check_watched(need)
         self._check_voters(need)
+
+    def _check_watched(self, need: Any) -> None:
+        for key in ("metrics_address", "health_address"):
+            if address := getattr(self, key):
+                try:
+                    split_address(address)
+                except ValueError as error:
+                    raise ConfigError(f"config key {key!r}: {error}, and not empty") from None
+        need(
+            not self.health_address or self.health_address != self.metrics_address,
+            "health_address",
+            "must differ from metrics_address, which answers all of it too",
+        )
 
     def _check_voters(self, need: Any) -> None:
         need(len(self.voters) in {0, 1, 3, 5, 7}, "voters", "must be 1, 3, 5 or 7 nodes, or empty")
@@ -336,6 +356,16 @@ class Config:
     def agent_socket(self) -> Path:
         """Unix socket of the agent: what FASTCHECK_ADDRESS points to on this node."""
         return self.runtime_dir / "fastcheckd.sock"
+
+    @property
+    def registry_socket(self) -> Path:
+        """Unix socket of the registry process, for its agent."""
+        return self.runtime_dir / "registry.sock"
+
+    @property
+    def health_socket(self) -> Path:
+        """Unix socket of gRPC's health service alone, behind the plaintext ports."""
+        return self.runtime_dir / "health.sock"
 
     @property
     def data_socket(self) -> Path:

@@ -10,6 +10,7 @@ import threading
 #: Name → what it counts.
 NAMES: dict[str, str] = {
     "saves_staged": "saves sealed by trainers",
+    "bytes_staged": "bytes of those",
     "saves_ahead": "saves that were sent while their trainers copied",
     "saves_ahead_stopped": "of those, the ones that were stopped before the seal",
     "saves_committed": "saves that were committed",
@@ -32,6 +33,7 @@ NAMES: dict[str, str] = {
     "chunks_not_by_workers": "chunks encoded or decoded by the data process although it has worker processes",
     "workers_lost": "worker processes that ended, hung or could not start",
     "encode_cpu_ms": "milliseconds that threads spent on encoding",
+    "bytes_replicated": "bytes of the copies of saves that holders acknowledged, before they were encoded",
     "bytes_saved": "bytes that the codec kept off the network: of acknowledged copies, raw minus sent",
     "patches_applied": "copies made by changing an older replica in place",
     "patches_undone": "replicas taken back to the older step because a put did not end well",
@@ -52,6 +54,7 @@ NAMES: dict[str, str] = {
     "replicas_scrubbed": "replicas whose bytes were read and compared with their digests again",
     "inventory_reported": "replicas that this node told the registry of, held or lost",
     "restores": "loads answered with a step",
+    "restores_failed": "loads that ended in an error which is not the asker's",
     "reads": "reads of parts of a step that were answered",
     "read_bytes": "bytes of the chunks that were brought together for them",
     "registry_retries": "registry calls repeated for lack of a leader",

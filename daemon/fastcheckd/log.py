@@ -1,4 +1,8 @@
-"""Log lines on stderr, one per event: for people, or as JSON for a collector."""
+"""Log lines on stderr, one per event: for people, or as JSON for a collector.
+
+A line is one line and not endless, whatever is logged: a name or an error from elsewhere can neither forge a second
+one nor fill a disk. Fields and their meaning: docs/operating/observability.md.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,70 @@ import logging
 import sys
 import time
 
+#: Characters of a message, and of a traceback; what is longer is cut in the middle, as both ends tell something.
+FIELD_CHARS_MAX = 8192
+_CUT = " ...cut... "
 
-class _Json(logging.Formatter):
+
+def bounded(text: str) -> str:
+    """At most `FIELD_CHARS_MAX` of it."""
+    if len(text) <= FIELD_CHARS_MAX:
+        return text
+    half = (FIELD_CHARS_MAX - len(_CUT)) // 2
+    return text[:half] + _CUT + text[-half:]
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per event.
+
+    Args:
+        node_id, process: whose log it is.
+    """
+
+    def __init__(self, node_id: str, process: str) -> None:
+        super().__init__()
+        self._who = {"node": node_id, "process": process}
+
     def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
         line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-            + f".{record.msecs:03.0f}Z",
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
+            **self._who,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": bounded(record.getMessage()),
         }
         if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
+            line["traceback"] = bounded(self.formatException(record.exc_info))
         return json.dumps(line)
 
 
-def configure(log_format: str, process: str) -> None:
-    """Send all loggers to stderr; `process` names the agent, data or registry in human lines."""
-    handler = logging.StreamHandler(sys.stderr)
-    if log_format == "json":
-        handler.setFormatter(_Json())
-    else:
-        handler.setFormatter(
-            logging.Formatter(f"%(asctime)s.%(msecs)03d %(levelname).1s {process}: %(message)s", "%H:%M:%S")
+class HumanLines(logging.Formatter):
+    """Time, level, who, message; a traceback follows on lines of its own."""
+
+    def __init__(self, node_id: str, process: str) -> None:
+        super().__init__(
+            f"%(asctime)s.%(msecs)03d %(levelname).1s {node_id}/{process}: %(message)s", "%H:%M:%S"
         )
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the base class' name
+        """The line without a traceback."""
+        record.message = bounded(record.message).replace("\r", "\\r").replace("\n", "\\n")
+        return super().formatMessage(record)
+
+    def formatException(self, ei: object) -> str:  # noqa: N802  as above
+        """The traceback."""
+        return bounded(super().formatException(ei))  # type: ignore[arg-type]  # what the base class is given
+
+
+def configure(log_format: str, node_id: str, process: str) -> None:
+    """Send all loggers to stderr.
+
+    Args:
+        log_format: `human` or `json`.
+        process: agent, data or registry.
+    """
+    lines = JsonLines if log_format == "json" else HumanLines
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(lines(node_id, process))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -70,7 +70,7 @@ def _run(process: str, config: Config) -> int:
     run = importlib.import_module(f".node.{process}", __package__).run
 
     _raise_file_limit()
-    configure(config.log_format, f"{config.node_id}/{process}")
+    configure(config.log_format, config.node_id, process)
     try:
         asyncio.run(run(config))
     except ConfigError as error:

@@ -6,17 +6,22 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
 
 from fastcheck_proto.v1 import registry_pb2_grpc
 
 from .config import Config
+from .durations import Histogram
 from .errors import ConfigError
 from .health.detector import FailureDetector
+from .observe.registry_metrics import LeaderFacts, VoterFacts
 from .registry.engine import Engine
 from .registry.leading import Leader
 from .registry.members import LEFT
@@ -107,6 +112,7 @@ class RegistryServer:
             check_port_is_free(voter.registry_address, "registry_address")
             self._server = grpc.aio.server(options=SERVER_OPTIONS)
             registry_pb2_grpc.add_RegistryServiceServicer_to_server(self.service, self._server)
+            health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), self._server)
             try:
                 self._server.add_insecure_port(voter.registry_address)
             except RuntimeError as error:
@@ -138,6 +144,23 @@ class RegistryServer:
         """
         await self._failed.wait()
         return self._raft.failure or ""
+
+    def facts(self, durations: Mapping[str, Histogram]) -> VoterFacts:
+        """This voter at this moment, for whoever watches; `durations`: what it has measured."""
+        leading = None
+        if self._leader.ready:
+            short = Counter(s.id.job for s in self._leader.foreman.survey().shortages if s.missing)
+            leading = LeaderFacts(
+                view=self.service.view(), redundancy=self._leader.foreman.redundancy(), short_shards=short
+            )
+        return VoterFacts(
+            has_leader=self._raft.leader is not None,
+            term=self._raft.term,
+            epoch=self._raft.read(lambda state: int(state["epoch"])),
+            voters=len(self._raft.voters),
+            durations=durations,
+            leading=leading,
+        )
 
     def _changed(self) -> None:
         epoch, lives, left = self._raft.read(

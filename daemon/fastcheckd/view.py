@@ -95,6 +95,16 @@ class ViewFollower:
         """Committed steps that are kept, per job."""
         return {j.job: list(j.kept_steps) for j in self.view.jobs}
 
+    def why_not_up(self, ref: pb.NodeRef) -> str:
+        """Why this life of the node may not be UP, by the newest view; empty: it is."""
+        node = self.node(ref.node_id)
+        if node is None or node.incarnation != ref.incarnation:
+            return "no view of the registry with this life of the node has come yet"
+        if node.state == rpb.NODE_STATE_UP:
+            return ""
+        state = rpb.NodeState.Name(node.state).removeprefix("NODE_STATE_")
+        return f"the registry calls it {state}" + (f": {node.reason}" if node.reason else "")
+
     def is_gone(self, ref: pb.NodeRef) -> bool:
         """Whether the view says that this life of the node is over."""
         node = self.node(ref.node_id)

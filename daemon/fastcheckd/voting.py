@@ -69,8 +69,8 @@ class Voting:
         return self.config.own_voter is not None
 
     @property
-    def process(self) -> Child | None:
-        """The registry process; None while this node has none."""
+    def child(self) -> Child | None:
+        """The registry process, if this node is to run one."""
         return self._child
 
     def start(self) -> None:

@@ -31,7 +31,7 @@ from .paper_storage import Storage
 
 STORAGE = "storage"
 #: Of the second cluster.
-COPY_PORTS = {"agent_port": 7550, "data_port": 7551, "lane_port": 7552}
+COPY_PORTS = {"agent_port": 7550, "data_port": 7551, "lane_port": 7552, "metrics_address": ""}
 COPY_VOTER_PORTS = (7553, 7554)
 CALM = {
     "heartbeat_interval_s": 1.0,

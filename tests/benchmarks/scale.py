@@ -255,6 +255,7 @@ def _real_agent(folder: Path, registry: RegistryCluster) -> Iterator[psutil.Proc
             "agent_port": agent,
             "data_port": data,
             "lane_port": lane,
+            "metrics_address": "",
             "voters": [dataclasses.asdict(voter) for voter in registry.voters],
             "raft_key_file": str(registry.config.raft_key_file),
             "runtime_dir": str(folder / "run"),

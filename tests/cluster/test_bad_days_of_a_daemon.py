@@ -60,7 +60,10 @@ def test_sigterm_leaves_the_cluster_at_once_and_exits_with_zero(make_cluster):
 def test_a_port_in_use_is_named(make_cluster, tmp_path):
     cluster = make_cluster(1)
     config = yaml.safe_load(config_of(cluster, "node-0").read_text())
-    config |= {k: str(tmp_path / k) for k in ("runtime_dir", "ram_dir")} | {"voters": []}
+    config |= {k: str(tmp_path / k) for k in ("runtime_dir", "ram_dir")} | {
+        "voters": [],
+        "metrics_address": "",
+    }
     second = tmp_path / "second.yaml"
     for key in ("agent_port", "data_port", "lane_port"):
         # A folder of its own each time: a voter's state_dir remembers its address.
@@ -102,7 +105,8 @@ def test_a_second_daemon_on_the_same_ram_directory_is_refused(make_cluster, tmp_
             s.bind(("127.0.0.1", 0))
         free = [s.getsockname()[1] for s in (a, b, c)]
     config |= dict(zip(("agent_port", "data_port", "lane_port"), free, strict=True))
-    config |= {k: str(tmp_path / k) for k in ("runtime_dir", "state_dir")} | {"voters": []}
+    config |= {k: str(tmp_path / k) for k in ("runtime_dir", "state_dir")}
+    config |= {"voters": [], "metrics_address": ""}
     path = tmp_path / "second.yaml"
     path.write_text(yaml.safe_dump(config))
     done = daemon("run", "--config", path)

@@ -125,6 +125,7 @@ class LocalCluster:
                     "address": node.address,
                     "pids": pids,
                     "ram_dir": node.ram_dir,
+                    "metrics_address": f"127.0.0.1:{node.ports.metrics}" if node.ports.metrics else "",
                     "log": str(self.log_file(node.node_id)),
                 }
             )
@@ -293,7 +294,7 @@ class LocalCluster:
     ) -> None:
         names = [layout.node_id(index) for index in range(count)]
         voters = names[: layout.voter_count(count)]
-        free = iter(find_free_ports(3 * count + 2 * len(voters)))
+        free = iter(find_free_ports(4 * count + 2 * len(voters)))
         ports = {name: _take_ports(free, voter=name in voters) for name in names}
         budget = ram_budget or max(layout.RAM_PER_NODE_BYTES_MIN, psutil.virtual_memory().total // 2 // count)
         needed = (budget if isinstance(budget, int) else layout.RAM_PER_NODE_BYTES_MIN) * count
@@ -330,7 +331,7 @@ class LocalCluster:
         if len(nodes) >= layout.NODES_MAX:
             raise LocalClusterError(f"a local cluster has at most {layout.NODES_MAX} nodes")
         taken = {p for n in nodes.values() for p in dataclasses.astuple(n.ports) if p is not None}
-        self._write_node(node_id, _take_ports(iter(find_free_ports(3, avoid=frozenset(taken))), voter=False))
+        self._write_node(node_id, _take_ports(iter(find_free_ports(4, avoid=frozenset(taken))), voter=False))
 
     def _write_node(self, name: str, ports: NodePorts) -> None:
         state = self._load()
@@ -441,10 +442,10 @@ class LocalCluster:
 
 
 def _take_ports(free: Iterator[int], *, voter: bool) -> NodePorts:
-    agent, data, lane = next(free), next(free), next(free)
+    agent, data, lane, metrics = next(free), next(free), next(free), next(free)
     if not voter:
-        return NodePorts(agent=agent, data=data, lane=lane)
-    return NodePorts(agent=agent, data=data, lane=lane, registry=next(free), raft=next(free))
+        return NodePorts(agent=agent, data=data, lane=lane, metrics=metrics)
+    return NodePorts(agent=agent, data=data, lane=lane, metrics=metrics, registry=next(free), raft=next(free))
 
 
 def _node_from_json(entry: Json) -> LocalNode:

@@ -29,13 +29,15 @@ RAM_PER_NODE_BYTES_MIN = 256 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class NodePorts:
-    """A node's listeners. The last two only exist on voters."""
+    """A node's listeners. `registry` and `raft` only exist on voters."""
 
     agent: int
     data: int
     lane: int
     registry: int | None = None
     raft: int | None = None
+    #: None: the cluster was made by a version without metrics.
+    metrics: int | None = None
 
 
 def default_dir() -> Path:
@@ -125,6 +127,7 @@ def node_config(
         "agent_port": ports.agent,
         "data_port": ports.data,
         "lane_port": ports.lane,
+        "metrics_address": f"127.0.0.1:{ports.metrics}" if ports.metrics else "",
         "voters": [
             {
                 "node_id": voter,

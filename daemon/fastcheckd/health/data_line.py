@@ -60,6 +60,8 @@ class DataLine:
         #: Set when the data process has answered for the first time.
         self.ready = asyncio.Event()
         self.ram_used_bytes = 0
+        #: Why the registry does not call this life UP, as the data process last heard; empty: it does.
+        self.not_up = "the data process has not answered yet"
 
     @property
     def health(self) -> rpb.DataHealth.ValueType:
@@ -111,6 +113,7 @@ class DataLine:
                     self.answered_at = loop.time()
                     self.ready.set()
                 self.ram_used_bytes = answer.ram_used_bytes
+                self.not_up = answer.not_up
             pause_s = ASSUME_INTERVAL_S if was_ok else ASSUME_INTERVAL_S / 5
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):

@@ -15,6 +15,7 @@ import grpc.aio
 from fastcheck_proto.v1 import registry_pb2, registry_pb2_grpc
 
 from ..config import Config, Voter
+from ..durations import AGENT, Durations
 from ..rpc import CHANNEL_OPTIONS
 from .lease_clock import LeaseClock
 
@@ -34,6 +35,7 @@ class HeartbeatSender:
         on_fenced: called in the loop when the leader says that the life in `snapshot` is over; once per life.
         lease: told of what is sent and answered.
         on_answer: called in the loop after each answer.
+        durations: told how far apart each voter's answers are.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class HeartbeatSender:
         on_fenced: Callable[[], None],
         lease: LeaseClock | None = None,
         on_answer: Callable[[], None] = lambda: None,
+        durations: Durations | None = None,
     ) -> None:
         self._config = config
         self._snapshot = snapshot
@@ -50,6 +53,9 @@ class HeartbeatSender:
         voters = [voter.node_id for voter in config.effective_voters]
         self._lease = lease or LeaseClock(voters, config.lease_s)
         self._on_answer = on_answer
+        self._durations = durations or Durations(AGENT)
+        #: By voter; a stream that had to be made anew is a gap like any other.
+        self._answered_at: dict[str, float] = {}
         self._fenced_incarnation = 0
         #: One count for all streams: a late answer from an earlier stream names no heartbeat of a later one.
         self._seq = 0
@@ -72,6 +78,13 @@ class HeartbeatSender:
                     backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
                 else:
                     await asyncio.sleep(self._config.heartbeat_interval_s)
+
+    def _answered(self, voter: str, lease_seq: int, now: float) -> None:
+        if (before := self._answered_at.get(voter)) is not None:
+            self._durations.add("heartbeat_gap", now - before)
+        self._answered_at[voter] = now
+        self._lease.answered(voter, lease_seq, now)
+        self._on_answer()
 
     def _fenced(self, incarnation: int) -> None:
         if self._fenced_incarnation != incarnation == self._snapshot().node.incarnation:
@@ -99,8 +112,7 @@ class _Stream:
             while isinstance(answer := await self._call.read(), registry_pb2.HeartbeatResponse):
                 answered = True
                 self._answered_at = self._loop.time()
-                sender._lease.answered(self._voter.node_id, answer.lease_seq, self._answered_at)
-                sender._on_answer()
+                sender._answered(self._voter.node_id, answer.lease_seq, self._answered_at)
                 if answer.fenced and answer.leader == self._voter.node_id:
                     sender._fenced(self._incarnation)
         except grpc.aio.AioRpcError as error:

@@ -22,6 +22,7 @@ from ..services.admin import AdminService
 from ..services.node import NodeService
 from ..systemd import Notifier, one_line, report
 from ..transfer.peer_calls import PeerCalls
+from .observing import observing
 from .process import listen_tcp, listening, private_directory, stop_signal
 
 #: To systemd, while a drain goes on: wait so much longer.
@@ -44,7 +45,7 @@ async def run(config: Config) -> None:
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(config, registry, peers), server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     listen_tcp(server, config.agent_address, "agent_port")
-    async with listening(server, config.agent_socket):
+    async with listening(server, config.agent_socket), observing(config, agent, registry, health):
         await health.set("", health_pb2.HealthCheckResponse.SERVING)
         agent.start()
         reporting = asyncio.create_task(

@@ -6,13 +6,18 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
 
 from fastcheck_proto.v1 import (
+    common_pb2,
     node_pb2_grpc,
+    observe_pb2_grpc,
     peer_pb2,
     peer_pb2_grpc,
     registry_pb2,
@@ -22,11 +27,16 @@ from fastcheck_proto.v1 import (
 from ..codec.planner import Planner
 from ..config import Config
 from ..counters import Counters
-from ..errors import ConfigError, StoreError
+from ..durations import DATA, Durations
+from ..errors import (
+    ConfigError,
+    StoreError,
+)
 from ..health.lease import LeaseHolder
 from ..identity import Identity
 from ..interfaces import faster_than, interface_of, interfaces
 from ..last_view import LastView
+from ..observe import data_metrics
 from ..registry import wire
 from ..registry.client import RegistryClient
 from ..registry.remembered import remember, with_remembered_voters
@@ -35,6 +45,7 @@ from ..rpc import SERVER_OPTIONS
 from ..saving.replicate import Replicator
 from ..saving.room import SavingRoom
 from ..services.data_control import DataControlService
+from ..services.observe import ObserveService
 from ..services.peer import PeerService
 from ..services.trainer import TrainerService
 from ..store.ram_store import HeldShard, RamStore
@@ -64,6 +75,8 @@ class _DataRooms:
 
     def __init__(self, config: Config, store: RamStore, counters: Counters) -> None:
         self._config = config
+        self._counters = counters
+        self._durations = durations = Durations(DATA)
         self.identity = identity = Identity(config.node_id)
         self.lease = LeaseHolder(config.node_id, lambda: identity.incarnation)
         self.store = store
@@ -116,11 +129,11 @@ class _DataRooms:
         )  # fmt: skip
         self.saving = SavingRoom(
             config=config, identity=identity, store=store, registry=registry, view=view,
-            counters=counters, replicator=replicator,
+            counters=counters, durations=durations, replicator=replicator,
         )  # fmt: skip
         restore = RestoreRoom(
             config=config, store=store, registry=registry, peers=peers, view=view,
-            counters=counters, executor=self.hashing, on_brought=self._brought,
+            counters=counters, durations=durations, executor=self.hashing, on_brought=self._brought,
         )  # fmt: skip
         self.upkeep = UpkeepRoom(
             config=config, identity=identity, store=store, registry=registry, peers=peers, view=view,
@@ -168,6 +181,28 @@ class _DataRooms:
             faster_mbit_per_s=faster.speed_mbit_per_s if faster else 0,
             tls=self._config.lane_tls,
             pacing=self.pacing.report(),
+        )
+
+    def facts(self) -> data_metrics.DataFacts:
+        """This process at this moment, for whoever watches."""
+        usage = self.store.usage()
+        kinds = Counter(held.kind for held in self.store.held())
+        scrub_age_ms = self.upkeep.scrub_age_ms()
+        return data_metrics.DataFacts(
+            counters=self._counters.snapshot(),
+            durations=self._durations.snapshot(),
+            ram_used_bytes=usage.used_bytes - usage.free_bytes,
+            ram_free_bytes=usage.free_bytes,
+            ram_budget_bytes=usage.budget_bytes,
+            scrub_age_s=None if scrub_age_ms is None else scrub_age_ms / 1000,
+            scrub_period_s=self._config.scrub_period_s,
+            replicas={
+                "owner": kinds[common_pb2.REPLICA_KIND_OWNER],
+                "copy": kinds[common_pb2.REPLICA_KIND_COPY],
+            },
+            puts_arriving=self.desk.transfers,
+            seats=self.saving.seats,
+            jobs=self.saving.progress(),
         )
 
     async def _on_view(self, seen: registry_pb2.ClusterView) -> None:
@@ -240,11 +275,14 @@ async def run(config: Config) -> None:
     far = grpc.aio.server(options=SERVER_OPTIONS)
     peer_pb2_grpc.add_PeerServiceServicer_to_server(rooms.peer_service, far)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, far)
+    health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), far)
     listen_tcp(far, config.data_address, "data_port")
     near = grpc.aio.server(options=SERVER_OPTIONS)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, near)
-    control = DataControlService(rooms.identity, rooms.lease, store, on_assume=rooms.assumed)
+    control = DataControlService(rooms.identity, rooms.lease, store, rooms.view, on_assume=rooms.assumed)
     node_pb2_grpc.add_DataControlServiceServicer_to_server(control, near)
+    observed = ObserveService(lambda: data_metrics.families(rooms.facts()))
+    observe_pb2_grpc.add_ObserveServiceServicer_to_server(observed, near)
     rooms.lane.start()
     rooms.desk.start()
     try:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
+
+import grpc.aio
+
+from fastcheck_proto.v1 import observe_pb2_grpc
 
 from ..beats import BEAT_INTERVAL_S, BeatGiver
 from ..config import Config
+from ..durations import REGISTRY, Durations
 from ..errors import RegistryError
+from ..observe import registry_metrics
 from ..registry.raft import Raft
 from ..registry_server import RegistryServer, Surroundings
-from .process import stop_signal
+from ..rpc import SERVER_OPTIONS
+from ..services.observe import ObserveService
+from .process import listening, private_directory, stop_signal
 
 
 class Progress:
@@ -36,16 +45,21 @@ class Progress:
 async def run(config: Config) -> None:
     """The registry process of a voter; returns after SIGTERM, raises when this voter can go on no more."""
     stopping = stop_signal()
-    progress = Progress()
+    durations, progress = Durations(REGISTRY), Progress()
     server = RegistryServer(
-        config, Surroundings(engine=lambda config, changed: Raft(config, changed, progress.tick))
+        config, Surroundings(engine=partial(Raft, durations=durations, on_tick=progress.tick))
     )
     await server.start()
     beating = asyncio.create_task(progress.tell(), name="signs of life")
+    private_directory(config.runtime_dir)
+    observed = ObserveService(lambda: registry_metrics.families(server.facts(durations.snapshot())))
+    near = grpc.aio.server(options=SERVER_OPTIONS)
+    observe_pb2_grpc.add_ObserveServiceServicer_to_server(observed, near)
     failing = asyncio.create_task(server.wait_failed(), name="registry-failure")
     try:
         ends: set[asyncio.Future[Any]] = {stopping, failing}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        async with listening(near, config.registry_socket):
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
             raise RegistryError(f"this voter stops, to be started anew: {failing.result()}")
     finally:

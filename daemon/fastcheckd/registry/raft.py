@@ -26,6 +26,7 @@ from pysyncobj import SyncObjConf, SyncObjConsumer, replicated
 from pysyncobj.config import FAIL_REASON
 
 from ..config import Config, Voter, split_address
+from ..durations import REGISTRY, Durations
 from ..errors import ConfigError, InvalidRequestError, NoQuorumError, RegistryError, UnsafeError
 from . import unpickling
 from .journal import Entry, Journal, sync_directory
@@ -97,13 +98,19 @@ class Raft:
         config: with an `own_voter`.
         on_change: called in the loop after the state, the leader or this voter's role has changed,
             and after a failure. Calls are merged.
+        durations: told how long each command took to be committed.
 
     Raises:
         ConfigError: a key, port or state directory that the operator has to look at.
     """
 
     def __init__(
-        self, config: Config, on_change: Callable[[], None], on_tick: Callable[[], None] = lambda: None
+        self,
+        config: Config,
+        on_change: Callable[[], None],
+        *,
+        durations: Durations | None = None,
+        on_tick: Callable[[], None] = lambda: None,
     ) -> None:
         voter = config.own_voter
         if voter is None:
@@ -117,6 +124,7 @@ class Raft:
         self._in_log = self._committed
         self._on_change = on_change
         self._on_tick = on_tick
+        self._durations = durations or Durations(REGISTRY)
         self._machine = _Machine()
         self._folder = VoterFolder(config, voter)
         self._joining = False
@@ -359,7 +367,8 @@ class Raft:
                 f"a {command['type']} command of {len(data)} bytes is too large for the registry, which "
                 f"takes {COMMAND_BYTES_MAX}: use fewer ranks, or a smaller 'spread'"
             )
-        deadline = self._loop.time() + timeout_s
+        began = self._loop.time()
+        deadline = began + timeout_s
         problem = "did not answer in time"
         async with self._slots:
             while (left_s := deadline - self._loop.time()) > 0:
@@ -374,6 +383,7 @@ class Raft:
                 except TimeoutError:
                     continue
                 if reason == FAIL_REASON.SUCCESS and result is not None:
+                    self._durations.add("registry_commit", self._loop.time() - began)
                     return dict(json.loads(result))
                 if reason in _NOT_COMMITTED:
                     problem = _NOT_COMMITTED[reason]

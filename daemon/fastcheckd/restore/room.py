@@ -18,7 +18,8 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..config import Config
 from ..counters import Counters
-from ..errors import LostError
+from ..durations import Durations
+from ..errors import FastCheckdError, InvalidRequestError, LostError, StepGoneError, WorldSizeError
 from ..registry.client import RegistryClient
 from ..store.ram_store import HeldShard, RamStore
 from ..store.segments import Segment, staging_pool
@@ -66,12 +67,14 @@ class RestoreRoom:
         peers: PeerClient,
         view: ViewFollower,
         counters: Counters,
+        durations: Durations,
         executor: Executor,
         on_brought: Callable[[Sequence[HeldShard]], None],
     ) -> None:
         self._config = config
         self._store = store
         self._counters = counters
+        self._durations = durations
         self._on_brought = on_brought
         self.survey = Survey(peers, view)
         self._bringer = Bringer(config, store, registry, peers, view, counters)
@@ -104,6 +107,18 @@ class RestoreRoom:
             LostError: every copy of some shard is bad or gone; the message names older steps.
             NoQuorumError: no registry answers, and the request does not allow to do without.
         """
+        try:
+            loaded = await self._bring_newest(request, tally)
+        except (InvalidRequestError, StepGoneError, WorldSizeError):
+            raise  # what was asked for cannot be had
+        except FastCheckdError:
+            self._counters.add("restores_failed")
+            raise
+        if loaded is not None:
+            self._durations.add("restore", loaded.ready.restore_s)
+        return loaded
+
+    async def _bring_newest(self, request: tpb.LoadRequest, tally: Tally) -> Loaded | None:
         started = time.monotonic()
         checks = self._own_copies.begin_checks(request, tally)
         candidates = await self._finder.find(request)

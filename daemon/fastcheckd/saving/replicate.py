@@ -342,6 +342,7 @@ class Replicator:
                 task.cancel()
             await asyncio.gather(put, gone, return_exceptions=True)
         save.moved()
+        self._counters.add("bytes_replicated", outcome.raw_bytes)
         self._counters.add("bytes_saved", max(0, outcome.raw_bytes - outcome.sent_bytes))
         shard.acknowledged[node_id] = Copy(holder, outcome, seconds)
         return None

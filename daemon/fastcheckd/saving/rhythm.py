@@ -45,11 +45,13 @@ class Rhythm:
         if rank in self._sealed:
             self._waiting.setdefault(rank, now)
 
+    def interval_s(self, rank: Rank) -> float | None:
+        """How often the rank saves: the shortest of its last intervals; None: it has not saved twice."""
+        return min((b - a for a, b in itertools.pairwise(self._sealed.get(rank, []))), default=None)
+
     def due(self, rank: Rank, sealed_at: float) -> float:
         """When a step that was sealed at that moment should have its copies."""
         latest = sealed_at + self._patience_s
-        moments = self._sealed.get(rank, [])
-        intervals = [after - before for before, after in itertools.pairwise(moments)]
-        if intervals:
-            latest = min(latest, sealed_at + SHARE * min(intervals))
+        if (interval_s := self.interval_s(rank)) is not None:
+            latest = min(latest, sealed_at + SHARE * interval_s)
         return min(latest, self._waiting.get(rank, latest))

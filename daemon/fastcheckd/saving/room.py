@@ -20,6 +20,7 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..config import Config
 from ..counters import Counters
+from ..durations import Durations
 from ..errors import (
     FastCheckdError,
     FencedError,
@@ -39,6 +40,7 @@ from .ahead import Ahead, read
 from .content import NOTHING
 from .memory import ROOM_WAIT_S, StepMemory
 from .of_rank import RankSaves
+from .progress import JobProgress, job_progress
 from .replicate import Replicator
 from .resuming import left_over
 from .save import Save, SaveKey
@@ -68,6 +70,7 @@ class SavingRoom:
         registry: RegistryClient,
         view: ViewFollower,
         counters: Counters,
+        durations: Durations,
         replicator: Replicator,
     ) -> None:
         self._config = config
@@ -76,10 +79,13 @@ class SavingRoom:
         self._registry = registry
         self._view = view
         self._counters = counters
+        self._durations = durations
         self._replicator = replicator
         self._ranks: dict[tuple[str, int], RankSaves] = {}
         #: Newest session of a job of which a step was committed from here, and its newest such step: the view may lag.
         self._committed: dict[str, tuple[int, int]] = {}
+        #: When that was, by the monotonic clock.
+        self._committed_at: dict[str, float] = {}
         self._reserved: dict[str, Save] = {}
         self.memory = StepMemory(
             config=config, store=store, view=view, counters=counters, short_of_room=replicator.short_of_room
@@ -111,6 +117,21 @@ class SavingRoom:
         if (saves := self._ranks.get((job, rank))) is None:
             saves = self._ranks[job, rank] = RankSaves(job, rank)
         return saves
+
+    @property
+    def seats(self) -> int:
+        """Places of ranks in jobs that were taken through this process."""
+        return len(self._ranks)
+
+    def progress(self) -> list[JobProgress]:
+        """How far each job has come here."""
+        return job_progress(
+            {rank: known.saves for rank, known in self._ranks.items()},
+            newest=self._newest,
+            committed_at=self._committed_at,
+            interval_s=self._replicator.rhythm.interval_s,
+            now=time.monotonic(),
+        )
 
     # --- sessions --------------------------------------------------------------------------------
 
@@ -145,6 +166,7 @@ class SavingRoom:
 
     async def begin(self, request: tpb.BeginSaveRequest) -> tuple[Save, float]:
         """Reserve a staging segment; returns the save and the seconds waited for older steps."""
+        began = time.monotonic()
         self._admit(request.job, request.rank, request.session)
         self._abandon_reserved(request.job, request.rank)  # the trainer came back without sealing it
         self._expire_reserved()
@@ -163,6 +185,7 @@ class SavingRoom:
             segment=segment,
             state_bytes=request.state_bytes,
         )
+        self._durations.add("save_wait", save.begun_at - began)
         self._reserved[save.save_id] = save
         if request.HasField("ahead"):
             self._ahead.begin(save, request.ahead)
@@ -339,6 +362,8 @@ class SavingRoom:
         if self._reserved.pop(save_id, None) is not save:
             raise unknown
         self._counters.add("saves_staged")
+        self._counters.add("bytes_staged", save.state_bytes)
+        self._durations.add("save_copy", time.monotonic() - save.begun_at)
         self._launch(save)
         return save
 
@@ -392,6 +417,9 @@ class SavingRoom:
         if error is None:
             self._counters.add("saves_committed")
             self._of(save.key.job, save.key.rank).starved = False
+            self._durations.add("save_replicate", save.replicate_s)
+            self._durations.add("save_commit", save.commit_s)
+            self._committed_at[save.key.job] = time.monotonic()
             seen = self._committed.get(save.key.job, (0, -1))
             self._committed[save.key.job] = max(seen, (save.session, save.key.step))
             save.advance(tpb.SAVE_STATE_COMMITTED)

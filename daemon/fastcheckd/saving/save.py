@@ -84,7 +84,9 @@ class Save:
     #: How often ranks of the job had been taken over when it was placed; 0: not known.
     generation: int = 0
 
-    #: By the monotonic clock; before the seal, when it was begun.
+    #: By the monotonic clock.
+    begun_at: float = field(default_factory=time.monotonic)
+    #: Likewise; before the seal, when sending it was begun.
     sealed_at: float = 0.0
     state: State = tpb.SAVE_STATE_UNSPECIFIED
     error: FastCheckdError | None = None

@@ -14,6 +14,7 @@ from ..health.lease import LeaseHolder
 from ..identity import Identity
 from ..rpc import answers
 from ..store.ram_store import RamStore
+from ..view import ViewFollower
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -22,11 +23,17 @@ class DataControlService(npb_grpc.DataControlServiceServicer):
     """Takes the node's incarnation and its lease from the agent; answers with signs of progress."""
 
     def __init__(
-        self, identity: Identity, lease: LeaseHolder, store: RamStore, on_assume: Callable[[], None]
+        self,
+        identity: Identity,
+        lease: LeaseHolder,
+        store: RamStore,
+        view: ViewFollower,
+        on_assume: Callable[[], None],
     ) -> None:
         self._identity = identity
         self._lease = lease
         self._store = store
+        self._view = view
         self._on_assume = on_assume
         self._answers = 0
 
@@ -41,6 +48,7 @@ class DataControlService(npb_grpc.DataControlServiceServicer):
             progress=self._answers,
             ram_used_bytes=usage.used_bytes - usage.free_bytes,  # free ones go when needed
             ram_budget_bytes=usage.budget_bytes,
+            not_up=self._view.why_not_up(self._identity.ref()),
         )
 
     @answers

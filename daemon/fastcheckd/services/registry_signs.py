@@ -68,9 +68,10 @@ class RegistrySigns:
         self, request: registry_pb2.GetViewRequest, context: Context
     ) -> registry_pb2.GetViewResponse:
         """The cluster, as applied here."""
-        return registry_pb2.GetViewResponse(view=self._view(), knows_schema=SCHEMA)
+        return registry_pb2.GetViewResponse(view=self.view(), knows_schema=SCHEMA)
 
-    def _view(self) -> registry_pb2.ClusterView:
+    def view(self) -> registry_pb2.ClusterView:
+        """The cluster as applied here, with the signs of life that this voter has heard."""
         leader, now = self._raft.leader, self._now()
 
         def signs(life: Life) -> Signs:
@@ -102,7 +103,7 @@ class RegistrySigns:
             while True:
                 changed = self._changed
                 if self._shared_view is None:
-                    self._shared_view = self._view()
+                    self._shared_view = self.view()
                 yield registry_pb2.WatchViewResponse(view=self._shared_view)
                 try:
                     async with asyncio.timeout(VIEW_REPEAT_S):

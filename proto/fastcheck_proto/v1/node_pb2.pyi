@@ -237,18 +237,22 @@ class AssumeResponse(google.protobuf.message.Message):
     PROGRESS_FIELD_NUMBER: builtins.int
     RAM_USED_BYTES_FIELD_NUMBER: builtins.int
     RAM_BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    NOT_UP_FIELD_NUMBER: builtins.int
     progress: builtins.int
     """Grows while the data process' loop turns."""
     ram_used_bytes: builtins.int
     ram_budget_bytes: builtins.int
+    not_up: builtins.str
+    """Why the newest view that the data process has does not call this life UP; empty: it does."""
     def __init__(
         self,
         *,
         progress: builtins.int = ...,
         ram_used_bytes: builtins.int = ...,
         ram_budget_bytes: builtins.int = ...,
+        not_up: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["progress", b"progress", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["not_up", b"not_up", "progress", b"progress", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes"]) -> None: ...
 
 Global___AssumeResponse: typing_extensions.TypeAlias = AssumeResponse
 

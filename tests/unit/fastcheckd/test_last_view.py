@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.config import Config
 from fastcheckd.identity import Identity
@@ -78,3 +79,16 @@ def test_an_old_view_says_where_nodes_are_and_nothing_else(tmp_path):
     assert asyncio.run(follow(view_of(9))).members() == view_of(9)
     foreign = view_of(11, cluster_id="other")
     assert asyncio.run(follow(foreign)).members() == view_of(9)
+
+
+def test_whether_the_view_calls_this_life_up_and_why_not():
+    follower = ViewFollower(Registry(), Identity("a"))
+    ref = pb.NodeRef(node_id="a", incarnation=3)
+    assert "no view" in follower.why_not_up(ref)
+    node = rpb.NodeRecord(node_id="a", incarnation=2, state=rpb.NODE_STATE_UP)
+    follower.view = rpb.ClusterView(nodes=[node])
+    assert "no view" in follower.why_not_up(ref)  # it is about an earlier life
+    follower.view.nodes[0].incarnation = 3
+    assert follower.why_not_up(ref) == ""
+    follower.view.nodes[0].state, follower.view.nodes[0].reason = rpb.NODE_STATE_DOWN, "silent"
+    assert follower.why_not_up(ref) == "the registry calls it DOWN: silent"

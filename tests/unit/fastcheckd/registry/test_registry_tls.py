@@ -15,6 +15,7 @@ import zlib
 import pytest
 from tests.certificates import Authority
 
+from fastcheckd.certificates import Certificates
 from fastcheckd.config import Config, Voter, split_address
 from fastcheckd.errors import ConfigError
 from fastcheckd.registry import raft_transport
@@ -156,6 +157,14 @@ def test_a_certificate_is_read_again_when_its_files_change(voters, caplog):
     assert serial() == second and "expired" in caplog.text
     voters.authority.node("test", "v0")
     assert serial() not in {first, second}
+
+
+def test_the_end_of_the_certificate_is_known_and_moves_when_it_is_renewed(voters):
+    certificates = Certificates(voters.config(0))
+    voters.authority.node("test", "v0", days=2)
+    assert certificates.ends_at_s() == pytest.approx(time.time() + 2 * 86400, abs=300)
+    voters.authority.node("test", "v0", days=30)
+    assert certificates.ends_at_s() == pytest.approx(time.time() + 30 * 86400, abs=300)
 
 
 @pytest.mark.parametrize(

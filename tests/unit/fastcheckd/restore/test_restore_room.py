@@ -14,7 +14,8 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 from fastcheckd.counters import Counters
-from fastcheckd.errors import LostError
+from fastcheckd.durations import DATA, Durations
+from fastcheckd.errors import LostError, StepGoneError
 from fastcheckd.restore.finding import Candidate
 from fastcheckd.restore.parts import Wholes
 from fastcheckd.restore.room import RestoreRoom
@@ -84,6 +85,7 @@ def make_room(store: FakeStore, monkeypatch, candidates, gather, told=None) -> R
         peers=None,
         view=None,
         counters=Counters(),
+        durations=Durations(DATA),
         executor=None,
         on_brought=(told if told is not None else []).extend,
     )
@@ -111,15 +113,32 @@ async def test_a_single_rank_goes_on_to_an_older_step_in_parts(monkeypatch, worl
     if world_size > 1:
         with pytest.raises(LostError, match="Older steps: 1"):
             await room.bring(request, Tally())
+        assert room._counters.get("restores_failed") == 1
+        assert sum(room._durations.snapshot()["restore"].counts) == 0
     else:
         loaded = await room.bring(request, Tally())
         assert loaded.ready.step == 1
         assert loaded.ready.provisional
+        assert room._counters.get("restores_failed") == 0  # the trainer got a step
+        assert sum(room._durations.snapshot()["restore"].counts) == 1
         loaded.close()
     assert not store.lent
     assert not room.bringing
     assert not room._locks
     assert not room._wholes._locks
+
+
+@in_a_loop
+async def test_a_step_that_is_not_kept_is_the_askers_failure(monkeypatch):
+    room = make_room(FakeStore(), monkeypatch, [], None)
+
+    async def find(request):
+        raise StepGoneError("step 9 is not kept")
+
+    monkeypatch.setattr(room._finder, "find", find)
+    with pytest.raises(StepGoneError):
+        await room.bring(tpb.LoadRequest(job="j", step=9, world_size=1), Tally())
+    assert room._counters.get("restores_failed") == 0
 
 
 @in_a_loop

@@ -19,6 +19,7 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 from fastcheckd.codec.planner import Planner
 from fastcheckd.config import Config
 from fastcheckd.counters import Counters
+from fastcheckd.durations import DATA, Durations
 from fastcheckd.errors import NoQuorumError, PlacementError
 from fastcheckd.identity import Identity
 from fastcheckd.saving.replicate import Replicator
@@ -138,7 +139,9 @@ async def running_node(directory: Path, registry: Registry, **settings: object) 
             **common, peers=peers, view=view, counters=counters, executor=executor, codec=pool,
             planner=Planner(config.codec, config.codec_threads),
         )  # fmt: skip
-        room = SavingRoom(**common, view=view, counters=counters, replicator=replicator)
+        room = SavingRoom(
+            **common, view=view, counters=counters, durations=Durations(DATA), replicator=replicator
+        )
         try:
             yield Node(room, store, counters)
         finally:

@@ -1,0 +1,105 @@
+"""The agent's own metrics: who the node is, its processes, its touch with the registry. Pure."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client.metrics_core import Metric
+
+from fastcheck_proto.v1 import registry_pb2 as rpb
+
+from .. import __version__
+from ..durations import Histogram
+from .families import counter, gauge, histograms
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """One of the node's processes."""
+
+    name: str
+    #: None: it does not run now.
+    pid: int | None
+    restarts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFacts:
+    """How a node is, as far as its agent knows by itself."""
+
+    #: 0: not registered yet.
+    incarnation: int
+    data: rpb.DataHealth.ValueType
+    #: Why the registry's newest view does not call this life UP; empty: it does.
+    not_up: str
+    #: A majority of the voters answers this node's heartbeats.
+    has_quorum: bool
+    processes: tuple[ProcessFacts, ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process takes of the machine, by the kernel."""
+
+    resident_bytes: int
+    cpu_s: float
+
+
+def families(
+    facts: NodeFacts,
+    *,
+    cluster_id: str,
+    node_id: str,
+    ready: bool,
+    usage: Mapping[str, Usage],
+    answered: Mapping[str, bool],
+    durations: Mapping[str, Histogram],
+    certificate_ends_at_s: float | None,
+) -> list[Metric]:
+    """Everything, for one scrape.
+
+    Args:
+        usage: process → what it takes, of those that run.
+        answered: process → whether its own metrics came, of those that were asked.
+        certificate_ends_at_s: when the node's certificate expires, Unix seconds; None: it has none.
+    """
+    version: dict[tuple[str, ...], float] = {(__version__, platform.python_version()): 1.0}
+    return [
+        gauge("build_info", "Version of FastCheck and of Python.", version, ("version", "python")),
+        gauge("node_info", "Who this is.", {(cluster_id, node_id): 1.0}, ("cluster_id", "node_id")),
+        gauge("node_ready", "1: registered, UP, and its store adopted; /readyz has the reasons.", int(ready)),
+        gauge("node_incarnation", "This life of the node; 0: not registered yet.", facts.incarnation),
+        gauge("node_has_quorum", "1: a majority of the voters answers this node.", int(facts.has_quorum)),
+        gauge(
+            "process_answers",
+            "1: the process answered this scrape; its metrics are missing where it did not.",
+            {(name,): int(ok) for name, ok in answered.items()},
+            ("process",),
+        ),
+        counter(
+            "process_restarts",
+            "Times that the agent started the process anew.",
+            {(p.name,): p.restarts for p in facts.processes if p.name != "agent"},
+            ("process",),
+        ),
+        gauge(
+            "process_resident_bytes",
+            "Memory of the process; the data process' mapped segments are part of it.",
+            {(name,): used.resident_bytes for name, used in usage.items()},
+            ("process",),
+        ),
+        counter(
+            "process_cpu_seconds",
+            "CPU seconds of the process, user and system.",
+            {(name,): used.cpu_s for name, used in usage.items()},
+            ("process",),
+        ),
+        gauge(
+            "certificate_expiry_timestamp_seconds",
+            "When this node's certificate ends; absent where it has none.",
+            {} if certificate_ends_at_s is None else certificate_ends_at_s,
+        ),
+        *histograms(durations),
+    ]

@@ -1,0 +1,76 @@
+"""What a node answers over HTTP: /metrics, /livez, /readyz and /safe-to-stop.
+
+Three questions that are often taken for one. Does it live (else start it anew): the agent answers, so it does; no
+quorum and no data process can make a restart of the agent useful. Is it ready (else give it no work, stop rolling
+on). May it be stopped (else wait, or drain it): that the registry answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+from fastcheck_proto.v1 import registry_pb2 as rpb
+
+from ..errors import FastCheckdError
+from .agent_metrics import NodeFacts
+from .asking import Shared
+from .families import CONTENT_TYPE
+from .http_edge import Handler, Response
+from .readiness import why_not_ready
+
+#: One scrape for all who scrape at once, and for a moment longer.
+METRICS_KEPT_S = 0.5
+#: The leader proves that it leads for each answer: probes in a row get the same one.
+SAFE_TO_STOP_KEPT_S = 2.0
+
+
+def health_pages(
+    facts: Callable[[], NodeFacts], safe_to_stop: Callable[[], Awaitable[rpb.SafeToStopResponse]]
+) -> dict[str, Handler]:
+    """The three questions, by path.
+
+    Args:
+        facts: how the node is now.
+        safe_to_stop: asks the registry about this node, within a few seconds.
+    """
+    shared = Shared(safe_to_stop, SAFE_TO_STOP_KEPT_S)
+
+    async def livez() -> Response:
+        return Response(HTTPStatus.OK, b"ok\n")
+
+    async def readyz() -> Response:
+        reasons = why_not_ready(facts())
+        status = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
+        return _json(status, {"ready": not reasons, "reasons": reasons})
+
+    async def may_stop() -> Response:
+        try:
+            verdict = await shared.get()
+        except FastCheckdError as error:
+            # Not known is not safe, and not unsafe either.
+            return _json(HTTPStatus.SERVICE_UNAVAILABLE, {"safe": None, "reasons": [str(error)]})
+        told = {
+            "safe": verdict.safe,
+            "survivable": verdict.survivable,
+            "reasons": list(verdict.reasons),
+            "jobs": list(verdict.jobs),
+        }
+        return _json(HTTPStatus.OK if verdict.safe else HTTPStatus.PRECONDITION_FAILED, told)
+
+    return {"/livez": livez, "/readyz": readyz, "/safe-to-stop": may_stop}
+
+
+def metrics_page(scrape: Callable[[], Awaitable[bytes]]) -> dict[str, Handler]:
+    """`/metrics`."""
+    shared = Shared(scrape, METRICS_KEPT_S)
+
+    async def metrics() -> Response:
+        return Response(HTTPStatus.OK, await shared.get(), CONTENT_TYPE)
+
+    return {"/metrics": metrics}
+
+
+def _json(status: HTTPStatus, value: object) -> Response:
+    return Response(status, json.dumps(value).encode() + b"\n", "application/json")

@@ -1,0 +1,62 @@
+"""Whatever is logged is one line, bounded, and says whose it is."""
+
+import json
+import logging
+import sys
+
+import pytest
+
+from fastcheckd.log import FIELD_CHARS_MAX, HumanLines, JsonLines
+
+
+def record(message, *args, level=logging.INFO, exc_info=None):
+    made = logging.LogRecord("fastcheckd.saving", level, "room.py", 1, message, args, exc_info)
+    made.created, made.msecs = 1_700_000_000.0, 7.0
+    return made
+
+
+def raised(text):
+    try:
+        raise ValueError(text)
+    except ValueError:
+        return sys.exc_info()
+
+
+def test_a_json_line_says_when_who_and_what():
+    line = JsonLines("n1", "data").format(record("step %d of %s", 3, "gpt", level=logging.WARNING))
+    assert json.loads(line) == {
+        "time": "2023-11-14T22:13:20.007Z",
+        "level": "warning",
+        "node": "n1",
+        "process": "data",
+        "logger": "fastcheckd.saving",
+        "message": "step 3 of gpt",
+    }
+
+
+def test_a_human_line():
+    line = HumanLines("n1", "data").format(record("step %d", 3, level=logging.WARNING))
+    assert line.endswith(".007 W n1/data: step 3")
+
+
+@pytest.mark.parametrize("lines", [JsonLines, HumanLines])
+def test_a_message_cannot_forge_a_second_line(lines):
+    line = lines("n1", "data").format(record("peer said %s", "x\r\n00:00:00.000 E n1/data: forged"))
+    assert "\n" not in line and "\r" not in line
+    assert "forged" in line
+
+
+@pytest.mark.parametrize("lines", [JsonLines, HumanLines])
+def test_a_message_and_a_traceback_are_bounded_and_keep_both_ends(lines):
+    line = lines("n1", "data").format(record("begin %s end", "x" * 10**6))
+    assert FIELD_CHARS_MAX < len(line) < FIELD_CHARS_MAX + 300
+    assert "begin xxx" in line and "xxx end" in line
+    line = lines("n1", "data").format(record("failed", exc_info=raised("y" * 10**6)))
+    assert len(line) < FIELD_CHARS_MAX + 600
+    assert "Traceback" in line and "yyy ...cut... yyy" in line
+
+
+def test_a_traceback_is_a_field_of_its_line():
+    line = JsonLines("n1", "agent").format(record("failed", exc_info=raised("why")))
+    assert "\n" not in line
+    assert json.loads(line)["traceback"].endswith("ValueError: why")
