@@ -98,7 +98,9 @@ def test_a_request_that_does_not_come_ends_the_connection(monkeypatch):
     assert asked(b"GET /hello HT") == b""
 
 
-def test_a_crowd_that_says_nothing_does_not_keep_a_probe_out():
+def test_a_crowd_that_says_nothing_does_not_keep_a_probe_out(monkeypatch):
+    monkeypatch.setattr(http_edge, "REQUEST_S_MAX", 600.0)  # so that nobody leaves for another reason
+
     async def run():
         async with serving() as (edge, port), contextlib.AsyncExitStack() as stack:
             silent = []
@@ -108,10 +110,34 @@ def test_a_crowd_that_says_nothing_does_not_keep_a_probe_out():
                 silent.append(reader)
             answer = await ask(port, b"GET /hello HTTP/1.1\r\n\r\n")
             assert answer.endswith(b"hello\n")
-            assert len(edge._connections) <= CONNECTIONS_MAX
             async with asyncio.timeout(10):  # the one that was silent for longest made room
                 with contextlib.suppress(ConnectionResetError):
                     assert await silent[0].read() == b""
+            assert len(edge._connections) == CONNECTIONS_MAX - 1
+            assert not any(reader.at_eof() for reader in silent[1:])
+
+    asyncio.run(run())
+
+
+def test_when_all_are_being_answered_one_more_is_turned_away():
+    async def run():
+        may_answer = asyncio.Event()
+
+        async def slow():
+            await may_answer.wait()
+            return await hello()
+
+        async with serving() as (edge, port):
+            edge._routes["/slow"] = slow
+            asking = [
+                asyncio.create_task(ask(port, b"GET /slow HTTP/1.1\r\n\r\n")) for _ in range(CONNECTIONS_MAX)
+            ]
+            async with asyncio.timeout(10):
+                while len(edge._connections) < CONNECTIONS_MAX or edge._waiting:
+                    await asyncio.sleep(0.01)
+            assert await ask(port, b"GET /hello HTTP/1.1\r\n\r\n") == b""
+            may_answer.set()
+            assert all(answer.endswith(b"hello\n") for answer in await asyncio.gather(*asking))
 
     asyncio.run(run())
 
