@@ -21,6 +21,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from .config import Config, Voter
+from .dialing import Dialer
 from .errors import FastCheckdError
 from .health.data_line import DataLine
 from .health.heartbeats import HeartbeatSender
@@ -42,8 +43,9 @@ LEAVE_TIMEOUT_S = 1.0
 class Agent:
     """Supervision and membership of one node."""
 
-    def __init__(self, config: Config, registry: RegistryClient) -> None:
+    def __init__(self, config: Config, registry: RegistryClient, dialer: Dialer) -> None:
         self._config = config
+        self._dialer = dialer
         self._registry = registry
         self._incarnation = 0
         self._fenced = asyncio.Event()
@@ -115,7 +117,9 @@ class Agent:
         voters = self.voting.config
         lease = LeaseClock([voter.node_id for voter in voters.effective_voters], voters.lease_s)
         self._data.live(lease)
-        sender = HeartbeatSender(voters, self._heartbeat, self._fenced.set, lease, self._data.lease_moved)
+        sender = HeartbeatSender(
+            voters, self._heartbeat, self._fenced.set, lease, self._data.lease_moved, dialer=self._dialer
+        )
         tasks = [
             asyncio.create_task(sender.run(), name="heartbeats"),
             asyncio.create_task(self._fenced.wait()),

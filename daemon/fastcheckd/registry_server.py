@@ -15,6 +15,7 @@ import grpc.aio
 from fastcheck_proto.v1 import registry_pb2_grpc
 
 from .config import Config
+from .dialing import Dialer
 from .errors import ConfigError
 from .health.detector import FailureDetector
 from .registry.engine import Engine
@@ -69,6 +70,7 @@ class RegistryServer:
     def __init__(self, config: Config, surroundings: Surroundings | None = None) -> None:
         around = surroundings or Surroundings()
         self._config = config
+        self._dialer = Dialer.of(config)
         self._raft = around.engine(config, self._changed)
         self._detector = FailureDetector(
             suspect_after_s=config.suspect_after_s,
@@ -84,9 +86,9 @@ class RegistryServer:
             self._suspects_changed,
             draw=around.draw,
             wall_ms=around.wall_ms,
-            outward=around.outward or GrpcOutward(),
+            outward=around.outward or GrpcOutward(self._dialer),
         )
-        self._stubs = GrpcStubs()
+        self._stubs = GrpcStubs(self._dialer, self._node_at)
         #: The gRPC face.
         self.service = RegistryService(
             config, self._raft, self._leader, self._reports, self._detector, around.stubs or self._stubs
@@ -108,7 +110,7 @@ class RegistryServer:
             self._server = grpc.aio.server(options=SERVER_OPTIONS)
             registry_pb2_grpc.add_RegistryServiceServicer_to_server(self.service, self._server)
             try:
-                self._server.add_insecure_port(voter.registry_address)
+                self._dialer.listen(self._server, voter.registry_address)
             except RuntimeError as error:
                 raise ConfigError(
                     f"config key 'voters': cannot serve on {voter.registry_address}: {error}"
@@ -138,6 +140,10 @@ class RegistryServer:
         """
         await self._failed.wait()
         return self._raft.failure or ""
+
+    def _node_at(self, address: str) -> str:
+        """The voter that the engine names with that registry address; empty, which leads nowhere: none any more."""
+        return next((v.node_id for v in self._raft.voters if v.registry_address == address), "")
 
     def _changed(self) -> None:
         epoch, lives, left = self._raft.read(

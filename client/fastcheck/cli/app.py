@@ -6,6 +6,7 @@ import click
 
 from ..admin import AdminClient
 from . import tables, upkeep_tables
+from .certs_commands import certs
 from .demo_command import demo
 from .local_commands import local
 from .membership_commands import drain, forget, history, safe_to_stop, voters
@@ -97,5 +98,5 @@ def verify(
     ctx.exit(Exit.DEGRADED if result["bad"] else Exit.OK)
 
 
-for command in (history, drain, safe_to_stop, forget, voters, plan, local, demo):
+for command in (history, drain, safe_to_stop, forget, voters, plan, certs, local, demo):
     cli.add_command(command)

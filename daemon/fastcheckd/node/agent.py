@@ -14,6 +14,7 @@ from fastcheck_proto.v1 import admin_pb2_grpc, node_pb2_grpc
 from ..agent import Agent
 from ..config import Config
 from ..counters import Counters
+from ..dialing import Dialer
 from ..registry.client import RegistryClient
 from ..registry.remembered import with_remembered_voters
 from ..rpc import SERVER_OPTIONS
@@ -27,17 +28,18 @@ async def run(config: Config) -> None:
     """The `fastcheckd` process itself; returns after SIGTERM or SIGINT."""
     stopping = stop_signal()
     private_directory(config.runtime_dir)
-    registry = RegistryClient(with_remembered_voters(config), Counters())
-    peers = PeerCalls(config.transfer_timeout_s)
-    agent = Agent(config, registry)
+    dialer = Dialer.of(config)
+    registry = RegistryClient(with_remembered_voters(config), Counters(), dialer=dialer)
+    peers = PeerCalls(config.transfer_timeout_s, dialer)
+    agent = Agent(config, registry, dialer)
     health = health_aio.HealthServicer()
     server = grpc.aio.server(options=SERVER_OPTIONS)
     node_pb2_grpc.add_NodeServiceServicer_to_server(
-        NodeService(config, lambda: agent.incarnation, agent.voting.become), server
+        NodeService(config, lambda: agent.incarnation, agent.voting.become, dialer), server
     )
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(config, registry, peers), server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    listen_tcp(server, config.agent_address, "agent_port")
+    listen_tcp(server, dialer, config.agent_address, "agent_port")
     async with listening(server, config.agent_socket):
         await health.set("", health_pb2.HealthCheckResponse.SERVING)
         agent.start()

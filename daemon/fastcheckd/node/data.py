@@ -22,6 +22,7 @@ from fastcheck_proto.v1 import (
 from ..codec.planner import Planner
 from ..config import Config
 from ..counters import Counters
+from ..dialing import Dialer
 from ..errors import (
     ConfigError,
     NotHeldError,
@@ -72,6 +73,7 @@ class _DataRooms:
 
     def __init__(self, config: Config, store: RamStore, counters: Counters) -> None:
         self._config = config
+        self.dialer = dialer = Dialer.of(config)
         self.identity = identity = Identity(config.node_id)
         self.lease = LeaseHolder(config.node_id, lambda: identity.incarnation)
         self.store = store
@@ -82,7 +84,7 @@ class _DataRooms:
         self.workers = _workers(config, store, counters)
         work = HERE if self.workers is None else WorkInWorkers(self.workers, counters)
         self.codec = CodecPool(config.effective_codec_threads, config.codec_nice, work)
-        self.registry = registry = RegistryClient(with_remembered_voters(config), counters)
+        self.registry = registry = RegistryClient(with_remembered_voters(config), counters, dialer=dialer)
         self.view = view = ViewFollower(registry, identity, LastView(config))
         present = interfaces()
         self._interface = interface_of(config.effective_lane_host, present)
@@ -98,7 +100,7 @@ class _DataRooms:
         )  # fmt: skip
         tls = LaneTls(config) if config.lane_tls else None
         self.peers = peers = PeerClient(
-            config, counters, self.lanes, self.codec, meter=meter, pacing=self.pacing, tls=tls
+            config, counters, self.lanes, self.codec, meter=meter, pacing=self.pacing, tls=tls, dialer=dialer
         )
         tickets = TicketOffice()
         incoming = Gate(
@@ -140,7 +142,7 @@ class _DataRooms:
         self.peer_service = PeerService(
             cluster_id=config.cluster_id, desk=self.desk, store=store, tickets=tickets, counters=counters,
             upkeep=self.upkeep,
-            lease=self.lease, lane_report=self._lane_report,
+            lease=self.lease, lane_report=self._lane_report, certificates=dialer.certificates,
         )  # fmt: skip
         self.trainer_service = TrainerService(config, self.saving, restore, registry)
         self._resumed = False
@@ -248,7 +250,7 @@ async def run(config: Config) -> None:
     far = grpc.aio.server(options=SERVER_OPTIONS)
     peer_pb2_grpc.add_PeerServiceServicer_to_server(rooms.peer_service, far)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, far)
-    listen_tcp(far, config.data_address, "data_port")
+    listen_tcp(far, rooms.dialer, config.data_address, "data_port")
     near = grpc.aio.server(options=SERVER_OPTIONS)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, near)
     control = DataControlService(rooms.identity, rooms.lease, store, on_assume=rooms.assumed)

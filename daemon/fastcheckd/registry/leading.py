@@ -250,7 +250,9 @@ class Leader:
         Raises:
             InvalidRequestError, UnsafeError, NoQuorumError: see `replacing`.
         """
-        return await replace_voter(self._raft, self._config.cluster_id, request, at_ms=self.wall_ms())
+        return await replace_voter(
+            self._raft, self._config.cluster_id, request, at_ms=self.wall_ms(), ask=self.outward.become_voter
+        )
 
     async def confirm(self) -> None:
         """Return when this voter has been proved to lead after the call began: what it then reads is current.

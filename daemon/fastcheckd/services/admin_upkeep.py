@@ -96,7 +96,7 @@ class AdminUpkeep(admin_pb2_grpc.AdminServiceServicer):
         patience_s = _patience(context)
         found = await self._ask(
             view,
-            lambda address: self._peers.verify_replicas(address, job, step, patience_s),
+            lambda node_id, at: self._peers.verify_replicas(node_id, at, job, step, patience_s),
             timeout_s=patience_s,
         )
         response = admin_pb2.VerifyResponse(unreachable=reports.unanswered(view, found))
@@ -109,17 +109,21 @@ class AdminUpkeep(admin_pb2_grpc.AdminServiceServicer):
     async def _ask(
         self,
         view: registry_pb2.ClusterView,
-        call: Callable[[str], Awaitable[T]],
+        call: Callable[[str, str], Awaitable[T]],
         *,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> dict[str, T]:
-        """Put one question to all nodes that are not DOWN, at once; node id → its answer if it gave one."""
+        """Put one question to all nodes that are not DOWN, at once: by `call(node_id, data_address)`.
+
+        Returns:
+            Node id → its answer if it gave one.
+        """
         addresses = {node.node_id: node.data_address for node in view.nodes}
 
         async def one(node_id: str) -> tuple[str, T] | None:
             try:
                 async with asyncio.timeout(timeout_s):
-                    return node_id, await call(addresses[node_id])
+                    return node_id, await call(node_id, addresses[node_id])
             except (FastCheckdError, TimeoutError) as error:
                 logger.info("%s did not answer an admin question: %s", node_id, error or "timed out")
                 return None

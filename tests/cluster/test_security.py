@@ -1,0 +1,134 @@
+"""A cluster under TLS: it does its work, and every port refuses who shows no certificate, or the wrong one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+import yaml
+from tests.certificates import Authority
+
+from fastcheck import Checkpointer, DaemonUnavailableError
+from fastcheck.admin import AdminClient
+from fastcheck.certs import LocalAuthority
+from fastcheck.local import LocalCluster
+from fastcheck.security import SERVER_NAME, VARIABLES
+from fastcheck_proto.v1 import admin_pb2, admin_pb2_grpc
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    with LocalCluster(tmp_path_factory.mktemp("tls")) as made:
+        made.up(3, tolerate=1, ram_budget="64MiB", tls=True)
+        yield made
+
+
+def config_of(cluster: LocalCluster, node_id: str) -> dict:
+    return yaml.safe_load((cluster.dir / node_id / "config.yaml").read_text())
+
+
+def cluster_id(cluster: LocalCluster) -> str:
+    return config_of(cluster, "node-0")["cluster_id"]
+
+
+def port_of(cluster: LocalCluster, node_id: str, key: str = "agent_port") -> str:
+    return f"127.0.0.1:{config_of(cluster, node_id)[key]}"
+
+
+def shows(monkeypatch: pytest.MonkeyPatch, cert: Path, ca: Path, server_name: str = "") -> None:
+    """From now on this process has that certificate."""
+    for variable, path in zip(VARIABLES, (cert, cert.with_suffix(".key"), ca), strict=True):
+        monkeypatch.setenv(variable, str(path))
+    monkeypatch.setenv(SERVER_NAME, server_name)
+
+
+def shows_local(monkeypatch: pytest.MonkeyPatch, cluster: LocalCluster, role: str) -> None:
+    shows(monkeypatch, cluster.dir / "tls" / f"{role}-local.pem", cluster.dir / "tls" / "ca.pem")
+
+
+def saved(address: str, job: str, step: int) -> dict:
+    state = {"weights": torch.full((1000,), float(step))}
+    with Checkpointer(job=job, rank=0, world_size=1, address=address) as ckpt:
+        ckpt.save(step, state).result(timeout=60)
+    return state
+
+
+def test_a_job_commits_and_comes_back_near_and_far(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = saved(cluster.address("node-0"), "near", 1)
+    shows_local(monkeypatch, cluster, "trainer")
+    far = port_of(cluster, "node-1")
+    saved(far, "far", 2)
+    into = {"weights": torch.zeros(1000)}
+    with Checkpointer(job="near", rank=0, world_size=1, address=far) as ckpt:
+        assert ckpt.load(into) == 1
+    assert torch.equal(into["weights"], state["weights"])
+
+
+def test_an_operator_asks_over_tcp_by_certificate_alone(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = port_of(cluster, "node-2")
+    with (
+        AdminClient(address) as client,
+        pytest.raises(DaemonUnavailableError, match="set FASTCHECK_TLS_CERT"),
+    ):
+        client.status()
+    shows_local(monkeypatch, cluster, "admin")
+    with AdminClient(address) as client:
+        status = client.status()
+        assert status["nodes_up"] == 3
+        assert {code["code"] for code in status["codes"]} == set()
+        assert all(node["reachable"] and node["lane"]["tls"] for node in client.nodes()["nodes"])
+
+
+@pytest.mark.parametrize("port", ["agent_port", "data_port", "registry"])
+def test_every_port_refuses_strangers(cluster: LocalCluster, tmp_path: Path, port: str) -> None:
+    config = config_of(cluster, "node-0")
+    address = (
+        config["voters"][0]["registry_address"] if port == "registry" else port_of(cluster, "node-0", port)
+    )
+    ca = (cluster.dir / "tls" / "ca.pem").read_bytes()
+    cert, key = Authority(tmp_path).node(config["cluster_id"], "node-1")
+    forged = grpc.ssl_channel_credentials(ca, key.read_bytes(), cert.read_bytes())
+    bare = grpc.ssl_channel_credentials(ca)
+    for channel in (
+        grpc.insecure_channel(address),
+        grpc.secure_channel(address, bare),
+        grpc.secure_channel(address, forged),
+    ):
+        with channel, pytest.raises(grpc.RpcError) as refused:
+            # Unknown there or not: before it was let in, nobody is told.
+            admin_pb2_grpc.AdminServiceStub(channel).Status(admin_pb2.StatusRequest(), timeout=10)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_certificates_change_under_a_running_job(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All nodes get new ones, one of them is then killed and comes back, and the job goes on."""
+    with contextlib.ExitStack() as stack:
+        ckpt = stack.enter_context(
+            Checkpointer(job="rotating", rank=0, world_size=1, address=cluster.address("node-0"))
+        )
+        state = {"weights": torch.ones(1000)}
+        ckpt.save(1, state).result(timeout=60)
+        authority = LocalAuthority(cluster.dir / "tls")
+        for node_id in cluster.node_ids:
+            for kind in ("pem", "key"):
+                (cluster.dir / "tls" / f"node-{node_id}.{kind}").rename(tmp_path / f"{node_id}.{kind}")
+            authority.node(node_id, ["127.0.0.1"], days=3)
+        ckpt.save(2, state).result(timeout=60)
+        cluster.kill("node-1")
+        cluster.start("node-1")
+        ckpt.save(3, state).result(timeout=60)
+        shows_local(monkeypatch, cluster, "admin")
+        with AdminClient(port_of(cluster, "node-1")) as client:
+            assert client.status()["nodes_up"] == 3
+    log = cluster.log_file("node-0").read_text()
+    assert "the TLS files have changed" in log
