@@ -26,6 +26,7 @@ from .registry.raft import Raft, check_port_is_free
 from .registry.reporting import Reports
 from .registry.stubs import GrpcStubs, Stubs
 from .rpc import SERVER_OPTIONS
+from .services.admission import Admission
 from .services.registry import RegistryService
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,8 @@ class RegistryServer:
         self._raft.start()
         try:
             check_port_is_free(voter.registry_address, "registry_address")
-            self._server = grpc.aio.server(options=SERVER_OPTIONS)
+            door = Admission(self._config.cluster_id, self._voter_ids)
+            self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[door])
             registry_pb2_grpc.add_RegistryServiceServicer_to_server(self.service, self._server)
             try:
                 self._dialer.listen(self._server, voter.registry_address)
@@ -144,6 +146,9 @@ class RegistryServer:
     def _node_at(self, address: str) -> str:
         """The voter that the engine names with that registry address; empty, which leads nowhere: none any more."""
         return next((v.node_id for v in self._raft.voters if v.registry_address == address), "")
+
+    def _voter_ids(self) -> set[str]:
+        return {voter.node_id for voter in self._raft.voters}
 
     def _changed(self) -> None:
         epoch, lives, left = self._raft.read(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -12,12 +13,24 @@ import torch
 import yaml
 from tests.certificates import Authority
 
-from fastcheck import Checkpointer, DaemonUnavailableError
+from fastcheck import Checkpointer, DaemonUnavailableError, DeniedError
 from fastcheck.admin import AdminClient
 from fastcheck.certs import LocalAuthority
 from fastcheck.local import LocalCluster
 from fastcheck.security import SERVER_NAME, VARIABLES
-from fastcheck_proto.v1 import admin_pb2, admin_pb2_grpc
+from fastcheck_proto.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    common_pb2,
+    node_pb2,
+    node_pb2_grpc,
+    peer_pb2,
+    peer_pb2_grpc,
+    registry_pb2,
+    registry_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+)
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +145,79 @@ def test_certificates_change_under_a_running_job(
             assert client.status()["nodes_up"] == 3
     log = cluster.log_file("node-0").read_text()
     assert "the TLS files have changed" in log
+
+
+@contextlib.contextmanager
+def channel_as(cluster: LocalCluster, name: str, address: str, to: str) -> Iterator[grpc.Channel]:
+    """A channel to node `to`, with a certificate that the cluster's own authority signed."""
+    folder = cluster.dir / "tls"
+    ca, key, cert = (folder / file for file in ("ca.pem", f"{name}.key", f"{name}.pem"))
+    credentials = grpc.ssl_channel_credentials(ca.read_bytes(), key.read_bytes(), cert.read_bytes())
+    named = [("grpc.ssl_target_name_override", f"{to}.{cluster_id(cluster)}.fastcheck")]
+    with grpc.secure_channel(address, credentials, options=named) as channel:
+        yield channel
+
+
+def denied(call: Any, *arguments: Any) -> str:
+    with pytest.raises(grpc.RpcError) as refused:
+        answer = call(*arguments, timeout=10)
+        if hasattr(answer, "__next__"):
+            next(answer)
+    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED, refused.value
+    return str(refused.value.details())
+
+
+def test_nobody_makes_anothers_calls(cluster: LocalCluster) -> None:
+    """A trainer is no node and no operator, an operator no node, a node no operator and no trainer."""
+    config = config_of(cluster, "node-0")
+    registry = config["voters"][0]["registry_address"]
+    agent, data = port_of(cluster, "node-0"), port_of(cluster, "node-0", "data_port")
+    job = trainer_pb2.ListStepsRequest(job="near")
+    for name in ("trainer-local", "admin-local"):
+        with channel_as(cluster, name, registry, "node-0") as channel:
+            voter = registry_pb2_grpc.RegistryServiceStub(channel)
+            assert "role node" in denied(voter.Lookup, registry_pb2.LookupRequest(job="near"))
+            assert "role node" in denied(voter.WatchView, registry_pb2.WatchViewRequest())
+            assert "role node" in denied(voter.Heartbeat, iter([registry_pb2.HeartbeatRequest()]))
+        with channel_as(cluster, name, data, "node-0") as channel:
+            peer = peer_pb2_grpc.PeerServiceStub(channel)
+            assert "role node" in denied(peer.ListReplicas, peer_pb2.ListReplicasRequest())
+        with channel_as(cluster, name, agent, "node-0") as channel:
+            node = node_pb2_grpc.NodeServiceStub(channel)
+            assert "role node" in denied(node.BecomeVoter, node_pb2.BecomeVoterRequest())
+    for name in ("trainer-local", "node-node-1"):
+        with channel_as(cluster, name, agent, "node-0") as channel:
+            admin = admin_pb2_grpc.AdminServiceStub(channel)
+            request = admin_pb2.DrainRequest(node_id="node-1")
+            assert "role admin" in denied(admin.Drain, request)
+    with channel_as(cluster, "node-node-1", data, "node-0") as channel:
+        assert "admin or trainer" in denied(trainer_pb2_grpc.TrainerServiceStub(channel).ListSteps, job)
+    with channel_as(cluster, "trainer-local", data, "node-0") as channel:
+        trainer_pb2_grpc.TrainerServiceStub(channel).ListSteps(job, timeout=10)
+
+
+def test_a_node_speaks_for_no_other_node(cluster: LocalCluster) -> None:
+    LocalAuthority(cluster.dir / "tls").node("node-9")  # of the cluster, and no voter: a voter may pass on
+    config = config_of(cluster, "node-0")
+    data = port_of(cluster, "node-0", "data_port")
+    other = common_pb2.NodeRef(node_id="node-1", incarnation=1)
+    for voter in config["voters"]:
+        with channel_as(cluster, "node-node-9", voter["registry_address"], voter["node_id"]) as channel:
+            stub = registry_pb2_grpc.RegistryServiceStub(channel)
+            assert "only for itself" in denied(stub.Leave, registry_pb2.LeaveRequest(node=other))
+            beats = iter([registry_pb2.HeartbeatRequest(node=other, seq=1)])
+            assert "only for itself" in denied(stub.Heartbeat, beats)
+            request = registry_pb2.OpenRankRequest(job="near", world_size=1, client_id="x", node=other)
+            assert "only for itself" in denied(stub.OpenRank, request)
+    with channel_as(cluster, "node-node-9", data, "node-0") as channel:
+        put = peer_pb2.BeginPutRequest(cluster_id=config["cluster_id"], owner=other)
+        assert "only for itself" in denied(peer_pb2_grpc.PeerServiceStub(channel).BeginPut, put)
+
+
+def test_the_sdk_says_who_was_refused_what(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    shows_local(monkeypatch, cluster, "trainer")
+    with (
+        AdminClient(port_of(cluster, "node-0")) as client,
+        pytest.raises(DeniedError, match=r"trainer/local may not call .*AdminService/Status.*role admin"),
+    ):
+        client.status()

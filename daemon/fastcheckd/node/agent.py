@@ -19,6 +19,7 @@ from ..registry.client import RegistryClient
 from ..registry.remembered import with_remembered_voters
 from ..rpc import SERVER_OPTIONS
 from ..services.admin import AdminService
+from ..services.admission import Admission
 from ..services.node import NodeService
 from ..transfer.peer_calls import PeerCalls
 from .process import listen_tcp, listening, private_directory, stop_signal
@@ -33,7 +34,7 @@ async def run(config: Config) -> None:
     peers = PeerCalls(config.transfer_timeout_s, dialer)
     agent = Agent(config, registry, dialer)
     health = health_aio.HealthServicer()
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[Admission(config.cluster_id)])
     node_pb2_grpc.add_NodeServiceServicer_to_server(
         NodeService(config, lambda: agent.incarnation, agent.voting.become, dialer), server
     )

@@ -41,6 +41,7 @@ from ..restore.room import RestoreRoom
 from ..rpc import SERVER_OPTIONS
 from ..saving.replicate import Replicator
 from ..saving.room import SavingRoom
+from ..services.admission import Admission
 from ..services.data_control import DataControlService
 from ..services.peer import PeerService
 from ..services.trainer import TrainerService
@@ -247,11 +248,12 @@ async def run(config: Config) -> None:
     counters = Counters()
     store = await _open_store(config, counters)
     rooms = _DataRooms(config, store, counters)
-    far = grpc.aio.server(options=SERVER_OPTIONS)
+    door = Admission(config.cluster_id)
+    far = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[door])
     peer_pb2_grpc.add_PeerServiceServicer_to_server(rooms.peer_service, far)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, far)
     listen_tcp(far, rooms.dialer, config.data_address, "data_port")
-    near = grpc.aio.server(options=SERVER_OPTIONS)
+    near = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[door])
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, near)
     control = DataControlService(rooms.identity, rooms.lease, store, on_assume=rooms.assumed)
     node_pb2_grpc.add_DataControlServiceServicer_to_server(control, near)
