@@ -154,6 +154,7 @@ class AdminClient:
                     "world_size": job.world_size,
                     "newest_step": max(job.kept_steps, default=None),
                     "kept_steps": sorted(job.kept_steps),
+                    "owner": job.owner or "local",
                 }
                 for job in reply.jobs
             ]

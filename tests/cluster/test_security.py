@@ -74,12 +74,14 @@ def test_a_job_commits_and_comes_back_near_and_far(
     cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = saved(cluster.address("node-0"), "near", 1)
-    shows_local(monkeypatch, cluster, "trainer")
-    far = port_of(cluster, "node-1")
-    saved(far, "far", 2)
     into = {"weights": torch.zeros(1000)}
-    with Checkpointer(job="near", rank=0, world_size=1, address=far) as ckpt:
+    with Checkpointer(job="near", rank=0, world_size=1, address=cluster.address("node-1")) as ckpt:
         assert ckpt.load(into) == 1
+    assert torch.equal(into["weights"], state["weights"])
+    shows_local(monkeypatch, cluster, "trainer")
+    state = saved(port_of(cluster, "node-1"), "far", 2)
+    with Checkpointer(job="far", rank=0, world_size=1, address=port_of(cluster, "node-2")) as ckpt:
+        assert ckpt.load(into) == 2
     assert torch.equal(into["weights"], state["weights"])
 
 
@@ -172,7 +174,7 @@ def test_nobody_makes_anothers_calls(cluster: LocalCluster) -> None:
     config = config_of(cluster, "node-0")
     registry = config["voters"][0]["registry_address"]
     agent, data = port_of(cluster, "node-0"), port_of(cluster, "node-0", "data_port")
-    job = trainer_pb2.ListStepsRequest(job="near")
+    job = trainer_pb2.ListStepsRequest(job="nobodys")
     for name in ("trainer-local", "admin-local"):
         with channel_as(cluster, name, registry, "node-0") as channel:
             voter = registry_pb2_grpc.RegistryServiceStub(channel)
@@ -221,3 +223,80 @@ def test_the_sdk_says_who_was_refused_what(cluster: LocalCluster, monkeypatch: p
         pytest.raises(DeniedError, match=r"trainer/local may not call .*AdminService/Status.*role admin"),
     ):
         client.status()
+
+
+def test_a_job_is_its_owners_alone(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bob, a local process and a wrong guess get nothing of Alice's job, and her next step commits."""
+    folder = cluster.dir / "tls"
+    for name in ("alice", "bob"):
+        LocalAuthority(folder).trainer(name)
+    address = port_of(cluster, "node-1")
+    shows(monkeypatch, folder / "trainer-alice.pem", folder / "ca.pem")
+    state = saved(address, "alices", 1)
+
+    shows(monkeypatch, folder / "trainer-bob.pem", folder / "ca.pem")
+    for where in (address, cluster.address("node-0")):
+        into = {"weights": torch.zeros(1000)}
+        with Checkpointer(job="alices", rank=0, world_size=1, address=where) as thief:
+            with pytest.raises(DeniedError, match="belongs to trainer/alice"):
+                thief.load(into)
+            with pytest.raises(DeniedError, match="belongs to trainer/alice"):
+                thief.steps()
+            with pytest.raises(DeniedError, match="belongs to trainer/alice"):
+                thief.save(2, state).result(timeout=60)
+        assert not into["weights"].any()
+    # What the SDK asks only after it has a session is refused without one as well.
+    data = port_of(cluster, "node-1", "data_port")
+    with channel_as(cluster, "trainer-bob", data, "node-1") as channel:
+        trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+        rank = {"job": "alices", "rank": 0, "world_size": 1}
+        begin = trainer_pb2.BeginSaveRequest(**rank, step=2, session=99, state_bytes=4096)
+        load = trainer_pb2.LoadRequest(**rank)
+        for call, request in (
+            (trainer.BeginSave, begin),
+            (trainer.Push, iter([trainer_pb2.PushRequest(begin=begin)])),
+            (trainer.Load, load),
+            (trainer.Pull, trainer_pb2.PullRequest(load=load)),
+            (trainer.Read, trainer_pb2.ReadRequest(job="alices", by_stream=True)),
+            (trainer.WatchSave, trainer_pb2.WatchSaveRequest(job="alices", session=1, step=1)),
+            (trainer.ListSteps, trainer_pb2.ListStepsRequest(job="alices", allow_provisional=True)),
+            (trainer.OpenSession, trainer_pb2.OpenSessionRequest(**rank, client_id="thief")),
+        ):
+            assert "belongs to trainer/alice" in denied(call, request)
+    with channel_as(cluster, "trainer-alice", data, "node-1") as alices:
+        session = trainer_pb2.OpenSessionRequest(**rank, client_id="alice")
+        opened = trainer_pb2_grpc.TrainerServiceStub(alices).OpenSession(session, timeout=10)
+        begin.session = opened.session
+        begun = trainer_pb2_grpc.TrainerServiceStub(alices).BeginSave(begin, timeout=10)
+        with channel_as(cluster, "trainer-bob", data, "node-1") as channel:
+            trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+            for call, request in (
+                (trainer.SealSave, trainer_pb2.SealSaveRequest(save_id=begun.save_id)),
+                (trainer.AbandonSave, trainer_pb2.AbandonSaveRequest(save_id=begun.save_id)),
+                (trainer.FollowCopy, iter([trainer_pb2.FollowCopyRequest(save_id=begun.save_id)])),
+            ):
+                assert "belongs to trainer/alice" in denied(call, request)
+
+    shows(monkeypatch, folder / "trainer-alice.pem", folder / "ca.pem")
+    with Checkpointer(job="alices", rank=0, world_size=1, address=address) as ckpt:
+        assert ckpt.load(into) == 1
+        ckpt.save(2, state).result(timeout=60)
+    assert torch.equal(into["weights"], state["weights"])
+
+    shows_local(monkeypatch, cluster, "admin")
+    with Checkpointer(job="alices", rank=0, world_size=1, address=address) as operator:
+        assert operator.load(into) == 2
+    with AdminClient(address) as client:
+        assert {job["job"]: job["owner"] for job in client.jobs()["jobs"]}["alices"] == "trainer/alice"
+
+
+def test_what_a_local_process_began_is_no_remote_trainers(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(cluster.address("node-2"), "of-this-machine", 1)
+    shows_local(monkeypatch, cluster, "trainer")
+    with (
+        Checkpointer(job="of-this-machine", rank=0, world_size=1, address=port_of(cluster, "node-0")) as ckpt,
+        pytest.raises(DeniedError, match="belongs to local"),
+    ):
+        ckpt.load({"weights": torch.zeros(1000)})

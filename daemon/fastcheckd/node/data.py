@@ -43,6 +43,7 @@ from ..saving.replicate import Replicator
 from ..saving.room import SavingRoom
 from ..services.admission import Admission
 from ..services.data_control import DataControlService
+from ..services.owners import Owners
 from ..services.peer import PeerService
 from ..services.trainer import TrainerService
 from ..store.manifests import replica_id
@@ -145,7 +146,8 @@ class _DataRooms:
             upkeep=self.upkeep,
             lease=self.lease, lane_report=self._lane_report, certificates=dialer.certificates,
         )  # fmt: skip
-        self.trainer_service = TrainerService(config, self.saving, restore, registry)
+        owners = Owners(view, registry, enforced=config.tls_cert_file is not None)
+        self.trainer_service = TrainerService(config, self.saving, restore, registry, owners)
         self._resumed = False
         view.on_change(self._on_view)
 

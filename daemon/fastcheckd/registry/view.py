@@ -9,6 +9,7 @@ from fastcheck_proto.v1 import node_pb2, registry_pb2
 
 from ..config import Voter
 from ..health.detector import Life
+from .owning import owner_of
 from .records import Json
 
 _STATES = {
@@ -52,7 +53,7 @@ def voter_records(state: Json, voters: Sequence[Voter]) -> list[node_pb2.VoterRe
 def job_view(name: str, job: Json) -> registry_pb2.JobView:
     """One job: its kept steps, oldest first."""
     steps = [kept["step"] for kept in job["steps"]]
-    return registry_pb2.JobView(job=name, kept_steps=steps, world_size=job["world_size"])
+    return registry_pb2.JobView(job=name, kept_steps=steps, world_size=job["world_size"], owner=owner_of(job))
 
 
 def cluster_view(

@@ -458,8 +458,11 @@ class JobView(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     KEPT_STEPS_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
     job: builtins.str
     world_size: builtins.int
+    owner: builtins.str
+    """Whose job it is. Empty, of an earlier version: local."""
     @property
     def kept_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Committed steps that are kept, oldest first."""
@@ -470,8 +473,9 @@ class JobView(google.protobuf.message.Message):
         job: builtins.str = ...,
         kept_steps: collections.abc.Iterable[builtins.int] | None = ...,
         world_size: builtins.int = ...,
+        owner: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "kept_steps", b"kept_steps", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "kept_steps", b"kept_steps", "owner", b"owner", "world_size", b"world_size"]) -> None: ...
 
 Global___JobView: typing_extensions.TypeAlias = JobView
 
@@ -485,6 +489,7 @@ class OpenRankRequest(google.protobuf.message.Message):
     CLIENT_ID_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
     REPLACES_FIELD_NUMBER: builtins.int
+    IDENTITY_FIELD_NUMBER: builtins.int
     job: builtins.str
     rank: builtins.int
     world_size: builtins.int
@@ -494,6 +499,8 @@ class OpenRankRequest(google.protobuf.message.Message):
     request that comes late, of a process that has ended since, then takes nobody's place. Without it nothing
     is opened.
     """
+    identity: builtins.str
+    """Who opens it: `trainer/NAME`, `admin/NAME`, or `local`. The first one owns the job. Empty: local."""
     @property
     def node(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
     def __init__(
@@ -505,9 +512,10 @@ class OpenRankRequest(google.protobuf.message.Message):
         client_id: builtins.str = ...,
         node: fastcheck_proto.v1.common_pb2.NodeRef | None = ...,
         replaces: builtins.int | None = ...,
+        identity: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_replaces", b"_replaces", "node", b"node", "replaces", b"replaces"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_replaces", b"_replaces", "client_id", b"client_id", "job", b"job", "node", b"node", "rank", b"rank", "replaces", b"replaces", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_replaces", b"_replaces", "client_id", b"client_id", "identity", b"identity", "job", b"job", "node", b"node", "rank", b"rank", "replaces", b"replaces", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_replaces", b"_replaces"]) -> typing.Literal["replaces"] | None: ...
 
 Global___OpenRankRequest: typing_extensions.TypeAlias = OpenRankRequest
@@ -851,6 +859,9 @@ class LookupResponse(google.protobuf.message.Message):
 
     RECORD_FIELD_NUMBER: builtins.int
     KEPT_STEPS_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    owner: builtins.str
+    """Whose job it is; empty: nobody has opened one of that name."""
     @property
     def record(self) -> Global___StepRecord:
         """Unset when there is none."""
@@ -864,9 +875,10 @@ class LookupResponse(google.protobuf.message.Message):
         *,
         record: Global___StepRecord | None = ...,
         kept_steps: collections.abc.Iterable[builtins.int] | None = ...,
+        owner: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["record", b"record"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["kept_steps", b"kept_steps", "record", b"record"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kept_steps", b"kept_steps", "owner", b"owner", "record", b"record"]) -> None: ...
 
 Global___LookupResponse: typing_extensions.TypeAlias = LookupResponse
 
