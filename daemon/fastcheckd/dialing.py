@@ -1,6 +1,6 @@
 """gRPC between nodes: channels that lead to one node and nobody else, and ports that only certificates open.
 
-With the `tls_*` keys, both ends are mutual TLS 1.3 (see `certificates.py`): a channel goes on only with the node that
+With the `tls_*` keys, both ends are mutual TLS (see `certificates.py`): a channel goes on only with the node that
 it was made for. Without them both are plaintext. What a caller may do is decided by `services.roles`.
 """
 
