@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -37,7 +38,14 @@ class Authority:
         )
         self.ca_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str, *uris: str, days: float = 1.0, start_days: float = -1.0) -> tuple[Path, Path]:
+    def issue(
+        self,
+        name: str,
+        *uris: str,
+        dns: Sequence[str] = (),
+        days: float = 1.0,
+        start_days: float = -1.0,
+    ) -> tuple[Path, Path]:
         """A certificate with these names, and its key: NAME.pem and NAME.key."""
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.datetime.now(datetime.UTC)
@@ -50,9 +58,10 @@ class Authority:
             .not_valid_before(now + start_days * DAY)
             .not_valid_after(now + days * DAY)
         )
-        if uris:
-            names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri) for uri in uris])
-            builder = builder.add_extension(names, critical=False)
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri) for uri in uris]
+        names += [x509.DNSName(each) for each in dns]
+        if names:
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         certificate = builder.add_extension(issuer, critical=False).sign(self._key, hashes.SHA256())
         cert_file, key_file = self.folder / f"{name}.pem", self.folder / f"{name}.key"
@@ -69,7 +78,8 @@ class Authority:
 
     def node(self, cluster_id: str, node_id: str, **values: float) -> tuple[Path, Path]:
         """A node's certificate and key."""
-        return self.issue(node_id, f"spiffe://{cluster_id}/fastcheck/node/{node_id}", **values)
+        dns = f"{node_id}.{cluster_id}.fastcheck"
+        return self.issue(node_id, f"spiffe://{cluster_id}/fastcheck/node/{node_id}", dns=[dns], **values)
 
     def settings(self, cluster_id: str, node_id: str, **values: float) -> dict[str, Path]:
         """The config keys of a node with a certificate of its own."""

@@ -17,6 +17,7 @@ from fastcheck_proto.conventions import ERROR_METADATA_KEY, MESSAGE_BYTES_MAX, d
 from fastcheck_proto.v1 import admin_pb2, admin_pb2_grpc, common_pb2, node_pb2, node_pb2_grpc, registry_pb2
 
 from . import admin_shapes as shapes
+from . import security
 from .errors import (
     DaemonUnavailableError,
     FastCheckError,
@@ -45,9 +46,9 @@ class AdminClient:
     def __init__(self, address: str | None = None, *, timeout_s: float = 5.0) -> None:
         self.address = address or os.environ.get("FASTCHECK_ADDRESS") or default_address()
         self.timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(
+        self._channel = security.open_channel(
             self.address,
-            options=[
+            [
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
                 ("grpc.enable_http_proxy", 0),
                 ("grpc.use_local_subchannel_pool", 1),
@@ -187,6 +188,7 @@ class AdminClient:
                     "world_size": job.world_size,
                     "newest_step": max(job.kept_steps, default=None),
                     "kept_steps": sorted(job.kept_steps),
+                    "owner": job.owner or "local",
                 }
                 for job in reply.jobs
             ]
@@ -253,5 +255,5 @@ def _error(error: grpc.RpcError, address: str, timeout_s: float) -> FastCheckErr
         why = (error.details() or "no connection").splitlines()[0]
     return DaemonUnavailableError(
         f"cannot reach a daemon at {address}: {why}. Is fastcheckd running there? "
-        "Name another node with --address or FASTCHECK_ADDRESS."
+        f"Name another node with --address or FASTCHECK_ADDRESS.{security.hint(address)}"
     )

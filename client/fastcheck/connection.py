@@ -17,6 +17,7 @@ from fastcheck_proto.v1 import common_pb2, node_pb2
 from fastcheck_proto.v1.node_pb2_grpc import NodeServiceStub
 from fastcheck_proto.v1.trainer_pb2_grpc import TrainerServiceStub
 
+from . import security
 from .errors import ClosedError, DaemonUnavailableError, FastCheckError, InvalidArgumentError, from_code
 
 #: Length of a Unix socket's path that Linux can take.
@@ -109,7 +110,7 @@ class Connection:
             try:
                 node = stub.Describe(node_pb2.DescribeRequest(), timeout=timeout_s)
             except grpc.RpcError as error:
-                raise translate(error, f"the daemon at {what}") from None
+                raise translate(error, f"the daemon at {what}", security.hint(what)) from None
         target = f"unix:{node.data_socket}" if self.address.local and node.data_socket else node.data_address
         made = _channel(target)
         try:
@@ -148,11 +149,11 @@ class Connection:
 
 
 def _channel(target: str) -> grpc.Channel:
-    return grpc.insecure_channel(target, options=_OPTIONS)
+    return security.open_channel(target, _OPTIONS)
 
 
-def translate(error: grpc.RpcError, whom: str) -> FastCheckError:
-    """The error of ours that a failed call to `whom` stands for."""
+def translate(error: grpc.RpcError, whom: str, hint: str = "") -> FastCheckError:
+    """The error of ours that a failed call to `whom` stands for; `hint` ends the message when it cannot be reached."""
     assert isinstance(error, grpc.Call)
     code, sentence = error.code(), error.details() or ""
     for key, value in error.trailing_metadata() or ():
@@ -164,5 +165,5 @@ def translate(error: grpc.RpcError, whom: str) -> FastCheckError:
         return DaemonUnavailableError(f"{whom} did not answer in time: it hangs or is overloaded")
     return DaemonUnavailableError(
         f"{whom} cannot be reached ({code.name}: {sentence}). Is fastcheckd running on this node, and does "
-        "FASTCHECK_ADDRESS point to its socket?"
+        f"FASTCHECK_ADDRESS point to its socket?{hint}"
     )

@@ -12,6 +12,7 @@
     ├── RegistryUnavailableError (ConnectionError) no leader that can commit
     ├── OutOfMemoryError (MemoryError)         the node's RAM budget, or the RAM file system
     ├── FencedError                            a newer process took this rank's place
+    ├── DeniedError (PermissionError)          this process is known to the daemon, and may not do this
     ├── UnsafeError                            committed bytes or the registry's quorum would be lost
     ├── WorldSizeError (ValueError)            the step was saved with another number of ranks
     ├── SaveFailedError                        the step will not be committed
@@ -105,6 +106,10 @@ class FencedError(FastCheckError):
     """A newer process took this rank's place in the job."""
 
 
+class DeniedError(FastCheckError, PermissionError):
+    """The daemon knows who this process is, and it may not do this: another role's call, or another's job."""
+
+
 class UnsafeError(FastCheckError):
     """What was asked for would lose committed bytes or the registry's quorum. Nothing was changed."""
 
@@ -193,6 +198,7 @@ _BY_CODE: dict[int, type[FastCheckError]] = {
     pb.ERROR_CODE_HOLDER_LOST: ReplicationError,
     pb.ERROR_CODE_NO_LEASE: ReplicationError,
     pb.ERROR_CODE_UNSAFE: UnsafeError,
+    pb.ERROR_CODE_DENIED: DeniedError,
     pb.ERROR_CODE_REPLICAS_DISAGREE: ReplicasDisagreeError,
 }
 

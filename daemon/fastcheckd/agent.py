@@ -21,6 +21,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from .config import Config, Voter
+from .dialing import Dialer
 from .durations import AGENT, Durations
 from .errors import FastCheckdError
 from .health.data_line import DataLine
@@ -46,8 +47,9 @@ LEAVE_TIMEOUT_S = 1.0
 class Agent:
     """Supervision and membership of one node."""
 
-    def __init__(self, config: Config, registry: RegistryClient) -> None:
+    def __init__(self, config: Config, registry: RegistryClient, dialer: Dialer) -> None:
         self._config = config
+        self._dialer = dialer
         self._registry = registry
         self._incarnation = 0
         self._fenced = asyncio.Event()
@@ -161,7 +163,13 @@ class Agent:
         self._lease = lease
         self._data.live(lease)
         sender = HeartbeatSender(
-            voters, self._heartbeat, self._fenced.set, lease, self._data.lease_moved, self.durations
+            voters,
+            self._heartbeat,
+            self._fenced.set,
+            lease,
+            self._data.lease_moved,
+            self.durations,
+            dialer=self._dialer,
         )
         tasks = [
             asyncio.create_task(sender.run(), name="heartbeats"),

@@ -1,18 +1,24 @@
 """Nodes' certificates: mutual TLS 1.3, in which who speaks is who a certificate says, and nobody else can read it.
 
-A node's certificate names it with one URI in its SAN, `spiffe://CLUSTER/fastcheck/node/NODE`; the same authority signs
-all of them. Voters use them among themselves, and data processes for the bulk lane. Standard library only; what a
-node may do once its name is known is decided where it speaks.
+A node's certificate names it in its SAN with one URI, `spiffe://CLUSTER/fastcheck/node/NODE`, and with the host name
+`NODE.CLUSTER.fastcheck`, which is all that gRPC compares when it connects; the same authority signs all of them. Voters
+use them among themselves, data processes for the bulk lane, and everybody for gRPC (`dialing.py`). What a node may do
+once its name is known is decided where it speaks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import ssl
 import stat
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import grpc
 
 from .config import Config
 from .errors import ConfigError
@@ -25,6 +31,11 @@ _OURS = "spiffe://"
 def node_uri(cluster_id: str, node_id: str) -> str:
     """The name of a node in its certificate."""
     return f"spiffe://{cluster_id}/fastcheck/node/{node_id}"
+
+
+def node_dns(cluster_id: str, node_id: str) -> str:
+    """The name under which gRPC looks for a node in its certificate. Not in the DNS."""
+    return f"{node_id}.{cluster_id}.fastcheck"
 
 
 def named_node(certificate: Any, cluster_id: str) -> str | None:
@@ -46,6 +57,34 @@ class _Contexts:
     connecting: ssl.SSLContext
 
 
+@dataclass(frozen=True, eq=False)
+class Files:
+    """What was in the three files when they last passed."""
+
+    cert: bytes
+    key: bytes
+    ca: bytes
+    #: Unix seconds between which the certificate is valid.
+    not_before_s: float
+    not_after_s: float
+    #: Counts the changes.
+    generation: int = 0
+
+    @property
+    def seconds_left(self) -> int:
+        """Until it is not valid any more; negative: since."""
+        return int(self.not_after_s - time.time())
+
+    @property
+    def lifetime_s(self) -> int:
+        """From its first second to its last."""
+        return max(0, int(self.not_after_s - self.not_before_s))
+
+    def for_servers(self) -> grpc.ServerCertificateConfiguration:
+        """As gRPC's servers take it."""
+        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.ca)
+
+
 class Certificates:
     """This node's certificate, read again when its files change; a new connection takes the newest that is good.
 
@@ -62,18 +101,20 @@ class Certificates:
         self.cluster_id = config.cluster_id
         self._own_uri = node_uri(config.cluster_id, config.node_id)
         self._node_id = config.node_id
+        # gRPC asks from threads of its own.
+        self._lock = threading.Lock()
         self._seen = self._signature()
-        self._contexts = self._load()
+        self._contexts, self.newest = self._load()
 
     def context(self, *, accepting: bool) -> ssl.SSLContext:
         """For one new connection."""
-        self._refresh()
+        self.refresh()
         return self._contexts.accepting if accepting else self._contexts.connecting
 
     def ends_at_s(self) -> float:
         """When the certificate in use expires, Unix seconds."""
-        self._refresh()
-        return self._ends_at_s
+        self.refresh()
+        return self.newest.not_after_s
 
     def _signature(self) -> list[tuple[int, ...] | None]:
         found: list[tuple[int, ...] | None] = []
@@ -86,26 +127,36 @@ class Certificates:
                 found.append((status.st_mtime_ns, status.st_size, status.st_ino))
         return found
 
+    def refresh(self) -> None:
+        """Look whether the files have changed, and take them if they are good."""
+        with self._lock:
+            self._refresh()
+
     def _refresh(self) -> None:
         seen = self._signature()
         if seen == self._seen:
             return
         self._seen = seen
         try:
-            self._contexts = self._load()
+            contexts, files = self._load()
+            if self._signature() != seen:
+                raise ConfigError("they change at this moment")
         except ConfigError as error:
             # Between the first and the last file of a rotation, for example: each change is looked at.
             logger.warning("the changed TLS files are not used: %s", error)
         else:
+            self._contexts = contexts
+            self.newest = dataclasses.replace(files, generation=self.newest.generation + 1)
             logger.info("the TLS files have changed; new connections use them")
 
-    def _load(self) -> _Contexts:
+    def _load(self) -> tuple[_Contexts, Files]:
         for key, path in (
             ("tls_cert_file", self._cert),
             ("tls_key_file", self._key),
             ("tls_ca_file", self._ca),
         ):
             _check_readable(key, path)
+        cert, key_bytes, ca = (path.read_bytes() for path in (self._cert, self._key, self._ca))
         if self._key.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(
                 f"config key 'tls_key_file': others may read {self._key}; run: chmod 600 {self._key}"
@@ -127,8 +178,14 @@ class Certificates:
                 f"config key 'tls_cert_file': {self._cert} must name this node, and no other, in its SAN: one URI, "
                 f"{self._own_uri}; make a certificate with it, or check cluster_id and node_id"
             )
-        self._ends_at_s = float(ssl.cert_time_to_seconds(certificate["notAfter"]))
-        return contexts
+        dns = node_dns(self.cluster_id, self._node_id)
+        if ("DNS", dns) not in certificate["subjectAltName"]:
+            raise ConfigError(
+                f"config key 'tls_cert_file': {self._cert} must also name this node as the host {dns} in its SAN, "
+                "which is what gRPC looks for; make a certificate with both names"
+            )
+        valid = [ssl.cert_time_to_seconds(certificate[key]) for key in ("notBefore", "notAfter")]
+        return contexts, Files(cert, key_bytes, ca, *valid)
 
     def _context(self, protocol: Any) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)

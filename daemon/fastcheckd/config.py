@@ -84,11 +84,13 @@ class Config:
     #: File with the 32+ byte secret that voters share, mode 0600. This or TLS is required as soon as there is more
     #: than one voter or one is not on loopback; a voter alone on loopback makes its own. Not used with TLS.
     raft_key_file: Path | None = None
-    #: This node's certificate, its key, and the authority that signs all nodes' certificates, in PEM. With them
-    #: voters prove who they are to each other; all three or none.
+    #: This node's certificate, its key, and the authority that signs all certificates of the cluster, in PEM. With them
+    #: every port takes only who shows a certificate too (docs/security.md); all three or none, alike on all nodes.
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
     tls_ca_file: Path | None = None
+    #: Serve other machines without certificates: whoever reaches a port reads and changes everything.
+    insecure: bool = False
 
     #: Sockets; small, may vanish with a reboot.
     runtime_dir: Path = field(default_factory=default_runtime_dir)
@@ -260,6 +262,8 @@ class Config:
         tls = [self.tls_cert_file, self.tls_key_file, self.tls_ca_file]
         need(all(tls) or not any(tls), "tls_cert_file", "needs tls_key_file and tls_ca_file, or none of them")
         need(not self.lane_tls or all(tls), "lane_tls", "needs tls_cert_file, tls_key_file and tls_ca_file")
+        if all(tls):
+            self._check_names(need)
         self._check_watched(need)
         self._check_voters(need)
 
@@ -274,6 +278,18 @@ class Config:
             not self.health_address or self.health_address != self.metrics_address,
             "health_address",
             "must differ from metrics_address, which answers all of it too",
+        )
+
+    def _check_names(self, need: Any) -> None:
+        """A certificate has them as the name of a host, NODE_ID.CLUSTER_ID.fastcheck."""
+        why = "with tls_cert_file it must be in lower case: names in certificates know no other"
+        for key in ("cluster_id", "node_id"):
+            need(getattr(self, key) == getattr(self, key).lower(), key, why)
+        need("." not in self.cluster_id, "cluster_id", "with tls_cert_file it must have no dots")
+        need(
+            len(self.cluster_id) + len(self.node_id) <= 240,
+            "node_id",
+            "with cluster_id, is too long for a certificate",
         )
 
     def _check_voters(self, need: Any) -> None:
@@ -306,6 +322,14 @@ class Config:
     def from_json(cls, text: str) -> Config:
         """Inverse of `to_json`."""
         return cls(**{key: _convert(key, value) for key, value in json.loads(text).items()})
+
+    @property
+    def exposed(self) -> list[str]:
+        """The addresses of this node's ports that other machines may reach."""
+        own = [self.agent_address, self.lane_address]
+        if self.own_voter is not None:
+            own += [self.own_voter.registry_address]
+        return [address for address in own if not is_loopback(split_address(address)[0])]
 
     @property
     def effective_codec_threads(self) -> int:
@@ -379,6 +403,21 @@ def split_address(address: str) -> tuple[str, int]:
     if not separator or not host or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise ValueError(f"{address!r} is not host:port")
     return host.strip("[]"), int(port)
+
+
+def check_exposure(config: Config) -> None:
+    """Refuse to serve other machines without certificates, unless told to.
+
+    Raises:
+        ConfigError: what is missing, and how to go on.
+    """
+    if config.exposed and config.tls_cert_file is None and not config.insecure:
+        raise ConfigError(
+            f"config key 'tls_cert_file' is missing: other machines can reach {', '.join(config.exposed)}, and without "
+            "certificates whoever does can read, replace and delete every checkpoint. Set tls_cert_file, tls_key_file "
+            "and tls_ca_file ('fastcheck certs' makes them for trying), or stay on loopback, or set insecure: true if "
+            "only machines that you trust can reach this network"
+        )
 
 
 def is_loopback(host: str) -> bool:

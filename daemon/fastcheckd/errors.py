@@ -4,6 +4,7 @@
     ├── ConfigError            the operator's file, environment or flags
     ├── InvalidRequestError    the caller sent something malformed
     ├── FencedError            the caller speaks for a life that is over
+    ├── DeniedError            the caller is known, and may not do this
     ├── StoreError
     │   ├── OverBudgetError    this node's RAM budget
     │   ├── StoreFullError     the tmpfs underneath
@@ -54,6 +55,10 @@ class InvalidRequestError(FastCheckdError):
 
 class FencedError(FastCheckdError):
     code = pb.ERROR_CODE_FENCED
+
+
+class DeniedError(FastCheckdError):
+    code = pb.ERROR_CODE_DENIED
 
 
 class StoreError(FastCheckdError):
@@ -169,7 +174,7 @@ _BY_CODE: dict[int, type[FastCheckdError]] = {
     for cls in (
         InvalidRequestError, FencedError, OverBudgetError, StoreFullError, NotHeldError, CorruptError,
         NoQuorumError, PlacementError, HolderLostError, NotNewerError, SupersededError, WorldSizeError,
-        LostError, NoLeaseError, UnsafeError, ReplicasDisagreeError,
+        LostError, NoLeaseError, UnsafeError, ReplicasDisagreeError, DeniedError,
     )
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
-from .config import Config, load_config
+from .config import Config, check_exposure, load_config
 from .errors import ConfigError, FastCheckdError
 from .interfaces import interfaces, with_lane_host
 from .log import configure
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run_child(arguments.process)
         config = load_config(arguments.config, environment=os.environ, overrides=arguments.set or ())
         config = with_lane_host(config, interfaces())  # once, before the children get it
+        check_exposure(config)
         if arguments.command == "validate":
             print(
                 f"valid: node {config.node_id} of cluster {config.cluster_id}, agent at {config.agent_address}, "

@@ -18,6 +18,7 @@ from grpc_health.v1.health import aio as health_aio
 from fastcheck_proto.v1 import registry_pb2_grpc
 
 from .config import Config
+from .dialing import Dialer
 from .durations import Histogram
 from .errors import ConfigError
 from .health.detector import FailureDetector
@@ -30,6 +31,7 @@ from .registry.raft import Raft, check_port_is_free
 from .registry.reporting import Reports
 from .registry.stubs import GrpcStubs, Stubs
 from .rpc import SERVER_OPTIONS
+from .services.admission import Admission
 from .services.registry import RegistryService
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ class RegistryServer:
     def __init__(self, config: Config, surroundings: Surroundings | None = None) -> None:
         around = surroundings or Surroundings()
         self._config = config
+        self._dialer = Dialer.of(config)
         self._raft = around.engine(config, self._changed)
         self._detector = FailureDetector(
             suspect_after_s=config.suspect_after_s,
@@ -89,9 +92,9 @@ class RegistryServer:
             self._suspects_changed,
             draw=around.draw,
             wall_ms=around.wall_ms,
-            outward=around.outward or GrpcOutward(),
+            outward=around.outward or GrpcOutward(self._dialer),
         )
-        self._stubs = GrpcStubs()
+        self._stubs = GrpcStubs(self._dialer, self._node_at)
         #: The gRPC face.
         self.service = RegistryService(
             config, self._raft, self._leader, self._reports, self._detector, around.stubs or self._stubs
@@ -110,11 +113,12 @@ class RegistryServer:
         self._raft.start()
         try:
             check_port_is_free(voter.registry_address, "registry_address")
-            self._server = grpc.aio.server(options=SERVER_OPTIONS)
+            door = Admission(self._config.cluster_id, self._voter_ids)
+            self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[door])
             registry_pb2_grpc.add_RegistryServiceServicer_to_server(self.service, self._server)
             health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), self._server)
             try:
-                self._server.add_insecure_port(voter.registry_address)
+                self._dialer.listen(self._server, voter.registry_address)
             except RuntimeError as error:
                 raise ConfigError(
                     f"config key 'voters': cannot serve on {voter.registry_address}: {error}"
@@ -161,6 +165,13 @@ class RegistryServer:
             durations=durations,
             leading=leading,
         )
+
+    def _node_at(self, address: str) -> str:
+        """The voter that the engine names with that registry address; empty, which leads nowhere: none any more."""
+        return next((v.node_id for v in self._raft.voters if v.registry_address == address), "")
+
+    def _voter_ids(self) -> set[str]:
+        return {voter.node_id for voter in self._raft.voters}
 
     def _changed(self) -> None:
         epoch, lives, left = self._raft.read(

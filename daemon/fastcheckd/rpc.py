@@ -50,6 +50,7 @@ _STATUS: dict[int, grpc.StatusCode] = {
     pb.ERROR_CODE_INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     pb.ERROR_CODE_OVER_BUDGET: grpc.StatusCode.RESOURCE_EXHAUSTED,
     pb.ERROR_CODE_STORE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    pb.ERROR_CODE_DENIED: grpc.StatusCode.PERMISSION_DENIED,
     pb.ERROR_CODE_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     pb.ERROR_CODE_CORRUPT: grpc.StatusCode.DATA_LOSS,
     pb.ERROR_CODE_LOST: grpc.StatusCode.DATA_LOSS,

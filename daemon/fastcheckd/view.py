@@ -17,6 +17,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from .identity import Identity
 from .last_view import LastView
 from .registry.client import RegistryClient
+from .registry.owning import LOCAL
 from .store.retention import Kept
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class ViewFollower:
             if self._last is not None and not self._last.is_ours(view):
                 logger.warning("ignoring a view of another cluster, %r", view.cluster_id[:128])
                 continue
-            moved_on = view.epoch != self.view.epoch
+            moved_on = view.epoch != self.view.epoch or _owners(view) != _owners(self.view)
             self.view = view
             self._registry.use_voters(view.voter_records)
             self._identity.saw_epoch(view.epoch)
@@ -105,6 +106,10 @@ class ViewFollower:
         state = rpb.NodeState.Name(node.state).removeprefix("NODE_STATE_")
         return f"the registry calls it {state}" + (f": {node.reason}" if node.reason else "")
 
+    def owner(self, job: str) -> str | None:
+        """Whose a job is; None: no view here names it. Without a registry, the last view of an earlier life counts."""
+        return next((j.owner or LOCAL for j in self.members().jobs if j.job == job), None)
+
     def is_gone(self, ref: pb.NodeRef) -> bool:
         """Whether the view says that this life of the node is over."""
         node = self.node(ref.node_id)
@@ -116,3 +121,7 @@ class ViewFollower:
         """Return when the view says that this life of the node is over."""
         while not self.is_gone(ref):
             await self._changed.wait()
+
+
+def _owners(view: rpb.ClusterView) -> dict[str, str]:
+    return {job.job: job.owner or LOCAL for job in view.jobs}

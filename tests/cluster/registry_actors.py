@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
 
 from fastcheck_proto.v1 import common_pb2, node_pb2, node_pb2_grpc, registry_pb2
 from fastcheckd.config import Config
 from fastcheckd.counters import Counters
+from fastcheckd.dialing import Dialer
 from fastcheckd.errors import NoQuorumError
 from fastcheckd.health.heartbeats import HeartbeatSender
 from fastcheckd.health.probing import probe, to_wire
@@ -71,7 +72,7 @@ class Node(node_pb2_grpc.NodeServiceServicer):
 
     async def start(self, client: RegistryClient) -> Node:
         self._server = grpc.aio.server()
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self.port = Dialer.of(self.config).listen(self._server, "127.0.0.1:0")
         node_pb2_grpc.add_NodeServiceServicer_to_server(self, self._server)
         await self._server.start()
         await self.register(client)
@@ -121,6 +122,21 @@ async def nodes(client: RegistryClient, config: Config, count: int) -> AsyncIter
         yield started
     finally:
         await asyncio.gather(*(node.stop() for node in started))
+
+
+@contextlib.asynccontextmanager
+async def nodes_with_certificates(
+    config_of: Callable[[str], Config], count: int
+) -> AsyncIterator[tuple[list[RegistryClient], list[Node]]]:
+    """Nodes that each speak for themselves alone, under a certificate, and their ways to the registry."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients, started = [], []
+        for i in range(count):
+            config = config_of(f"n{i}")
+            clients.append(await stack.enter_async_context(connected(config)))
+            started.append(await Node(config, f"n{i}").start(clients[-1]))
+            stack.push_async_callback(started[-1].stop)
+        yield clients, started
 
 
 class Rank:

@@ -2,17 +2,18 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 from tests.certificates import Authority
-from tests.cluster.registry_actors import Rank, connected, eventually, nodes
+from tests.cluster.registry_actors import Rank, connected, eventually, nodes, nodes_with_certificates
 from tests.cluster.registry_process import RegistryCluster, free_ports
 
 from fastcheck.local import LocalCluster, layout
 from fastcheck_proto.v1 import common_pb2, registry_pb2
-from fastcheckd.config import load_config
+from fastcheckd.config import Config, load_config
 from fastcheckd.counters import Counters
 from fastcheckd.errors import FastCheckdError, FencedError
 from fastcheckd.registry.client import RegistryClient
@@ -224,7 +225,13 @@ def test_three_voters_with_certificates_elect_commit_and_lose_their_leader(tmp_p
         cluster.start_all()
 
         async def scenario():
-            async with connected(cluster.config) as client, nodes(client, cluster.config, 4) as started:
+            def config_of(node_id: str) -> Config:
+                return dataclasses.replace(
+                    cluster.config, node_id=node_id, **authority.settings("test", node_id)
+                )
+
+            async with nodes_with_certificates(config_of, 4) as (clients, started):
+                client = clients[0]
                 rank = Rank(client, started[0], 0, 1)
                 await rank.open("c")
                 assert (await rank.save(1)).state == registry_pb2.REPORT_STATE_COMMITTED

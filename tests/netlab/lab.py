@@ -196,6 +196,7 @@ class Lab:
                 }
                 for voter in self.voters
             ],
+            "insecure": True,
             "raft_key_file": str(self.folder / "raft.key"),
             "runtime_dir": str(self._runtime / node),
             "state_dir": str(self.folder / node / "state"),

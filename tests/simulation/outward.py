@@ -57,7 +57,7 @@ class NetworkOutward:
         return int(response.knows_schema)
 
     async def probe_through(
-        self, asker_address: str, target_address: str, life: Life, timeout_s: float
+        self, asker_id: str, asker_address: str, target_address: str, life: Life, timeout_s: float
     ) -> ProbeResult | None:
         request = npb.ProbeForRequest(
             node=pb.NodeRef(node_id=life[0], incarnation=life[1]),
@@ -73,7 +73,7 @@ class NetworkOutward:
         return from_wire(response.finding)
 
     async def fetch_replica(
-        self, data_address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
+        self, node_id: str, data_address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
     ) -> peer_pb2.FetchReplicaResponse:
         try:
             response: peer_pb2.FetchReplicaResponse = await self._network.call(
@@ -83,7 +83,9 @@ class NetworkOutward:
             raise from_rpc_error(error, f"the data process at {data_address}") from None
         return response
 
-    async def list_replicas(self, data_address: str, timeout_s: float) -> list[peer_pb2.Replica]:
+    async def list_replicas(
+        self, node_id: str, data_address: str, timeout_s: float
+    ) -> list[peer_pb2.Replica]:
         try:
             response: peer_pb2.ListReplicasResponse = await self._network.call(
                 self._machine, data_address, "ListReplicas", peer_pb2.ListReplicasRequest(), timeout_s

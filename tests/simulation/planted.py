@@ -117,7 +117,11 @@ def repair_in_words_only() -> Any:
     """A copy counts as made though nobody made it: the record says more than there is."""
 
     async def fetch_replica(
-        self: NetworkOutward, address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
+        self: NetworkOutward,
+        node_id: str,
+        address: str,
+        request: peer_pb2.FetchReplicaRequest,
+        timeout_s: float,
     ) -> peer_pb2.FetchReplicaResponse:
         return peer_pb2.FetchReplicaResponse(digest=request.digest)
 

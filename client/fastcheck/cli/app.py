@@ -6,6 +6,7 @@ import click
 
 from ..admin import AdminClient
 from . import tables, upkeep_tables
+from .certs_commands import certs
 from .delete_command import delete
 from .demo_command import demo
 from .local_commands import local
@@ -98,5 +99,5 @@ def verify(
     ctx.exit(Exit.DEGRADED if result["bad"] else Exit.OK)
 
 
-for command in (history, drain, safe_to_stop, forget, delete, voters, plan, local, demo):
+for command in (history, drain, safe_to_stop, forget, delete, voters, plan, certs, local, demo):
     cli.add_command(command)

@@ -62,6 +62,7 @@ def local() -> None:
     help="What travels: what makes a step faster, all that shrinks, or nothing encoded. Default: auto, which on "
     "loopback mostly means raw.",
 )
+@click.option("--tls", is_flag=True, help="Certificates for all nodes, and every port under TLS.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A config key for every node.")
 @_local_options
 def up(
@@ -70,6 +71,7 @@ def up(
     tolerate: int,
     ram_budget: str | None,
     codec: str | None,
+    tls: bool,
     settings: tuple[str, ...],
     cluster_dir: Path,
     timeout_s: float,
@@ -80,7 +82,7 @@ def up(
     if codec is not None:
         chosen["codec"] = codec
     cluster = LocalCluster(cluster_dir, on_event=say)
-    cluster.up(nodes, tolerate=tolerate, ram_budget=ram_budget, settings=chosen, timeout_s=timeout_s)
+    cluster.up(nodes, tolerate=tolerate, ram_budget=ram_budget, settings=chosen, tls=tls, timeout_s=timeout_s)
     emit(cluster.status(), output, tables.local)
     say(f"trainers and commands find node-0 with: export FASTCHECK_ADDRESS={cluster.address('node-0')}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,6 +12,7 @@ import click
 from fastcheck_proto.conventions import check_name, default_address
 
 from ..errors import DaemonUnavailableError, FastCheckError
+from ..security import SERVER_NAME, VARIABLES
 from .output import FORMATS, Exit, say
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -79,6 +81,41 @@ def timeout_option(default_s: float, what: str) -> Callable[[F], F]:
     )
 
 
+def _into_environment(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Where the SDK looks for it; as before when the command is done."""
+    name = str(param.envvar)
+    if value is None or os.environ.get(name) == value:
+        return
+    before = os.environ.get(name)
+    os.environ[name] = value
+
+    def restore() -> None:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+    ctx.call_on_close(restore)
+
+
+_TLS_OPTIONS = [
+    click.option(
+        option,
+        envvar=variable,
+        metavar=metavar,
+        expose_value=False,
+        callback=_into_environment,
+        help=f"{what} [env: {variable}]",
+    )
+    for option, variable, metavar, what in (
+        ("--tls-server-name", SERVER_NAME, "NAME", "Name in the daemon's certificate, if not the host's."),
+        ("--tls-ca", VARIABLES[2], "FILE", "Authority of the daemons' certificates."),
+        ("--tls-key", VARIABLES[1], "FILE", "Key of --tls-cert."),
+        ("--tls-cert", VARIABLES[0], "FILE", "Certificate to show at a host:port."),
+    )
+]
+
+
 def admin_options(command: F) -> F:
     """`--address`, `--timeout` and `-o`, as all questions to the cluster take them."""
     return patient_admin_options(5.0)(command)
@@ -95,6 +132,8 @@ def patient_admin_options(default_s: float) -> Callable[[F], F]:
     )
 
     def options(command: F) -> F:
+        for option in _TLS_OPTIONS:
+            command = option(command)
         return address(timeout_option(default_s, "Longest wait for the answer.")(output_option(command)))
 
     return options

@@ -25,6 +25,7 @@ import psutil
 import yaml
 
 from ..admin import AdminClient
+from ..certs import LocalAuthority
 from ..errors import FastCheckError
 from . import layout, processes
 from .keeper import start_keeper
@@ -140,6 +141,7 @@ class LocalCluster:
         tolerate: int = 1,
         ram_budget: str | int | None = None,
         settings: dict[str, Any] | None = None,
+        tls: bool = False,
         timeout_s: float = 60.0,
     ) -> Json:
         """Start a fresh cluster and wait until all its nodes are UP.
@@ -149,6 +151,8 @@ class LocalCluster:
             tolerate: losses at once that a committed step survives.
             ram_budget: per node, bytes or text such as `512MiB`. Default: half of the memory, divided.
             settings: further config keys for every node.
+            tls: make an authority in DIR/tls, certificates for the nodes, and an operator's and a trainer's, named
+                `local`; every port is under TLS.
 
         Raises:
             LocalClusterError: one is running here already, a daemon died, or not all are UP in time. What was
@@ -167,7 +171,7 @@ class LocalCluster:
                         f"fastcheck local down --dir {self.dir}"
                     )
                 self._remove_data()
-            self._make_config(nodes, tolerate, ram_budget, settings or {})
+            self._make_config(nodes, tolerate, ram_budget, settings or {}, tls=tls)
         try:
             self._keep()
             for node_id in self.node_ids:
@@ -256,6 +260,15 @@ class LocalCluster:
     def _state_file(self) -> Path:
         return self.dir / "cluster.json"
 
+    @property
+    def _tls_dir(self) -> Path:
+        return self.dir / "tls"
+
+    def _certified(self, name: str) -> dict[str, Any]:
+        """The config keys of a node with a certificate, which is made now."""
+        cert = LocalAuthority(self._tls_dir).node(name, ["127.0.0.1"])
+        return layout.tls_settings(self._tls_dir, cert)
+
     def _config_file(self, node_id: str) -> Path:
         return layout.node_dir(self.dir, node_id) / "config.yaml"
 
@@ -290,7 +303,13 @@ class LocalCluster:
         return nodes[node_id]
 
     def _make_config(
-        self, count: int, tolerate: int, ram_budget: str | int | None, settings: dict[str, Any]
+        self,
+        count: int,
+        tolerate: int,
+        ram_budget: str | int | None,
+        settings: dict[str, Any],
+        *,
+        tls: bool,
     ) -> None:
         names = [layout.node_id(index) for index in range(count)]
         voters = names[: layout.voter_count(count)]
@@ -308,11 +327,18 @@ class LocalCluster:
         key.unlink(missing_ok=True)
         with os.fdopen(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(secrets.token_bytes(32))
+        # A cluster of its own: a stray node of an earlier one is refused.
+        cluster_id = f"local-{secrets.token_hex(4)}"
+        shutil.rmtree(self._tls_dir, ignore_errors=True)
+        if tls:
+            authority = LocalAuthority.create(self._tls_dir, cluster_id)
+            authority.admin("local")
+            authority.trainer("local")
         self._save(
             {
                 "version": 1,
-                # A cluster of its own: a stray node of an earlier one is refused.
-                "cluster_id": f"local-{secrets.token_hex(4)}",
+                "cluster_id": cluster_id,
+                "tls": tls,
                 "tolerate": tolerate,
                 "ram_budget": budget,
                 "ram_root": str(ram_root),
@@ -345,7 +371,7 @@ class LocalCluster:
             tolerate=state["tolerate"],
             ram_dir=ram_dir,
             ram_budget=state["ram_budget"],
-            settings=state["settings"],
+            settings=(self._certified(name) if state.get("tls") else {}) | state["settings"],
         )
         folder = layout.node_dir(self.dir, name)
         folder.mkdir(parents=True, exist_ok=True)
@@ -438,6 +464,7 @@ class LocalCluster:
             if root is not None:
                 shutil.rmtree(root, ignore_errors=True)
         (self.dir / "raft.key").unlink(missing_ok=True)
+        shutil.rmtree(self._tls_dir, ignore_errors=True)
         self._state_file.unlink()
 
 

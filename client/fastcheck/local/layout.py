@@ -4,6 +4,7 @@ DIR/
   cluster.json      nodes, ports, process ids (written by rename)
   lock              flock: one change at a time
   raft.key          the voters' secret, 0600
+  tls/              with --tls, an authority and what it signed (certs.py)
   node-0/           config.yaml, daemon.log, state/ and, when the path is short enough, run/
 """
 
@@ -98,6 +99,16 @@ def ram_root(cluster_dir: Path, shm: Path, shm_free_bytes: int, needed_bytes: in
     if shm_free_bytes >= needed_bytes:
         return shm / f"fastcheck-local-{cluster_key(cluster_dir)}"
     return cluster_dir / "ram"
+
+
+def tls_settings(tls_dir: Path, cert: Path) -> dict[str, Any]:
+    """The config keys of a node with that certificate; its key lies beside it."""
+    return {
+        "tls_cert_file": str(cert),
+        "tls_key_file": str(cert.with_name(f"{cert.stem}.key")),
+        "tls_ca_file": str(tls_dir / "ca.pem"),
+        "lane_tls": True,
+    }
 
 
 def node_config(

@@ -15,8 +15,8 @@ import grpc.aio
 from fastcheck_proto.v1 import registry_pb2, registry_pb2_grpc
 
 from ..config import Config, Voter
+from ..dialing import Dialer
 from ..durations import AGENT, Durations
-from ..rpc import CHANNEL_OPTIONS
 from .lease_clock import LeaseClock
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class HeartbeatSender:
         lease: told of what is sent and answered.
         on_answer: called in the loop after each answer.
         durations: told how far apart each voter's answers are.
+        dialer: makes the channels; by default with the config's certificate.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class HeartbeatSender:
         lease: LeaseClock | None = None,
         on_answer: Callable[[], None] = lambda: None,
         durations: Durations | None = None,
+        dialer: Dialer | None = None,
     ) -> None:
         self._config = config
+        self._dialer = dialer or Dialer.of(config)
         self._snapshot = snapshot
         self._on_fenced = on_fenced
         voters = [voter.node_id for voter in config.effective_voters]
@@ -67,17 +70,24 @@ class HeartbeatSender:
                 group.create_task(self._to(voter))
 
     async def _to(self, voter: Voter) -> None:
+        while True:
+            generation = self._dialer.generation
+            async with self._dialer.channel(voter.node_id, voter.registry_address) as channel:
+                await self._over(registry_pb2_grpc.RegistryServiceStub(channel), voter, generation)
+
+    async def _over(
+        self, stub: registry_pb2_grpc.RegistryServiceAsyncStub, voter: Voter, generation: int
+    ) -> None:
+        """Stream after stream, until one would have to begin under another certificate."""
         backoff_s = BACKOFF_S_MIN
-        async with grpc.aio.insecure_channel(voter.registry_address, options=CHANNEL_OPTIONS) as channel:
-            stub = registry_pb2_grpc.RegistryServiceStub(channel)
-            while True:
-                if self._snapshot().node.incarnation:
-                    if await _Stream(self, voter, stub).run():
-                        backoff_s = BACKOFF_S_MIN
-                    await asyncio.sleep(backoff_s)
-                    backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
-                else:
-                    await asyncio.sleep(self._config.heartbeat_interval_s)
+        while self._dialer.generation == generation:
+            if self._snapshot().node.incarnation:
+                if await _Stream(self, voter, stub).run():
+                    backoff_s = BACKOFF_S_MIN
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
+            else:
+                await asyncio.sleep(self._config.heartbeat_interval_s)
 
     def _answered(self, voter: str, lease_seq: int, now: float) -> None:
         if (before := self._answered_at.get(voter)) is not None:

@@ -9,6 +9,7 @@ import grpc.aio
 from fastcheck_proto.v1 import node_pb2, node_pb2_grpc
 
 from ..config import split_address
+from ..dialing import Dialer
 from ..rpc import ONE_CALL_OPTIONS
 from .detector import Finding, Life
 
@@ -26,15 +27,18 @@ _TO_WIRE = {
 _FROM_WIRE: dict[int, Finding] = {code: finding for finding, code in _TO_WIRE.items()}
 
 
-async def probe(agent_address: str, life: Life, timeout_s: float) -> ProbeResult:
-    """Ask a node's agent who it is."""
+async def probe(
+    agent_address: str, life: Life, timeout_s: float, dialer: Dialer | None = None
+) -> ProbeResult:
+    """Ask a node's agent who it is; over plaintext if nothing else is said."""
     try:
         host, port = split_address(agent_address)
         async with asyncio.timeout(timeout_s):
             # A bare connection first: gRPC does not say whether a connection was refused or lost.
             _, writer = await asyncio.open_connection(host, port)
             writer.close()
-            async with grpc.aio.insecure_channel(agent_address, options=ONE_CALL_OPTIONS) as channel:
+            way = (dialer or Dialer()).channel(life[0], agent_address, ONE_CALL_OPTIONS)
+            async with way as channel:
                 answer = await node_pb2_grpc.NodeServiceStub(channel).Probe(node_pb2.ProbeRequest())
     except ConnectionRefusedError:
         return ProbeResult.REFUSED

@@ -14,11 +14,13 @@ from fastcheck_proto.v1 import admin_pb2_grpc, node_pb2_grpc
 from ..agent import Agent
 from ..config import Config
 from ..counters import Counters
+from ..dialing import Dialer
 from ..draining import drain
 from ..registry.client import RegistryClient
 from ..registry.remembered import with_remembered_voters
 from ..rpc import SERVER_OPTIONS
 from ..services.admin import AdminService
+from ..services.admission import Admission
 from ..services.node import NodeService
 from ..systemd import Notifier, one_line, report
 from ..transfer.peer_calls import PeerCalls
@@ -34,18 +36,22 @@ async def run(config: Config) -> None:
     stopping = stop_signal()
     notifier = Notifier()
     private_directory(config.runtime_dir)
-    registry = RegistryClient(with_remembered_voters(config), Counters())
-    peers = PeerCalls(config.transfer_timeout_s)
-    agent = Agent(config, registry)
+    dialer = Dialer.of(config)
+    registry = RegistryClient(with_remembered_voters(config), Counters(), dialer=dialer)
+    peers = PeerCalls(config.transfer_timeout_s, dialer)
+    agent = Agent(config, registry, dialer)
     health = health_aio.HealthServicer()
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[Admission(config.cluster_id)])
     node_pb2_grpc.add_NodeServiceServicer_to_server(
-        NodeService(config, lambda: agent.incarnation, agent.voting.become), server
+        NodeService(config, lambda: agent.incarnation, agent.voting.become, dialer), server
     )
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(config, registry, peers), server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    listen_tcp(server, config.agent_address, "agent_port")
-    async with listening(server, config.agent_socket), observing(config, agent, registry, health):
+    listen_tcp(server, dialer, config.agent_address, "agent_port")
+    async with (
+        listening(server, config.agent_socket),
+        observing(config, agent, registry, health, dialer.certificates),
+    ):
         await health.set("", health_pb2.HealthCheckResponse.SERVING)
         agent.start()
         reporting = asyncio.create_task(

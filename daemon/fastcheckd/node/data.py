@@ -27,6 +27,7 @@ from fastcheck_proto.v1 import (
 from ..codec.planner import Planner
 from ..config import Config
 from ..counters import Counters
+from ..dialing import Dialer
 from ..durations import DATA, Durations
 from ..errors import (
     ConfigError,
@@ -44,8 +45,10 @@ from ..restore.room import RestoreRoom
 from ..rpc import SERVER_OPTIONS
 from ..saving.replicate import Replicator
 from ..saving.room import SavingRoom
+from ..services.admission import Admission
 from ..services.data_control import DataControlService
 from ..services.observe import ObserveService
+from ..services.owners import Owners
 from ..services.peer import PeerService
 from ..services.trainer import TrainerService
 from ..store.ram_store import HeldShard, RamStore
@@ -77,6 +80,7 @@ class _DataRooms:
         self._config = config
         self._counters = counters
         self._durations = durations = Durations(DATA)
+        self.dialer = dialer = Dialer.of(config)
         self.identity = identity = Identity(config.node_id)
         self.lease = LeaseHolder(config.node_id, lambda: identity.incarnation)
         self.store = store
@@ -87,7 +91,7 @@ class _DataRooms:
         self.workers = _workers(config, store, counters)
         work = HERE if self.workers is None else WorkInWorkers(self.workers, counters)
         self.codec = CodecPool(config.effective_codec_threads, config.codec_nice, work)
-        self.registry = registry = RegistryClient(with_remembered_voters(config), counters)
+        self.registry = registry = RegistryClient(with_remembered_voters(config), counters, dialer=dialer)
         self.view = view = ViewFollower(registry, identity, LastView(config))
         present = interfaces()
         self._interface = interface_of(config.effective_lane_host, present)
@@ -103,7 +107,7 @@ class _DataRooms:
         )  # fmt: skip
         tls = LaneTls(config) if config.lane_tls else None
         self.peers = peers = PeerClient(
-            config, counters, self.lanes, self.codec, meter=meter, pacing=self.pacing, tls=tls
+            config, counters, self.lanes, self.codec, meter=meter, pacing=self.pacing, tls=tls, dialer=dialer
         )
         tickets = TicketOffice()
         incoming = Gate(
@@ -145,9 +149,10 @@ class _DataRooms:
         self.peer_service = PeerService(
             cluster_id=config.cluster_id, desk=self.desk, store=store, tickets=tickets, counters=counters,
             upkeep=self.upkeep,
-            lease=self.lease, lane_report=self._lane_report,
+            lease=self.lease, lane_report=self._lane_report, certificates=dialer.certificates,
         )  # fmt: skip
-        self.trainer_service = TrainerService(config, self.saving, restore, registry)
+        owners = Owners(view, registry, enforced=config.tls_cert_file is not None)
+        self.trainer_service = TrainerService(config, self.saving, restore, registry, owners)
         self._resumed = False
         view.on_change(self._on_view)
 
@@ -272,12 +277,13 @@ async def run(config: Config) -> None:
     counters = Counters()
     store = await _open_store(config, counters)
     rooms = _DataRooms(config, store, counters)
-    far = grpc.aio.server(options=SERVER_OPTIONS)
+    door = Admission(config.cluster_id)
+    far = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[door])
     peer_pb2_grpc.add_PeerServiceServicer_to_server(rooms.peer_service, far)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, far)
     health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), far)
-    listen_tcp(far, config.data_address, "data_port")
-    near = grpc.aio.server(options=SERVER_OPTIONS)
+    listen_tcp(far, rooms.dialer, config.data_address, "data_port")
+    near = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[door])
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, near)
     control = DataControlService(rooms.identity, rooms.lease, store, rooms.view, on_assume=rooms.assumed)
     node_pb2_grpc.add_DataControlServiceServicer_to_server(control, near)

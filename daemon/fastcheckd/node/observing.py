@@ -32,10 +32,13 @@ READY = "ready"
 
 @contextlib.asynccontextmanager
 async def observing(
-    config: Config, agent: Agent, registry: RegistryClient, health: health_aio.HealthServicer
+    config: Config,
+    agent: Agent,
+    registry: RegistryClient,
+    health: health_aio.HealthServicer,
+    certificates: Certificates | None,
 ) -> AsyncIterator[None]:
     """Answer those who watch while the context lasts; ConfigError where an address is taken."""
-    certificates = Certificates(config) if config.tls_cert_file else None
     scrape = NodeScrape(
         config, agent.facts, agent.durations, lambda: certificates.ends_at_s() if certificates else None
     )

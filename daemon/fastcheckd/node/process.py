@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc.aio
 
+from ..dialing import Dialer
 from ..errors import ConfigError
 
 
@@ -39,10 +40,10 @@ def private_directory(path: Path) -> None:
         )
 
 
-def listen_tcp(server: grpc.aio.Server, address: str, key: str) -> None:
+def listen_tcp(server: grpc.aio.Server, dialer: Dialer, address: str, key: str) -> None:
     """Have a server listen; ConfigError, which names the `key` to change, where that cannot be."""
     try:
-        bound = server.add_insecure_port(address)
+        bound = dialer.listen(server, address)
     except RuntimeError:
         bound = 0
     if not bound:

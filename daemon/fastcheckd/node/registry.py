@@ -18,6 +18,7 @@ from ..observe import registry_metrics
 from ..registry.raft import Raft
 from ..registry_server import RegistryServer, Surroundings
 from ..rpc import SERVER_OPTIONS
+from ..services.admission import Admission
 from ..services.observe import ObserveService
 from .process import listening, private_directory, stop_signal
 
@@ -53,7 +54,7 @@ async def run(config: Config) -> None:
     beating = asyncio.create_task(progress.tell(), name="signs of life")
     private_directory(config.runtime_dir)
     observed = ObserveService(lambda: registry_metrics.families(server.facts(durations.snapshot())))
-    near = grpc.aio.server(options=SERVER_OPTIONS)
+    near = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[Admission(config.cluster_id)])
     observe_pb2_grpc.add_ObserveServiceServicer_to_server(observed, near)
     failing = asyncio.create_task(server.wait_failed(), name="registry-failure")
     try:

@@ -75,14 +75,20 @@ class Auditor:
                 claims = self._engine.read(lambda state, batch=batch: claims_of(state, batch))  # type: ignore[misc]
                 asking = asyncio.Semaphore(ASKED_AT_ONCE)
                 await asyncio.gather(
-                    *(self._audit(addresses[ref], claims[ref], asking) for ref in batch if claims[ref])
+                    *(
+                        self._audit(ref.node_id, addresses[ref], claims[ref], asking)
+                        for ref in batch
+                        if claims[ref]
+                    )
                 )
             await asyncio.sleep(AUDIT_INTERVAL_S)
 
-    async def _audit(self, data_address: str, claims: Claims, asking: asyncio.Semaphore) -> None:
+    async def _audit(
+        self, node_id: str, data_address: str, claims: Claims, asking: asyncio.Semaphore
+    ) -> None:
         async with asking:
             try:
-                replicas = await self._outward.list_replicas(data_address, ASK_TIMEOUT_S)
+                replicas = await self._outward.list_replicas(node_id, data_address, ASK_TIMEOUT_S)
             except FastCheckdError as error:
                 logger.info("registry: cannot audit the node at %s now: %s", data_address, error)
                 return

@@ -20,6 +20,7 @@ from fastcheck_proto.v1 import common_pb2, node_pb2, registry_pb2
 
 from ..config import Config
 from ..counters import Counters
+from ..dialing import Dialer
 from ..errors import FastCheckdError, FencedError, NoQuorumError, UnsafeError
 from ..rpc import from_rpc_error
 from .stubs import GrpcStubs, Stubs
@@ -55,15 +56,27 @@ class RegistryClient:
     Args:
         config: names the first voters.
         stubs: how voters are reached; by default over gRPC. Whoever gives one closes it.
+        dialer: makes that way's channels; by default with the config's certificate.
     """
 
-    def __init__(self, config: Config, counters: Counters, stubs: Stubs | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        counters: Counters,
+        stubs: Stubs | None = None,
+        *,
+        dialer: Dialer | None = None,
+    ) -> None:
         self._counters = counters
         self._by_node = {voter.node_id: voter.registry_address for voter in config.effective_voters}
         self._addresses = list(self._by_node.values())
         self._leader = self._addresses[0]
-        self._channels = GrpcStubs()
-        self._stubs: Stubs = self._channels if stubs is None else stubs
+        #: Which voter an address is, or was: a call under way may still go on with an earlier one's.
+        self._node_at = {address: node_id for node_id, address in self._by_node.items()}
+        self._channels: GrpcStubs | None = None
+        if stubs is None:
+            stubs = self._channels = GrpcStubs(dialer or Dialer.of(config), self._node_at.__getitem__)
+        self._stubs: Stubs = stubs
         #: Voters that did not answer us, and until when that is taken for a cut.
         self._cut_until: dict[str, float] = {}
         #: The voter that is asked first relayed our last call.
@@ -80,6 +93,7 @@ class RegistryClient:
         logger.info("the registry's voters are now %s", ", ".join(f"{n} at {a}" for n, a in by_node.items()))
         self._by_node = by_node
         self._addresses = list(by_node.values())
+        self._node_at.update({address: node_id for node_id, address in by_node.items()})
         self._cut_until = {a: until for a, until in self._cut_until.items() if a in self._addresses}
         if self._leader not in self._addresses:
             self._leader, self._relaying = self._addresses[0], False
@@ -316,6 +330,11 @@ class RegistryClient:
                         yield view
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 logger.debug("watching voter %s interrupted: %r", address, error)
+            except asyncio.CancelledError:
+                # We are, or else the stream was: its channel is closed some time after there is a new certificate.
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+                logger.debug("watching voter %s anew, under the new certificate", address)
             finally:
                 call.cancel()
             address = self._after(address)
@@ -324,7 +343,8 @@ class RegistryClient:
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._channels.close()
+        if self._channels is not None:
+            await self._channels.close()
 
     def _is_cut(self, *addresses: str) -> bool:
         """Whether one of these voters did not answer us lately."""

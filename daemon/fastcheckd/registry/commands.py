@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..config import Voter
 from . import denials
+from .owning import LOCAL
 from .records import REASON_BYTES_MAX, Json
 from .redundancy import Claim
 
@@ -59,9 +60,20 @@ def set_voters(voters: Iterable[Voter], *, at_ms: int) -> Json:
 
 
 def open_rank(
-    job: str, rank: int, world_size: int, *, client: str, node: Ref, replaces: int | None = None
+    job: str,
+    rank: int,
+    world_size: int,
+    *,
+    client: str,
+    node: Ref,
+    replaces: int | None = None,
+    identity: str = LOCAL,
 ) -> Json:
-    """A process takes a rank's place; unless that is None, only from the session that it `replaces`."""
+    """A process takes a rank's place; unless that is None, only from the session that it `replaces`.
+
+    Args:
+        identity: who it is; the job's first one owns it.
+    """
     return {
         "type": "open_rank",
         "job": job,
@@ -70,6 +82,7 @@ def open_rank(
         "client": client,
         "node": list(node),
         "replaces": replaces,
+        "identity": identity,
     }
 
 

@@ -257,7 +257,7 @@ class Foreman:
         shard_id = order.shortage.id
         try:
             answer = await self._outward.fetch_replica(
-                order.target_address, request, self._timeout_s(order.shortage.bytes)
+                order.target.node_id, order.target_address, request, self._timeout_s(order.shortage.bytes)
             )
             if answer.digest != request.digest:
                 raise FastCheckdError(f"node {order.target.node_id} made a copy with another digest")

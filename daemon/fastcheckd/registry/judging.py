@@ -243,7 +243,11 @@ class Judge:
 
     async def _ask_through(self, asker: _Member, member: _Member, number: int) -> None:
         finding = await self._outward.probe_through(
-            asker.agent_address, member.agent_address, member.life, self._config.probe_timeout_s
+            asker.life[0],
+            asker.agent_address,
+            member.agent_address,
+            member.life,
+            self._config.probe_timeout_s,
         )
         self._detector.found(member.life, number, asker.life[0], finding)
         self.wake()

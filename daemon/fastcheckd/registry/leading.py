@@ -253,7 +253,9 @@ class Leader:
         Raises:
             InvalidRequestError, UnsafeError, NoQuorumError: see `replacing`.
         """
-        return await replace_voter(self._raft, self._config.cluster_id, request, at_ms=self.wall_ms())
+        return await replace_voter(
+            self._raft, self._config.cluster_id, request, at_ms=self.wall_ms(), ask=self.outward.become_voter
+        )
 
     async def agree(self) -> None:
         """Return when all voters are known to know the newest schema.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Protocol
 
 import grpc.aio
@@ -11,12 +12,16 @@ from fastcheck_proto.v1 import common_pb2, node_pb2, node_pb2_grpc, peer_pb2, pe
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..config import Voter
+from ..dialing import Dialer
 from ..health.detector import Life
 from ..health.probing import ProbeResult, from_wire, probe
 from ..rpc import ONE_CALL_OPTIONS, from_rpc_error
+from .wire import voter_message
 
 #: What a call takes beside the probe that it asks for.
 CALL_SLACK_S = 0.15
+#: A new voter makes a folder and starts a process.
+BECOME_TIMEOUT_S = 10.0
 
 
 class Outward(Protocol):
@@ -34,12 +39,12 @@ class Outward(Protocol):
         """Ask another voter for the newest schema of the state that it can apply; None: it did not answer."""
 
     async def probe_through(
-        self, asker_address: str, target_address: str, life: Life, timeout_s: float
+        self, asker_id: str, asker_address: str, target_address: str, life: Life, timeout_s: float
     ) -> ProbeResult | None:
         """Have the agent at `asker_address` ask a node who it is; None: that agent could not be asked."""
 
     async def fetch_replica(
-        self, data_address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
+        self, node_id: str, data_address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
     ) -> peer_pb2.FetchReplicaResponse:
         """Have a data process make itself a copy.
 
@@ -47,27 +52,46 @@ class Outward(Protocol):
             FastCheckdError: it could not.
         """
 
-    async def list_replicas(self, data_address: str, timeout_s: float) -> list[peer_pb2.Replica]:
+    async def list_replicas(
+        self, node_id: str, data_address: str, timeout_s: float
+    ) -> list[peer_pb2.Replica]:
         """What a data process holds of all jobs.
 
         Raises:
             FastCheckdError: it did not answer.
         """
 
+    async def become_voter(
+        self, node_id: str, agent_address: str, cluster_id: str, voters: Sequence[Voter]
+    ) -> None:
+        """Ask a node's agent to become one of these voters.
+
+        Raises:
+            FastCheckdError: it refuses, or cannot be reached.
+        """
+
 
 class GrpcOutward:
-    """The real thing. A channel lasts for one question: they are rare, and the other side may be dying."""
+    """The real thing. A channel lasts for one question: they are rare, and the other side may be dying.
+
+    Args:
+        dialer: makes the channels; by default plaintext ones.
+    """
+
+    def __init__(self, dialer: Dialer | None = None) -> None:
+        self._dialer = dialer or Dialer()
 
     async def probe(self, agent_address: str, life: Life, timeout_s: float) -> ProbeResult:
         """Ask a node who it is."""
-        return await probe(agent_address, life, timeout_s)
+        return await probe(agent_address, life, timeout_s, self._dialer)
 
     async def corroborate(
         self, voter: Voter, request: rpb.CorroborateRequest, timeout_s: float
     ) -> rpb.CorroborateResponse | None:
         """Ask another voter what it knows of a node; None: it did not answer."""
         try:
-            async with asyncio.timeout(timeout_s + CALL_SLACK_S), _channel(voter.registry_address) as channel:
+            way = self._channel(voter.node_id, voter.registry_address)
+            async with asyncio.timeout(timeout_s + CALL_SLACK_S), way as channel:
                 response: rpb.CorroborateResponse = await registry_pb2_grpc.RegistryServiceStub(
                     channel
                 ).Corroborate(request)
@@ -78,14 +102,15 @@ class GrpcOutward:
     async def knows_schema(self, voter: Voter, timeout_s: float) -> int | None:
         """Ask another voter for the newest schema of the state that it can apply; None: it did not answer."""
         try:
-            async with asyncio.timeout(timeout_s), _channel(voter.registry_address) as channel:
+            way = self._channel(voter.node_id, voter.registry_address)
+            async with asyncio.timeout(timeout_s), way as channel:
                 response = await registry_pb2_grpc.RegistryServiceStub(channel).GetView(rpb.GetViewRequest())
         except (grpc.aio.AioRpcError, TimeoutError):
             return None
         return int(response.knows_schema)
 
     async def probe_through(
-        self, asker_address: str, target_address: str, life: Life, timeout_s: float
+        self, asker_id: str, asker_address: str, target_address: str, life: Life, timeout_s: float
     ) -> ProbeResult | None:
         """Have the agent at `asker_address` ask a node who it is; None: that agent could not be asked."""
         request = node_pb2.ProbeForRequest(
@@ -94,21 +119,22 @@ class GrpcOutward:
             timeout_s=timeout_s,
         )
         try:
-            async with asyncio.timeout(timeout_s + CALL_SLACK_S), _channel(asker_address) as channel:
+            way = self._channel(asker_id, asker_address)
+            async with asyncio.timeout(timeout_s + CALL_SLACK_S), way as channel:
                 response = await node_pb2_grpc.NodeServiceStub(channel).ProbeFor(request)
         except (grpc.aio.AioRpcError, TimeoutError):
             return None
         return from_wire(response.finding)
 
     async def fetch_replica(
-        self, data_address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
+        self, node_id: str, data_address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
     ) -> peer_pb2.FetchReplicaResponse:
         """Have a data process make itself a copy.
 
         Raises:
             FastCheckdError: it could not.
         """
-        async with _channel(data_address) as channel:
+        async with self._channel(node_id, data_address) as channel:
             try:
                 response: peer_pb2.FetchReplicaResponse = await peer_pb2_grpc.PeerServiceStub(
                     channel
@@ -117,13 +143,15 @@ class GrpcOutward:
                 raise from_rpc_error(error, f"the data process at {data_address}") from None
         return response
 
-    async def list_replicas(self, data_address: str, timeout_s: float) -> list[peer_pb2.Replica]:
+    async def list_replicas(
+        self, node_id: str, data_address: str, timeout_s: float
+    ) -> list[peer_pb2.Replica]:
         """What a data process holds of all jobs.
 
         Raises:
             FastCheckdError: it did not answer.
         """
-        async with _channel(data_address) as channel:
+        async with self._channel(node_id, data_address) as channel:
             try:
                 response: peer_pb2.ListReplicasResponse = await peer_pb2_grpc.PeerServiceStub(
                     channel
@@ -132,6 +160,20 @@ class GrpcOutward:
                 raise from_rpc_error(error, f"the data process at {data_address}") from None
         return list(response.replicas)
 
+    async def become_voter(
+        self, node_id: str, agent_address: str, cluster_id: str, voters: Sequence[Voter]
+    ) -> None:
+        """Ask a node's agent to become one of these voters.
 
-def _channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=ONE_CALL_OPTIONS)
+        Raises:
+            FastCheckdError: it refuses, or cannot be reached.
+        """
+        request = node_pb2.BecomeVoterRequest(cluster_id=cluster_id, voters=map(voter_message, voters))
+        async with self._dialer.channel(node_id, agent_address) as channel:
+            try:
+                await node_pb2_grpc.NodeServiceStub(channel).BecomeVoter(request, timeout=BECOME_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, f"the agent at {agent_address}") from None
+
+    def _channel(self, node_id: str, address: str) -> grpc.aio.Channel:
+        return self._dialer.channel(node_id, address, ONE_CALL_OPTIONS)

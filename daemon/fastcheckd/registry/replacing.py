@@ -10,23 +10,19 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-import grpc.aio
-
-from fastcheck_proto.v1 import node_pb2, node_pb2_grpc, registry_pb2
+from fastcheck_proto.v1 import registry_pb2
 
 from ..config import Voter, split_address
 from ..errors import FastCheckdError, InvalidRequestError, UnsafeError
-from ..rpc import CHANNEL_OPTIONS, from_rpc_error
-from . import commands, wire
+from . import commands
 from .engine import Engine
 from .membership import voter_from_list
 from .records import Json
 
-ASK_TIMEOUT_S = 10.0
 CHANGE_TIMEOUT_S = 20.0
 
-#: Asks a node's agent to become one of these voters: (agent address, cluster id, voters).
-Ask = Callable[[str, str, Sequence[Voter]], Awaitable[None]]
+#: Asks a node's agent to become one of these voters: (node id, agent address, cluster id, voters).
+Ask = Callable[[str, str, str, Sequence[Voter]], Awaitable[None]]
 
 
 @runtime_checkable
@@ -37,27 +33,13 @@ class Replaceable(Protocol):
         """Have `new` vote in the place of `old`; repeating it completes it."""
 
 
-async def ask_to_become_voter(agent_address: str, cluster_id: str, voters: Sequence[Voter]) -> None:
-    """Ask over gRPC.
-
-    Raises:
-        FastCheckdError: it refuses, or cannot be reached.
-    """
-    request = node_pb2.BecomeVoterRequest(cluster_id=cluster_id, voters=map(wire.voter_message, voters))
-    async with grpc.aio.insecure_channel(agent_address, options=CHANNEL_OPTIONS) as channel:
-        try:
-            await node_pb2_grpc.NodeServiceStub(channel).BecomeVoter(request, timeout=ASK_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, f"the agent at {agent_address}") from None
-
-
 async def replace_voter(
     engine: Engine,
     cluster_id: str,
     request: registry_pb2.ReplaceVoterRequest,
     *,
     at_ms: int,
-    ask: Ask = ask_to_become_voter,
+    ask: Ask,
 ) -> list[Voter]:
     """Replace one voter by another; at the leader. Returns all voters afterwards.
 
@@ -81,7 +63,7 @@ async def replace_voter(
         if named is None:
             # So that nobody takes the voters for fewer while one is gone and the other not there yet.
             await engine.propose(commands.set_voters(voters, at_ms=at_ms))
-        await ask(nodes[new.node_id]["agent_address"], cluster_id, after)
+        await ask(new.node_id, nodes[new.node_id]["agent_address"], cluster_id, after)
         await engine.replace_member(old, new, timeout_s=CHANGE_TIMEOUT_S)
         result = await engine.propose(commands.set_voters(after, at_ms=at_ms))
         if not result["ok"]:

@@ -1,5 +1,6 @@
 """Which process speaks for a rank: sessions, and the jobs that they belong to. Pure.
 
+The first process of a job makes it its identity's (`owning.py`).
 A session is never used twice, even when its job has been forgotten: `session_floor` is above all of them.
 """
 
@@ -7,7 +8,9 @@ from __future__ import annotations
 
 from fastcheck_proto.conventions import RANK_MAX
 
+from ..errors import DeniedError
 from .commits import refusal
+from .owning import IDENTITY_BYTES_MAX, LOCAL, check_use, owner_of
 from .records import TOKEN_BYTES_MAX, Json, MalformedError, integer, live, name, node_ref, text
 
 JOBS_MAX = 4096
@@ -30,7 +33,13 @@ def open_rank(state: Json, command: Json) -> Json:
         return refusal(
             "FENCED", f"node {node_id} in incarnation {incarnation} is over: it has to register again"
         )
+    identity = text(command, "identity", IDENTITY_BYTES_MAX) if "identity" in command else LOCAL
     job = state["jobs"].get(job_name)
+    if job is not None:
+        try:
+            check_use(identity, owner_of(job), job_name)
+        except DeniedError as error:
+            return refusal("DENIED", str(error))
     seat = None if job is None else job["ranks"].get(str(rank))
     replaces = integer(command, "replaces", 0, SESSION_MAX) if command.get("replaces") is not None else None
     if seat is not None:
@@ -47,7 +56,7 @@ def open_rank(state: Json, command: Json) -> Json:
     if replaces is not None and replaces != current:
         return {"ok": True, "session": 0, "current": current}
     if job is None:
-        job = _new_job(state, job_name)
+        job = _new_job(state, job_name, identity)
     session = job["next_session"]
     job["next_session"] += 1
     past = [] if seat is None else [c for c in [*seat["past"], seat["client"]] if c != client]
@@ -71,7 +80,7 @@ def current_session(state: Json, job_name: str, rank: int) -> int:
     return 0 if seat is None else int(seat["session"])
 
 
-def _new_job(state: Json, job_name: str) -> Json:
+def _new_job(state: Json, job_name: str, owner: str) -> Json:
     jobs = state["jobs"]
     if len(jobs) >= JOBS_MAX:
         empty = next((other for other, job in jobs.items() if not job["steps"]), None)
@@ -85,6 +94,7 @@ def _new_job(state: Json, job_name: str) -> Json:
         "ranks": {},
         "steps": [],
         "recent": [],
+        "owner": owner,
     }
     if state["session_floor"] > 1 and state["schema"] >= 4:
         # Of an earlier life of this job, which was forgotten because nothing of it was kept.

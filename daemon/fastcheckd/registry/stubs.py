@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import grpc.aio
-
 from fastcheck_proto.v1 import registry_pb2_grpc
 
-from ..rpc import CHANNEL_OPTIONS
+from ..dialing import Channels, Dialer
 
 #: From a voter's registry address to what has the methods of a `RegistryServiceStub`: each takes the request,
 #: `timeout` and `metadata`, and raises grpc.aio.AioRpcError. (The generated class fits, but is not typed for aio.)
@@ -21,21 +19,26 @@ Stubs = Callable[[str], Any]
 
 
 class GrpcStubs:
-    """A `Stubs` with one channel per voter, opened when it is first needed; closed together at the end."""
+    """A `Stubs` with one channel per voter, opened when it is first needed; closed together at the end.
 
-    def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
+    Args:
+        dialer: makes the channels; by default plaintext ones.
+        node_at: which voter is at an address; the channel leads to no other.
+    """
+
+    def __init__(
+        self, dialer: Dialer | None = None, node_at: Callable[[str], str] = lambda address: ""
+    ) -> None:
+        self._channels = Channels(dialer or Dialer())
+        self._node_at = node_at
         self._closed = False
 
     def __call__(self, address: str) -> Any:
         """The stub of the voter at an address."""
         assert not self._closed, "no calls after close"
-        if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        return registry_pb2_grpc.RegistryServiceStub(self._channels[address])
+        return registry_pb2_grpc.RegistryServiceStub(self._channels.to(self._node_at(address), address))
 
     async def close(self) -> None:
         """Close all channels."""
         self._closed = True
-        while self._channels:
-            await self._channels.popitem()[1].close()
+        await self._channels.close()

@@ -10,6 +10,7 @@ from fastcheck_proto.v1 import node_pb2, registry_pb2
 from ..config import Voter
 from ..health.detector import Life
 from .deletion import running_ranks
+from .owning import owner_of
 from .records import Json
 
 _STATES = {
@@ -50,19 +51,22 @@ def voter_records(state: Json, voters: Sequence[Voter]) -> list[node_pb2.VoterRe
     ]
 
 
+def job_view(state: Json, name: str, job: Json) -> registry_pb2.JobView:
+    """One job: its kept steps, oldest first."""
+    return registry_pb2.JobView(
+        job=name,
+        kept_steps=[kept["step"] for kept in job["steps"]],
+        world_size=job["world_size"],
+        owner=owner_of(job),
+        void_below_session=job.get("void", 0),
+        next_session=job["next_session"],
+        running_ranks=len(running_ranks(state, job)),
+    )
+
+
 def job_views(state: Json) -> list[registry_pb2.JobView]:
-    """All jobs by name, their kept steps oldest first."""
-    return [
-        registry_pb2.JobView(
-            job=name,
-            kept_steps=[kept["step"] for kept in job["steps"]],
-            world_size=job["world_size"],
-            void_below_session=job.get("void", 0),
-            next_session=job["next_session"],
-            running_ranks=len(running_ranks(state, job)),
-        )
-        for name, job in sorted(state["jobs"].items())
-    ]
+    """All jobs by name."""
+    return [job_view(state, name, job) for name, job in sorted(state["jobs"].items())]
 
 
 def cluster_view(

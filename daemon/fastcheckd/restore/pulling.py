@@ -223,7 +223,7 @@ class Puller:
         async def has(node: pb.Holder) -> bool:
             try:
                 replicas = await self._peers.list_replicas(
-                    node.data_address, key.job, key.step, LIST_TIMEOUT_S
+                    node.node.node_id, node.data_address, key.job, key.step, LIST_TIMEOUT_S
                 )
             except FastCheckdError:
                 return False  # it was only a chance; the named holders have been reported already

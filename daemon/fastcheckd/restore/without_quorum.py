@@ -83,7 +83,7 @@ class Survey:
             try:
                 async with slots:
                     answers[node.node_id] = await self._peers.list_replicas(
-                        node.data_address, job, None, ASK_TIMEOUT_S
+                        node.node_id, node.data_address, job, None, ASK_TIMEOUT_S
                     )
             except FastCheckdError as error:
                 logger.info("node %s does not say what it holds: %s", node.node_id, error)

@@ -33,6 +33,7 @@ from ..errors import (
 )
 from ..identity import Identity
 from ..registry.client import RegistryClient
+from ..registry.owning import LOCAL
 from ..store.ram_store import RamStore
 from ..store.segments import Segment, staging_pool
 from ..view import ViewFollower
@@ -135,7 +136,12 @@ class SavingRoom:
 
     # --- sessions --------------------------------------------------------------------------------
 
-    async def open_session(self, request: tpb.OpenSessionRequest) -> int:
+    def job_of(self, save_id: str) -> str | None:
+        """The job of a save that is not sealed yet; None: it is not known."""
+        save = self._reserved.get(save_id)
+        return None if save is None else save.key.job
+
+    async def open_session(self, request: tpb.OpenSessionRequest, identity: str = LOCAL) -> int:
         """Take a rank's place in a job at the registry; whatever an older process left unsealed here goes."""
         await self._identity.until_known(OPEN_TIMEOUT_S)
         response = await self._registry.open_rank(
@@ -145,6 +151,7 @@ class SavingRoom:
                 world_size=request.world_size,
                 client_id=request.client_id,
                 node=self._identity.ref(),
+                identity=identity,
             ),
             timeout_s=OPEN_TIMEOUT_S,
         )

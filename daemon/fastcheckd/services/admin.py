@@ -215,11 +215,11 @@ class AdminService(AdminUpkeep):
         return found.record
 
     async def _stats(self, view: registry_pb2.ClusterView) -> dict[str, peer_pb2.GetStatsResponse]:
-        return await self._ask(view, lambda address: self._peers.get_stats(address, CALL_TIMEOUT_S))
+        return await self._ask(view, lambda node_id, at: self._peers.get_stats(node_id, at, CALL_TIMEOUT_S))
 
     async def _held(
         self, view: registry_pb2.ClusterView, job: str = "", step: int | None = None
     ) -> dict[str, list[peer_pb2.Replica]]:
         return await self._ask(
-            view, lambda address: self._peers.list_replicas(address, job, step, CALL_TIMEOUT_S)
+            view, lambda node_id, at: self._peers.list_replicas(node_id, at, job, step, CALL_TIMEOUT_S)
         )

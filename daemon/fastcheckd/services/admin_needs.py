@@ -68,14 +68,14 @@ class Peers(Protocol):
     """What is needed of `transfer.peer_calls.PeerCalls`."""
 
     async def list_replicas(
-        self, data_address: str, job: str, step: int | None, timeout_s: float
+        self, node_id: str, data_address: str, job: str, step: int | None, timeout_s: float
     ) -> list[peer_pb2.Replica]:
         """What a node holds."""
 
-    async def get_stats(self, data_address: str, timeout_s: float) -> peer_pb2.GetStatsResponse:
+    async def get_stats(self, node_id: str, data_address: str, timeout_s: float) -> peer_pb2.GetStatsResponse:
         """A node's memory and counters."""
 
     async def verify_replicas(
-        self, data_address: str, job: str, step: int | None, timeout_s: float
+        self, node_id: str, data_address: str, job: str, step: int | None, timeout_s: float
     ) -> peer_pb2.VerifyReplicasResponse:
         """Have a node check what it holds."""

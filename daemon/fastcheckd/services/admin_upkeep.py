@@ -20,7 +20,7 @@ from ..errors import FastCheckdError, InvalidRequestError
 from ..rpc import answers
 from . import admin_reports as reports
 from .admin_needs import Peers, Registry
-from .deleting import check_caller, delete_steps
+from .deleting import check, delete_steps
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class AdminUpkeep(admin_pb2_grpc.AdminServiceServicer):
         patience_s = _patience(context)
         found = await self._ask(
             view,
-            lambda address: self._peers.verify_replicas(address, job, step, patience_s),
+            lambda node_id, at: self._peers.verify_replicas(node_id, at, job, step, patience_s),
             timeout_s=patience_s,
         )
         response = admin_pb2.VerifyResponse(unreachable=reports.unanswered(view, found))
@@ -111,17 +111,18 @@ class AdminUpkeep(admin_pb2_grpc.AdminServiceServicer):
     async def Delete(self, request: admin_pb2.DeleteRequest, context: Context) -> admin_pb2.DeleteResponse:
         """Keep steps no more; says what the nodes held of them. A dry run says only that."""
         steps = request.steps
-        check_caller(steps, context)
+        check(steps)
         plan = registry_pb2.DeleteStepsRequest()
         plan.CopyFrom(steps)
         plan.dry_run = True
-        outcome = await delete_steps(self._registry, plan, context, CALL_TIMEOUT_S)
+        outcome = await delete_steps(self._registry, plan, CALL_TIMEOUT_S)
         view = await self._registry.view(CALL_TIMEOUT_S)
         held = await self._ask(
-            view, lambda address: self._peers.list_replicas(address, steps.job, None, CALL_TIMEOUT_S)
+            view,
+            lambda node_id, at: self._peers.list_replicas(node_id, at, steps.job, None, CALL_TIMEOUT_S),
         )
         if not steps.dry_run:
-            done = await delete_steps(self._registry, steps, context, CALL_TIMEOUT_S)
+            done = await delete_steps(self._registry, steps, CALL_TIMEOUT_S)
             # A call whose answer was lost is repeated, and then finds nothing left to delete.
             deleted = {*outcome.deleted_steps, *done.deleted_steps} - set(done.kept_steps)
             del outcome.deleted_steps[:], outcome.kept_steps[:]
@@ -138,17 +139,21 @@ class AdminUpkeep(admin_pb2_grpc.AdminServiceServicer):
     async def _ask(
         self,
         view: registry_pb2.ClusterView,
-        call: Callable[[str], Awaitable[T]],
+        call: Callable[[str, str], Awaitable[T]],
         *,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> dict[str, T]:
-        """Put one question to all nodes that are not DOWN, at once; node id → its answer if it gave one."""
+        """Put one question to all nodes that are not DOWN, at once: by `call(node_id, data_address)`.
+
+        Returns:
+            Node id → its answer if it gave one.
+        """
         addresses = {node.node_id: node.data_address for node in view.nodes}
 
         async def one(node_id: str) -> tuple[str, T] | None:
             try:
                 async with asyncio.timeout(timeout_s):
-                    return node_id, await call(addresses[node_id])
+                    return node_id, await call(node_id, addresses[node_id])
             except (FastCheckdError, TimeoutError) as error:
                 logger.info("%s did not answer an admin question: %s", node_id, error or "timed out")
                 return None

@@ -1,21 +1,17 @@
 """The one way from both doors, the trainer's and the operator's, to the registry's deletion.
 
-Whether the caller may do that to this job is to be asked in `check_caller`, and nowhere else: `context` says who it
-is. Today whoever reaches a door may.
+Who may go through each door is asked there: operators by their role (`roles.py`), trainers if the job is theirs
+(`owners.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-import grpc.aio
+from typing import Protocol
 
 from fastcheck_proto.conventions import STEP_MAX, check_name
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..errors import InvalidRequestError
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Deletes(Protocol):
@@ -27,7 +23,7 @@ class Deletes(Protocol):
         """Keep committed steps no more."""
 
 
-def check_caller(request: rpb.DeleteStepsRequest, _context: Context) -> None:
+def check(request: rpb.DeleteStepsRequest) -> None:
     """Refuse what nobody may ask for.
 
     Raises:
@@ -42,14 +38,14 @@ def check_caller(request: rpb.DeleteStepsRequest, _context: Context) -> None:
 
 
 async def delete_steps(
-    registry: Deletes, request: rpb.DeleteStepsRequest, context: Context, timeout_s: float
+    registry: Deletes, request: rpb.DeleteStepsRequest, timeout_s: float
 ) -> rpb.DeleteStepsResponse:
     """Delete, or say what would come of it.
 
     Raises:
-        InvalidRequestError: as `check_caller`.
+        InvalidRequestError: it names no job or step.
         UnsafeError: the job runs, or a voter may not know deletion; the message says what to do.
         NoQuorumError: nobody can decide.
     """
-    check_caller(request, context)
+    check(request)
     return await registry.delete_steps(request, timeout_s)

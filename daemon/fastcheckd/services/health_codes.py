@@ -22,6 +22,9 @@ MEMORY_NEAR_FULL_SHARE = 0.9
 SCRUB_LATE_PERIODS = 2
 #: How the registry begins the reason of a node that gets nothing for a while because it keeps coming back.
 DAMPED = "damped"
+#: A certificate should be replaced before so little of it is left; of short-lived ones, before a fifth of their life.
+CERT_EXPIRING_S = 7 * 86400
+CERT_EXPIRING_SHARE = 0.2
 
 OK, DEGRADED, CRITICAL = admin_pb2.HEALTH_OK, admin_pb2.HEALTH_DEGRADED, admin_pb2.HEALTH_CRITICAL
 
@@ -44,6 +47,10 @@ class Setup:
     tls: bool = False
     #: All voters are on this machine.
     loopback: bool = True
+    #: Ports of this node that other machines reach and that need no certificate.
+    insecure: tuple[str, ...] = ()
+    #: The lane is one that other machines reach, and its shards travel readable, though there are certificates.
+    lane_readable: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Setup:
@@ -53,6 +60,10 @@ class Setup:
             scrub_period_s=config.scrub_period_s,
             voters=frozenset((v.node_id, v.registry_address, v.raft_address) for v in voters),
             tls=config.tls_cert_file is not None,
+            insecure=() if config.tls_cert_file else tuple(config.exposed),
+            lane_readable=config.tls_cert_file is not None
+            and not config.lane_tls
+            and not is_loopback(config.effective_lane_host),
             loopback=all(is_loopback(split_address(v.raft_address)[0]) for v in voters),
         )
 
@@ -110,12 +121,31 @@ def _registry_codes(
             remedy="write the registry's voters into the config key 'voters' of every node; nodes that were "
             "there follow the registry meanwhile, a node with an empty state_dir cannot",
         )
+    yield from _exposure_codes(setup)
     if len(view.voters) > 1 and not setup.tls and not setup.loopback:
         yield admin_pb2.HealthCode(
             code="RAFT_SHARED_KEY",
             severity=OK,
             detail="voters know each other by one shared key: whoever has it can speak as any of them",
             remedy="set tls_cert_file, tls_key_file and tls_ca_file on every voter",
+        )
+
+
+def _exposure_codes(setup: Setup) -> Iterator[admin_pb2.HealthCode]:
+    if setup.insecure:
+        yield admin_pb2.HealthCode(
+            code="INSECURE",
+            severity=OK,
+            detail=f"insecure: true: whoever reaches {', '.join(setup.insecure)} can read, replace and delete every "
+            "checkpoint",
+            remedy="set tls_cert_file, tls_key_file and tls_ca_file on every node (docs/security.md)",
+        )
+    if setup.lane_readable:
+        yield admin_pb2.HealthCode(
+            code="LANE_READABLE",
+            severity=OK,
+            detail="shards travel between nodes without encryption: whoever sees that network reads them",
+            remedy="set lane_tls: true on every node, unless the lane's network is the cluster's own",
         )
 
 
@@ -201,6 +231,7 @@ def _data_codes(
             remedy=f"set lane_host: {stats.lane.faster_interface} on {node.node_id}, if the other nodes can be "
             "reached there, and restart fastcheckd",
         )
+    yield from _certificate_codes(node, name, stats)
     late_ms = SCRUB_LATE_PERIODS * setup.scrub_period_s * 1000
     if stats.HasField("scrub_age_ms") and stats.scrub_age_ms > late_ms:
         yield admin_pb2.HealthCode(
@@ -217,3 +248,18 @@ def _data_codes(
             detail=f"{name} found {corrupt} bad replica(s) since it started, and dropped them",
             remedy=f"if it happens again, test the memory of {node.node_id}",
         )
+
+
+def _certificate_codes(
+    node: registry_pb2.NodeRecord, name: str, stats: peer_pb2.GetStatsResponse
+) -> Iterator[admin_pb2.HealthCode]:
+    left_s, whole_s = stats.certificate.seconds_left, stats.certificate.lifetime_seconds
+    if not stats.HasField("certificate") or left_s >= min(CERT_EXPIRING_S, CERT_EXPIRING_SHARE * whole_s):
+        return
+    when = f"expires in {left_s / 3600:.1f} h" if left_s >= 0 else f"expired {-left_s / 3600:.1f} h ago"
+    yield admin_pb2.HealthCode(
+        code="CERT_EXPIRING",
+        severity=DEGRADED,
+        detail=f"the certificate of {name} {when}; then nobody connects to it any more",
+        remedy=f"replace the files of tls_cert_file and tls_key_file on {node.node_id}; it needs no restart",
+    )

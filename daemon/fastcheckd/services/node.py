@@ -12,6 +12,7 @@ from fastcheck_proto.v1 import node_pb2_grpc as npb_grpc
 
 from .. import __version__
 from ..config import Config, Voter
+from ..dialing import Dialer
 from ..errors import InvalidRequestError
 from ..health.probing import bounded_timeout_s, probe, to_wire
 from ..rpc import answers
@@ -31,10 +32,12 @@ class NodeService(npb_grpc.NodeServiceServicer):
         config: Config,
         incarnation: Callable[[], int],
         become_voter: Callable[[str, list[Voter]], Awaitable[None]],
+        dialer: Dialer | None = None,
     ) -> None:
         self._config = config
         self._incarnation = incarnation
         self._probes = 0
+        self._dialer = dialer
         self._become_voter = become_voter
 
     @answers
@@ -65,7 +68,8 @@ class NodeService(npb_grpc.NodeServiceServicer):
         self._probes += 1
         try:
             life = (request.node.node_id, request.node.incarnation)
-            finding = await probe(request.agent_address, life, bounded_timeout_s(request.timeout_s))
+            timeout_s = bounded_timeout_s(request.timeout_s)
+            finding = await probe(request.agent_address, life, timeout_s, self._dialer)
         finally:
             self._probes -= 1
         return npb.ProbeForResponse(finding=to_wire(finding))

@@ -17,6 +17,7 @@ import grpc.aio
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
 
+from ..certificates import Certificates
 from ..counters import Counters
 from ..errors import FastCheckdError, InvalidRequestError, NoLeaseError, NotHeldError
 from ..health.lease import LeaseHolder
@@ -49,6 +50,7 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
         lease: LeaseHolder,
         upkeep: UpkeepRoom | None = None,
         lane_report: Callable[[], peer_pb2.LaneReport] | None = None,
+        certificates: Certificates | None = None,
     ) -> None:
         self._cluster_id = cluster_id
         self._lease = lease
@@ -58,6 +60,7 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
         self._counters = counters
         self._upkeep = upkeep
         self._lane_report = lane_report
+        self._certificates = certificates
         #: One check of a reported replica at a time: reports must not take all cores.
         self._checking = asyncio.Semaphore(1)
 
@@ -179,6 +182,16 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
             counters=self._counters.snapshot(),
             scrub_age_ms=None if self._upkeep is None else self._upkeep.scrub_age_ms(),
             lane=None if self._lane_report is None else self._lane_report(),
+            certificate=self._certificate(),
+        )
+
+    def _certificate(self) -> peer_pb2.CertificateReport | None:
+        if self._certificates is None:
+            return None
+        self._certificates.refresh()
+        newest = self._certificates.newest
+        return peer_pb2.CertificateReport(
+            seconds_left=newest.seconds_left, lifetime_seconds=newest.lifetime_s
         )
 
     async def _await_lease(self) -> None:

@@ -17,6 +17,7 @@ from ..registry.commits import find_step
 from ..registry.engine import Engine
 from ..registry.leading import Leader
 from ..registry.members import LEFT
+from ..registry.owning import IDENTITY_BYTES_MAX, LOCAL, owner_of
 from ..registry.records import Json, is_lossy
 from ..registry.reporting import Reports
 from ..registry.sessions import current_session
@@ -93,6 +94,7 @@ class RegistryService(
         with checking():
             _check_rank_of(request.job, request.rank, request.world_size)
             records.text({"client_id": request.client_id}, "client_id", records.TOKEN_BYTES_MAX)
+            records.text({"identity": request.identity or LOCAL}, "identity", IDENTITY_BYTES_MAX)
             node = records.node_ref(wire.node_ref(request.node), "the node")
         await self._need_leader(context)
         if not request.HasField("replaces"):
@@ -106,6 +108,7 @@ class RegistryService(
                 client=request.client_id,
                 node=node,
                 replaces=request.replaces,
+                identity=request.identity or LOCAL,
             )
         )
         if result["session"]:
@@ -191,7 +194,9 @@ class RegistryService(
         def find(state: Json) -> registry_pb2.LookupResponse:
             job = state["jobs"].get(request.job)
             steps = [] if job is None else job["steps"]
-            response = registry_pb2.LookupResponse(kept_steps=[kept["step"] for kept in steps])
+            response = registry_pb2.LookupResponse(
+                kept_steps=[kept["step"] for kept in steps], owner="" if job is None else owner_of(job)
+            )
             wanted = request.step if request.HasField("step") else (steps[-1]["step"] if steps else None)
             kept = None if job is None or wanted is None else find_step(job, wanted)
             if kept is not None:

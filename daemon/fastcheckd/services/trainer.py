@@ -23,7 +23,9 @@ from ..restore.without_quorum import LOOKUP_TIMEOUT_S as PROVISIONAL_LOOKUP_TIME
 from ..rpc import abort, answers
 from ..saving.room import SavingRoom
 from ..saving.save import Save
+from .admission import CALLER
 from .deleting import delete_steps
+from .owners import Owners
 
 #: Pieces of state that a sender may choose; ours are smaller.
 PIECE_BYTES_MAX = 4 * STREAM_PIECE_BYTES
@@ -38,8 +40,14 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
     """Serves trainers, near ones by segments and far ones by streams."""
 
     def __init__(
-        self, config: Config, saving: SavingRoom, restore: RestoreRoom, registry: RegistryClient
+        self,
+        config: Config,
+        saving: SavingRoom,
+        restore: RestoreRoom,
+        registry: RegistryClient,
+        owners: Owners,
     ) -> None:
+        self._owners = owners
         self._config = config
         self._saving = saving
         self._restore = restore
@@ -51,8 +59,9 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
         _check_rank(request.job, request.rank, request.world_size)
         if not 1 <= len(request.client_id) <= 64:
             raise InvalidRequestError("client_id must have 1 to 64 characters")
+        await self._owners.check(request.job)
         self._restore.expect(request.job, request.rank)
-        return tpb.OpenSessionResponse(session=await self._saving.open_session(request))
+        return tpb.OpenSessionResponse(session=await self._saving.open_session(request, str(CALLER.get())))
 
     @answers
     async def CloseSession(
@@ -60,6 +69,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
     ) -> tpb.CloseSessionResponse:
         """The trainer is done with its rank."""
         _check_job(request.job)
+        await self._owners.check(request.job)
         closing = rpb.CloseRankRequest(job=request.job, rank=request.rank, session=request.session)
         await self._registry.close_rank(closing, timeout_s=CLOSE_TIMEOUT_S)
         return tpb.CloseSessionResponse()
@@ -84,7 +94,9 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
         save_id = ""
         try:
             async for request in request_iterator:
-                save_id = save_id or request.save_id
+                if not save_id:
+                    await self._check_save(request.save_id)
+                    save_id = request.save_id
                 if not self._saving.fill(save_id, request.filled_bytes):
                     break
         finally:
@@ -93,6 +105,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
 
     async def _begin(self, request: tpb.BeginSaveRequest) -> tuple[Save, float]:
         _check_rank(request.job, request.rank, request.world_size)
+        await self._owners.check(request.job)
         if not 0 <= request.step <= STEP_MAX:
             raise InvalidRequestError(f"step {request.step} is not from 0 to {STEP_MAX}")
         if request.state_bytes == 0:
@@ -106,9 +119,15 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             raise InvalidRequestError(f"a state header may have at most {HEADER_BYTES_MAX} bytes")
         return await self._saving.begin(request)
 
+    async def _check_save(self, save_id: str) -> None:
+        """Whoever begins a save may end it; one that is not known is for the room to answer."""
+        if (job := self._saving.job_of(save_id)) is not None:
+            await self._owners.check(job)
+
     @answers
     async def SealSave(self, request: tpb.SealSaveRequest, context: Context) -> tpb.SealSaveResponse:
         """Start replicating."""
+        await self._check_save(request.save_id)
         if request.as_begun:
             await self._saving.seal(request.save_id, None)
         else:
@@ -123,6 +142,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
     @answers
     async def AbandonSave(self, request: tpb.AbandonSaveRequest, context: Context) -> tpb.AbandonSaveResponse:
         """Give a segment back."""
+        await self._check_save(request.save_id)
         self._saving.abandon(request.save_id)
         return tpb.AbandonSaveResponse()
 
@@ -131,6 +151,8 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
     ) -> AsyncIterator[tpb.WatchSaveResponse]:
         """Follow a save."""
         try:
+            _check_job(request.job)
+            await self._owners.check(request.job)
             async for response in self._saving.watch(request):
                 yield response
         except FastCheckdError as error:
@@ -140,6 +162,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
     async def ListSteps(self, request: tpb.ListStepsRequest, context: Context) -> tpb.ListStepsResponse:
         """Committed steps, linearizable; without a quorum, if that will do, those that the nodes hold complete."""
         _check_job(request.job)
+        await self._owners.check(request.job)
         timeout_s = PROVISIONAL_LOOKUP_TIMEOUT_S if request.allow_provisional else LIST_TIMEOUT_S
         try:
             response = await self._registry.lookup(
@@ -155,18 +178,21 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
     @answers
     async def Delete(self, request: tpb.TrainerDeleteRequest, context: Context) -> tpb.TrainerDeleteResponse:
         """Keep committed steps no more."""
+        _check_job(request.job)
+        await self._owners.check(request.job)
         wanted = rpb.DeleteStepsRequest(
             job=request.job,
             step=request.step if request.HasField("step") else None,
             even_if_running=request.even_if_running,
         )
-        done = await delete_steps(self._registry, wanted, context, LIST_TIMEOUT_S)
+        done = await delete_steps(self._registry, wanted, LIST_TIMEOUT_S)
         return tpb.TrainerDeleteResponse(deleted_steps=done.deleted_steps, kept_steps=done.kept_steps)
 
     async def Load(self, request: tpb.LoadRequest, context: Context) -> AsyncIterator[tpb.LoadResponse]:
         """Bring a step here and keep it while the stream is open."""
         try:
             _check_rank(request.job, request.rank, request.world_size)
+            await self._owners.check(request.job)
             following = Following(partial(self._restore.bring, request), follow=request.follow)
             try:
                 async for news in following.news():
@@ -225,6 +251,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
         try:
             load = request.load
             _check_rank(load.job, load.rank, load.world_size)
+            await self._owners.check(load.job)
             following = Following(partial(self._restore.bring, load), follow=load.follow)
             try:
                 async for news in following.news():
@@ -249,6 +276,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
         """Bring parts of a step's states here and keep them while the stream is open, or send them."""
         try:
             _check_job(request.job)
+            await self._owners.check(request.job)
             if request.step > STEP_MAX:
                 raise InvalidRequestError(f"step {request.step} is not from 0 to {STEP_MAX}")
             following = Following(partial(self._restore.reading.read, request), follow=True)

@@ -6,20 +6,17 @@ Apart from `peer_client`, so that who only asks need not load the codec.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Awaitable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 import grpc
-import grpc.aio
 
 from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
 
-from ..rpc import CHANNEL_OPTIONS, from_rpc_error
+from ..dialing import Channels, Dialer
+from ..rpc import from_rpc_error
 
 _LAST_WORDS_S = 2.0
-_CHANNELS_MAX = 256
-_CLOSE_GRACE_S = 1.0
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -32,15 +29,20 @@ class _Method(Protocol[Q_contra, R_co]):
 
 
 class PeerCalls:
-    """A channel to each node that was lately asked. Used on one event loop."""
+    """A channel to each node that was lately asked. Used on one event loop.
 
-    def __init__(self, timeout_s: float) -> None:
+    Args:
+        timeout_s: how long a node may leave us without an answer.
+        dialer: makes the channels; by default plaintext ones.
+    """
+
+    def __init__(self, timeout_s: float, dialer: Dialer | None = None) -> None:
         self._timeout_s = timeout_s
-        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._channels = Channels(dialer or Dialer())
         self._background: set[asyncio.Task[None]] = set()
 
     async def list_replicas(
-        self, data_address: str, job: str, step: int | None, timeout_s: float
+        self, node_id: str, data_address: str, job: str, step: int | None, timeout_s: float
     ) -> list[peer_pb2.Replica]:
         """What a node holds of a job (empty: of all), of one step or of all.
 
@@ -48,12 +50,12 @@ class PeerCalls:
             PeerError: it does not answer in time.
         """
         request = peer_pb2.ListReplicasRequest(job=job, step=step)
-        stub = self._stub(data_address)
-        answer = await self._ask(stub.ListReplicas, request, f"the node at {data_address}", timeout_s)
+        stub = self._stub(node_id, data_address)
+        answer = await self._ask(stub.ListReplicas, request, _name(node_id, data_address), timeout_s)
         return list(answer.replicas)
 
     async def verify_replicas(
-        self, data_address: str, job: str, step: int | None, timeout_s: float
+        self, node_id: str, data_address: str, job: str, step: int | None, timeout_s: float
     ) -> peer_pb2.VerifyReplicasResponse:
         """Have a node check all that it holds of a job, or of one step, now.
 
@@ -61,14 +63,14 @@ class PeerCalls:
             PeerError: it does not answer in time.
         """
         request = peer_pb2.VerifyReplicasRequest(job=job, step=step)
-        stub = self._stub(data_address)
-        return await self._ask(stub.VerifyReplicas, request, f"the node at {data_address}", timeout_s)
+        stub = self._stub(node_id, data_address)
+        return await self._ask(stub.VerifyReplicas, request, _name(node_id, data_address), timeout_s)
 
-    async def get_stats(self, data_address: str, timeout_s: float) -> peer_pb2.GetStatsResponse:
+    async def get_stats(self, node_id: str, data_address: str, timeout_s: float) -> peer_pb2.GetStatsResponse:
         """Counters and memory of a node's data process; PeerError when it does not answer in time."""
-        stub = self._stub(data_address)
+        stub = self._stub(node_id, data_address)
         request = peer_pb2.GetStatsRequest()
-        return await self._ask(stub.GetStats, request, f"the node at {data_address}", timeout_s)
+        return await self._ask(stub.GetStats, request, _name(node_id, data_address), timeout_s)
 
     async def close(self) -> None:
         """Let last words go out, then close all channels."""
@@ -76,8 +78,7 @@ class PeerCalls:
             await asyncio.wait(self._background, timeout=_LAST_WORDS_S)
         for task in self._background:
             task.cancel()
-        channels, self._channels = list(self._channels.values()), OrderedDict()
-        await asyncio.gather(*(channel.close(_CLOSE_GRACE_S) for channel in channels))
+        await self._channels.close()
 
     async def _ask(self, method: _Method[Q, R], request: Q, whom: str, timeout_s: float) -> R:
         try:
@@ -85,15 +86,8 @@ class PeerCalls:
         except grpc.RpcError as error:
             raise from_rpc_error(error, whom) from None
 
-    def _stub(self, address: str) -> peer_pb2_grpc.PeerServiceAsyncStub:
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-            self._channels[address] = channel
-            if len(self._channels) > _CHANNELS_MAX:
-                _, oldest = self._channels.popitem(last=False)
-                self._later(oldest.close(self._timeout_s))
-        self._channels.move_to_end(address)
+    def _stub(self, node_id: str, address: str) -> peer_pb2_grpc.PeerServiceAsyncStub:
+        channel = self._channels.to(node_id, address)
         stub: peer_pb2_grpc.PeerServiceAsyncStub = peer_pb2_grpc.PeerServiceStub(channel)
         return stub
 
@@ -101,3 +95,7 @@ class PeerCalls:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _name(node_id: str, address: str) -> str:
+    return f"node {node_id} at {address}"

@@ -22,6 +22,7 @@ from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
 from ..chunks import ChunkTable
 from ..config import Config
 from ..counters import Counters
+from ..dialing import Dialer
 from ..digests import DIGEST_BYTES, shard_digest
 from ..errors import CorruptError, FastCheckdError, InvalidRequestError, PeerError
 from .codec_pool import CodecPool
@@ -73,8 +74,9 @@ class PeerClient(PeerCalls):
         meter: LaneMeter | None = None,
         pacing: PutPacing | None = None,
         tls: LaneTls | None = None,
+        dialer: Dialer | None = None,
     ) -> None:
-        super().__init__(config.transfer_timeout_s)
+        super().__init__(config.transfer_timeout_s, dialer)
         self._config = config
         self._pool = pool if config.codec != "never" else None
         self._counters = counters
@@ -110,7 +112,7 @@ class PeerClient(PeerCalls):
         if source.table != ChunkTable.of(manifest):
             raise InvalidRequestError("source and manifest do not describe the same shard")
         whom = _name(holder)
-        stub = self._stub(holder.data_address)
+        stub = self._stub(holder.node.node_id, holder.data_address)
         request = peer_pb2.BeginPutRequest(
             cluster_id=self._config.cluster_id,
             epoch=epoch,
@@ -194,7 +196,7 @@ class PeerClient(PeerCalls):
             PeerError: it cannot be reached, stopped, or refused.
         """
         whom = _name(holder)
-        stub = self._stub(holder.data_address)
+        stub = self._stub(holder.node.node_id, holder.data_address)
         moved = LoopProgress(asyncio.get_running_loop(), progress)
         wanted = min(streams or self._config.lane_streams, -(-len(into) // self._config.chunk_bytes))
         try:
@@ -242,7 +244,9 @@ class PeerClient(PeerCalls):
         """
         whom = _name(holder)
         request = peer_pb2.BeginGetRequest(cluster_id=self._config.cluster_id, key=key, digest=digest)
-        begun = await self._ask(self._stub(holder.data_address).BeginGet, request, whom, self._timeout_s)
+        begun = await self._ask(
+            self._stub(holder.node.node_id, holder.data_address).BeginGet, request, whom, self._timeout_s
+        )
         return begun.manifest, _check_manifest(begun.manifest, key, digest, shard_bytes, whom)
 
     async def read_shard(
@@ -267,7 +271,7 @@ class PeerClient(PeerCalls):
             PeerError: it cannot be reached, stopped, or refused.
         """
         whom = _name(holder)
-        stub = self._stub(holder.data_address)
+        stub = self._stub(holder.node.node_id, holder.data_address)
         bad: list[int] = []
         try:
             async with hired(self._executor, min(streams, -(-len(into) // self._config.chunk_bytes))) as crew:

@@ -62,6 +62,8 @@ class _ErrorCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """What was asked for would lose committed bytes or the registry's quorum."""
     ERROR_CODE_REPLICAS_DISAGREE: _ErrorCode.ValueType  # 20
     """Ranks that should hold the same state do not: the step is not committed."""
+    ERROR_CODE_DENIED: _ErrorCode.ValueType  # 30
+    """The caller is known, and may not do this."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """A stable reason that programs may branch on. It travels in the trailing
@@ -106,6 +108,8 @@ ERROR_CODE_UNSAFE: ErrorCode.ValueType  # 17
 """What was asked for would lose committed bytes or the registry's quorum."""
 ERROR_CODE_REPLICAS_DISAGREE: ErrorCode.ValueType  # 20
 """Ranks that should hold the same state do not: the step is not committed."""
+ERROR_CODE_DENIED: ErrorCode.ValueType  # 30
+"""The caller is known, and may not do this."""
 Global___ErrorCode: typing_extensions.TypeAlias = ErrorCode
 
 class _ReplicaKind:

@@ -531,6 +531,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     COUNTERS_FIELD_NUMBER: builtins.int
     SCRUB_AGE_MS_FIELD_NUMBER: builtins.int
     LANE_FIELD_NUMBER: builtins.int
+    CERTIFICATE_FIELD_NUMBER: builtins.int
     ram_used_bytes: builtins.int
     ram_budget_bytes: builtins.int
     scrub_age_ms: builtins.int
@@ -541,6 +542,10 @@ class GetStatsResponse(google.protobuf.message.Message):
 
     @property
     def lane(self) -> Global___LaneReport: ...
+    @property
+    def certificate(self) -> Global___CertificateReport:
+        """Unset: the node has none, everything but perhaps Raft is plaintext."""
+
     def __init__(
         self,
         *,
@@ -549,12 +554,34 @@ class GetStatsResponse(google.protobuf.message.Message):
         counters: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         scrub_age_ms: builtins.int | None = ...,
         lane: Global___LaneReport | None = ...,
+        certificate: Global___CertificateReport | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_scrub_age_ms", b"_scrub_age_ms", "lane", b"lane", "scrub_age_ms", b"scrub_age_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_scrub_age_ms", b"_scrub_age_ms", "counters", b"counters", "lane", b"lane", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes", "scrub_age_ms", b"scrub_age_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_scrub_age_ms", b"_scrub_age_ms", "certificate", b"certificate", "lane", b"lane", "scrub_age_ms", b"scrub_age_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_scrub_age_ms", b"_scrub_age_ms", "certificate", b"certificate", "counters", b"counters", "lane", b"lane", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes", "scrub_age_ms", b"scrub_age_ms"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_scrub_age_ms", b"_scrub_age_ms"]) -> typing.Literal["scrub_age_ms"] | None: ...
 
 Global___GetStatsResponse: typing_extensions.TypeAlias = GetStatsResponse
+
+@typing.final
+class CertificateReport(google.protobuf.message.Message):
+    """How long the certificate of a node is still valid."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SECONDS_LEFT_FIELD_NUMBER: builtins.int
+    LIFETIME_SECONDS_FIELD_NUMBER: builtins.int
+    seconds_left: builtins.int
+    """Negative: it has expired."""
+    lifetime_seconds: builtins.int
+    def __init__(
+        self,
+        *,
+        seconds_left: builtins.int = ...,
+        lifetime_seconds: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lifetime_seconds", b"lifetime_seconds", "seconds_left", b"seconds_left"]) -> None: ...
+
+Global___CertificateReport: typing_extensions.TypeAlias = CertificateReport
 
 @typing.final
 class LaneReport(google.protobuf.message.Message):

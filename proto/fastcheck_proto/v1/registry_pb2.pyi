@@ -462,11 +462,14 @@ class JobView(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     KEPT_STEPS_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
     VOID_BELOW_SESSION_FIELD_NUMBER: builtins.int
     NEXT_SESSION_FIELD_NUMBER: builtins.int
     RUNNING_RANKS_FIELD_NUMBER: builtins.int
     job: builtins.str
     world_size: builtins.int
+    owner: builtins.str
+    """Whose job it is. Empty, of an earlier version: local."""
     void_below_session: builtins.int
     """Sessions below this are over for good: of what they made only the kept steps are needed. 0: not told."""
     next_session: builtins.int
@@ -483,12 +486,13 @@ class JobView(google.protobuf.message.Message):
         job: builtins.str = ...,
         kept_steps: collections.abc.Iterable[builtins.int] | None = ...,
         world_size: builtins.int = ...,
+        owner: builtins.str = ...,
         void_below_session: builtins.int = ...,
         next_session: builtins.int = ...,
         running_ranks: builtins.int | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_running_ranks", b"_running_ranks", "running_ranks", b"running_ranks"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_running_ranks", b"_running_ranks", "job", b"job", "kept_steps", b"kept_steps", "next_session", b"next_session", "running_ranks", b"running_ranks", "void_below_session", b"void_below_session", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_running_ranks", b"_running_ranks", "job", b"job", "kept_steps", b"kept_steps", "next_session", b"next_session", "owner", b"owner", "running_ranks", b"running_ranks", "void_below_session", b"void_below_session", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_running_ranks", b"_running_ranks"]) -> typing.Literal["running_ranks"] | None: ...
 
 Global___JobView: typing_extensions.TypeAlias = JobView
@@ -562,10 +566,13 @@ class DeleteStepsResponse(google.protobuf.message.Message):
     ENDS_SESSIONS_FIELD_NUMBER: builtins.int
     RUNNING_RANKS_FIELD_NUMBER: builtins.int
     REFUSAL_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
     ends_sessions: builtins.bool
     """The newest step goes, so the sessions of the job's ranks end: their processes can commit nothing any more."""
     refusal: builtins.str
     """Of a dry run: why it would be refused. Empty: it would not."""
+    owner: builtins.str
+    """Whose job it is. Empty, of an earlier version: local."""
     @property
     def deleted_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """What goes and what is still kept, oldest first. Nothing goes: it is gone already, or never was there."""
@@ -584,8 +591,9 @@ class DeleteStepsResponse(google.protobuf.message.Message):
         ends_sessions: builtins.bool = ...,
         running_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         refusal: builtins.str = ...,
+        owner: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["deleted_steps", b"deleted_steps", "ends_sessions", b"ends_sessions", "kept_steps", b"kept_steps", "refusal", b"refusal", "running_ranks", b"running_ranks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deleted_steps", b"deleted_steps", "ends_sessions", b"ends_sessions", "kept_steps", b"kept_steps", "owner", b"owner", "refusal", b"refusal", "running_ranks", b"running_ranks"]) -> None: ...
 
 Global___DeleteStepsResponse: typing_extensions.TypeAlias = DeleteStepsResponse
 
@@ -599,6 +607,7 @@ class OpenRankRequest(google.protobuf.message.Message):
     CLIENT_ID_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
     REPLACES_FIELD_NUMBER: builtins.int
+    IDENTITY_FIELD_NUMBER: builtins.int
     job: builtins.str
     rank: builtins.int
     world_size: builtins.int
@@ -608,6 +617,8 @@ class OpenRankRequest(google.protobuf.message.Message):
     request that comes late, of a process that has ended since, then takes nobody's place. Without it nothing
     is opened.
     """
+    identity: builtins.str
+    """Who opens it: `trainer/NAME`, `admin/NAME`, or `local`. The first one owns the job. Empty: local."""
     @property
     def node(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
     def __init__(
@@ -619,9 +630,10 @@ class OpenRankRequest(google.protobuf.message.Message):
         client_id: builtins.str = ...,
         node: fastcheck_proto.v1.common_pb2.NodeRef | None = ...,
         replaces: builtins.int | None = ...,
+        identity: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_replaces", b"_replaces", "node", b"node", "replaces", b"replaces"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_replaces", b"_replaces", "client_id", b"client_id", "job", b"job", "node", b"node", "rank", b"rank", "replaces", b"replaces", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_replaces", b"_replaces", "client_id", b"client_id", "identity", b"identity", "job", b"job", "node", b"node", "rank", b"rank", "replaces", b"replaces", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_replaces", b"_replaces"]) -> typing.Literal["replaces"] | None: ...
 
 Global___OpenRankRequest: typing_extensions.TypeAlias = OpenRankRequest
@@ -965,6 +977,9 @@ class LookupResponse(google.protobuf.message.Message):
 
     RECORD_FIELD_NUMBER: builtins.int
     KEPT_STEPS_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    owner: builtins.str
+    """Whose job it is; empty: nobody has opened one of that name."""
     @property
     def record(self) -> Global___StepRecord:
         """Unset when there is none."""
@@ -978,9 +993,10 @@ class LookupResponse(google.protobuf.message.Message):
         *,
         record: Global___StepRecord | None = ...,
         kept_steps: collections.abc.Iterable[builtins.int] | None = ...,
+        owner: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["record", b"record"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["kept_steps", b"kept_steps", "record", b"record"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kept_steps", b"kept_steps", "owner", b"owner", "record", b"record"]) -> None: ...
 
 Global___LookupResponse: typing_extensions.TypeAlias = LookupResponse
 

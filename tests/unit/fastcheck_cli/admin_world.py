@@ -241,7 +241,7 @@ class World:
 
     # -- peers
 
-    async def list_replicas(self, data_address, job, step, timeout_s):
+    async def list_replicas(self, node_id, data_address, job, step, timeout_s):
         await self._peer(data_address)
         if data_address in self.empty or data_address == "node-2":
             return []
@@ -261,14 +261,14 @@ class World:
             if step in (None, s)
         ]
 
-    async def verify_replicas(self, data_address, job, step, timeout_s):
+    async def verify_replicas(self, node_id, data_address, job, step, timeout_s):
         await self._peer(data_address)
         self.verified.append((data_address, job, step, timeout_s))
         return peer_pb2.VerifyReplicasResponse(
             checked=2, checked_bytes=1000, bad=self.bad.get(data_address, [])
         )
 
-    async def get_stats(self, data_address, timeout_s):
+    async def get_stats(self, node_id, data_address, timeout_s):
         await self._peer(data_address)
         return peer_pb2.GetStatsResponse(ram_used_bytes=1 << 20, ram_budget_bytes=1 << 30)
 

@@ -67,7 +67,9 @@ def test_nodes_have_the_promised_keys(client):
 
 
 def test_jobs_and_checkpoints(client):
-    assert client.jobs()["jobs"] == [{"job": "gpt", "world_size": 1, "newest_step": 5, "kept_steps": [4, 5]}]
+    assert client.jobs()["jobs"] == [
+        {"job": "gpt", "world_size": 1, "newest_step": 5, "kept_steps": [4, 5], "owner": "local"}
+    ]
     found = client.checkpoints("gpt")["checkpoints"]
     assert [(c["step"], c["state"]) for c in found] == [
         (4, "committed"),

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheckd.config import Config, is_loopback, load_config, parse_size, split_address
+from fastcheckd.config import Config, check_exposure, is_loopback, load_config, parse_size, split_address
 from fastcheckd.errors import ConfigError
+from fastcheckd.main import main
 
 VOTERS = """
 voters:
@@ -177,3 +178,47 @@ def test_addresses():
     assert split_address("[::1]:80") == ("::1", 80)
     assert is_loopback("127.3.4.5") and is_loopback("::1") and is_loopback("localhost")
     assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
+
+
+TLS = {"tls_cert_file": Path("/c"), "tls_key_file": Path("/k"), "tls_ca_file": Path("/a")}
+
+
+@pytest.mark.parametrize(
+    ("values", "exposed"),
+    [
+        ({}, False),
+        ({"host": "localhost"}, False),
+        ({"host": "10.0.0.1"}, True),
+        ({"host": "node-1.example"}, True),
+        ({"host": "0.0.0.0"}, True),
+        ({"lane_host": "10.0.0.1"}, True),
+    ],
+)
+def test_other_machines_are_served_with_certificates_or_on_purpose(values, exposed):
+    config = Config(node_id="a", raft_key_file=Path("/key"), **values)
+    assert bool(config.exposed) is exposed
+    with contextlib.nullcontext() if not exposed else pytest.raises(ConfigError, match="insecure: true"):
+        check_exposure(config)
+    check_exposure(dataclasses.replace(config, insecure=True))
+    check_exposure(dataclasses.replace(config, **TLS))
+
+
+def test_with_certificates_names_must_be_such_that_a_certificate_can_have_them():
+    for values in (
+        {"node_id": "Node"},
+        {"cluster_id": "C"},
+        {"cluster_id": "a.b"},
+        {"node_id": "n" * 128, "cluster_id": "c" * 113},
+    ):
+        Config(**{"node_id": "a", **values})
+        with pytest.raises(ConfigError, match="cert"):
+            Config(**{"node_id": "a", **values}, **TLS)
+
+
+def test_a_daemon_that_would_be_open_to_all_does_not_start(capsys):
+    assert main(["validate", "--set", "host=10.0.0.1", "--set", "raft_key_file=/k"]) == 78
+    assert "10.0.0.1:7450" in capsys.readouterr().err
+    assert (
+        main(["validate", "--set", "host=10.0.0.1", "--set", "raft_key_file=/k", "--set", "insecure=true"])
+        == 0
+    )

@@ -59,7 +59,7 @@ class Nodes:
         self.holds: dict[str, list[peer_pb2.Replica] | None] = {}
 
     async def fetch_replica(
-        self, data_address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
+        self, node_id: str, data_address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
     ) -> peer_pb2.FetchReplicaResponse:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -75,7 +75,9 @@ class Nodes:
         self.fetched.append((data_address, ShardId(key.job, key.step, key.rank, key.shard)))
         return peer_pb2.FetchReplicaResponse(digest=request.digest)
 
-    async def list_replicas(self, data_address: str, timeout_s: float) -> list[peer_pb2.Replica]:
+    async def list_replicas(
+        self, node_id: str, data_address: str, timeout_s: float
+    ) -> list[peer_pb2.Replica]:
         replicas = self.holds.get(data_address)
         if replicas is None:
             raise PeerError("does not answer")

@@ -70,11 +70,13 @@ class World:
         finding = node_pb2.ProbeFinding.Value(f"PROBE_FINDING_{found.name}")
         return rpb.CorroborateResponse(silence_s=self.silence_s, finding=finding)
 
-    async def probe_through(self, asker_address: str, target: str, life: Any, timeout_s: float) -> Any:
+    async def probe_through(
+        self, asker_id: str, asker_address: str, target: str, life: Any, timeout_s: float
+    ) -> Any:
         self.asked.append((asker_address, life[0]))
         return self.dead.get(life[0], Finding.ANSWERED)
 
-    async def fetch_replica(self, data_address: str, request: Any, timeout_s: float) -> Any:
+    async def fetch_replica(self, node_id: str, data_address: str, request: Any, timeout_s: float) -> Any:
         raise AssertionError("no business of the judge")
 
 

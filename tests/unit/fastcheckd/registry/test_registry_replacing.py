@@ -358,14 +358,14 @@ def test_a_node_that_refuses_changes_nothing(tmp_path):
                 )
             asked = []
 
-            async def refuse(address, cluster_id, voters):
-                asked.append((address, cluster_id, [v.node_id for v in voters]))
+            async def refuse(node_id, address, cluster_id, voters):
+                asked.append((node_id, address, cluster_id, [v.node_id for v in voters]))
                 raise InvalidRequestError("no certificate")
 
             wish = request(old.node_id, "d", raft_address=free_address(), registry_address=free_address())
             with pytest.raises(InvalidRequestError, match="no certificate"):
                 await replace_voter(h.leader, "test", wish, at_ms=1, ask=refuse)
-            assert asked[0][:2] == ("127.0.0.1:1", "test") and "d" in asked[0][2]
-            assert old.node_id not in asked[0][2] and set(h.leader.voters) == set(h.first)
+            assert asked[0][:3] == ("d", "127.0.0.1:1", "test") and "d" in asked[0][3]
+            assert old.node_id not in asked[0][3] and set(h.leader.voters) == set(h.first)
 
     asyncio.run(scenario())

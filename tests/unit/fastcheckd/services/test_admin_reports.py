@@ -304,7 +304,8 @@ def test_a_shared_key_is_told_off_loopback_only(tmp_path):
     seen.voters.extend(["b", "c"])
     key = tmp_path / "raft.key"
     off = Config(cluster_id="c", node_id="v0", voters=voters("10.0.0.1"), raft_key_file=key)
-    assert names(codes(seen, setup=Setup.of(off))) == [("RAFT_SHARED_KEY", "OK")]
+    told = [("INSECURE", "OK"), ("RAFT_SHARED_KEY", "OK")]
+    assert names(codes(seen, setup=Setup.of(off))) == told
     assert (
         codes(
             seen,
@@ -317,6 +318,35 @@ def test_a_shared_key_is_told_off_loopback_only(tmp_path):
     tls = dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_ca_file"), key)
     with_tls = Config(cluster_id="c", node_id="v0", voters=voters("10.0.0.1"), raft_key_file=key, **tls)
     assert codes(seen, setup=Setup.of(with_tls)) == []
+
+
+def test_what_is_not_encrypted_is_told():
+    tls = dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_ca_file"), Path("x"))
+    far = {"cluster_id": "c", "node_id": "v0", "host": "10.0.0.1"}
+    (code,) = codes(view(a=UP), setup=Setup.of(Config(**far, raft_key_file=Path("x"), insecure=True)))
+    assert code.code == "INSECURE" and "10.0.0.1:7450" in code.detail and "10.0.0.1:7452" in code.detail
+    assert names(codes(view(a=UP), setup=Setup.of(Config(**far, **tls)))) == [("LANE_READABLE", "OK")]
+    assert codes(view(a=UP), setup=Setup.of(Config(**far, **tls, lane_tls=True))) == []
+    assert codes(view(a=UP), setup=Setup.of(Config(cluster_id="c", node_id="v0", **tls))) == []
+
+
+@pytest.mark.parametrize(
+    ("days_left", "lifetime_days", "told"),
+    [
+        (8, 365, ""),
+        (6.9, 365, "expires in 165"),
+        (-1, 365, "expired 24.0 h ago"),
+        (0.5, 1, ""),
+        (0.1, 1, "expires in 2.4 h"),
+    ],
+)
+def test_a_certificate_that_expires_soon_degrades(days_left, lifetime_days, told):
+    stats = peer_pb2.GetStatsResponse()
+    stats.certificate.seconds_left = round(days_left * 86400)
+    stats.certificate.lifetime_seconds = round(lifetime_days * 86400)
+    found = codes(view(a=UP), stats={"a": stats})
+    assert names(found) == ([("CERT_EXPIRING", "DEGRADED")] if told else [])
+    assert not told or told in found[0].detail
 
 
 def test_voters_that_are_not_the_configs_are_named():

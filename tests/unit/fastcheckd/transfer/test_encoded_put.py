@@ -175,7 +175,7 @@ def test_three_steps_in_a_row_patch_one_replica_and_all_come_back(tmp_path: Path
         for saved in reversed(steps):
             assert await read_there(holder, owner, saved) == saved.data
         replicas = await owner.client.list_replicas(
-            holder.data_address, "job", steps[-1].manifest.key.step, 5.0
+            "holder", holder.data_address, "job", steps[-1].manifest.key.step, 5.0
         )
         assert {c.codec for c in replicas[0].codecs} == codecs_of(outcome)
         assert replicas[0].stored_bytes == len(first.data)
@@ -508,7 +508,7 @@ def test_a_fenced_patch_is_refused_and_a_new_life_undoes_it(tmp_path: Path) -> N
             transfer_id=begun.transfer_id, chunk_digests=digests, digest=shard_digest(digests)
         )
         with pytest.raises(Exception, match="incarnation"):
-            await owner.client._stub(holder.data_address).FinishPut(finish, timeout=5)
+            await owner.client._stub("holder", holder.data_address).FinishPut(finish, timeout=5)
         assert holder.counters.get("patches_undone") == 1
         assert copy_of(holder, first).view == first.data
 
@@ -530,7 +530,7 @@ async def begin(holder: Holder, owner: Owner, saved: Saved, base: Saved | None) 
     if base is not None:
         offered = base.as_base()
         request.bases.add(step=offered.step, digest=offered.digest)
-    return await owner.client._stub(holder.data_address).BeginPut(request, timeout=5)
+    return await owner.client._stub("holder", holder.data_address).BeginPut(request, timeout=5)
 
 
 async def connected(

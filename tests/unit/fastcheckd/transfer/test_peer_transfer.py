@@ -391,7 +391,7 @@ def test_the_owners_own_replica_is_served_and_checked_too(tmp_path: Path) -> Non
 def test_a_reported_replica_that_is_good_stays(tmp_path: Path) -> None:
     async def story(holder: Holder, owner: Owner) -> None:
         digest = await owner.put(holder.ref(), some_bytes(CHUNK))
-        stub = owner.client._stub(holder.data_address)
+        stub = owner.client._stub("holder", holder.data_address)
         answer = await stub.ReportCorrupt(
             peer_pb2.ReportCorruptRequest(key=manifest_of(0).key, digest=digest), timeout=5
         )
@@ -412,9 +412,9 @@ def test_replicas_and_stats_are_told(tmp_path: Path) -> None:
             ("job", 0, 0),
             ("x", 5, 0),
         ):
-            replicas = await owner.client.list_replicas(holder.data_address, job, step, 5.0)
+            replicas = await owner.client.list_replicas("holder", holder.data_address, job, step, 5.0)
             assert len(replicas) == expected, (job, step)
-        (replica,) = await owner.client.list_replicas(holder.data_address, "", None, 5.0)
+        (replica,) = await owner.client.list_replicas("holder", holder.data_address, "", None, 5.0)
         assert (replica.key, replica.kind, replica.owner) == (
             manifest_of(0).key,
             pb.REPLICA_KIND_COPY,
@@ -422,12 +422,12 @@ def test_replicas_and_stats_are_told(tmp_path: Path) -> None:
         )
         assert (replica.bytes, replica.digest) == (len(data), digest)
         assert replica.verified_at_ms > 0
-        stats = await owner.client.get_stats(holder.data_address, 5.0)
+        stats = await owner.client.get_stats("holder", holder.data_address, 5.0)
         assert stats.ram_budget_bytes == BUDGET
         assert len(data) <= stats.ram_used_bytes <= BUDGET
         assert stats.counters["shards_received"] == 1
         with pytest.raises(PeerError):
-            await owner.client.get_stats("127.0.0.1:1", 1.0)
+            await owner.client.get_stats("holder", "127.0.0.1:1", 1.0)
 
     play(tmp_path, story)
 
@@ -445,7 +445,7 @@ def begin_request() -> peer_pb2.BeginPutRequest:
 
 def test_a_put_that_is_begun_and_forgotten_gives_its_memory_back(tmp_path: Path) -> None:
     async def story(holder: Holder, owner: Owner) -> None:
-        await owner.client._stub(holder.data_address).BeginPut(begin_request(), timeout=5)
+        await owner.client._stub("holder", holder.data_address).BeginPut(begin_request(), timeout=5)
         assert holder.reserved_bytes == CHUNK
         await eventually(lambda: holder.reserved_bytes == 0 and holder.desk.transfers == 0)
 
@@ -467,11 +467,11 @@ def test_a_put_whose_caller_left_while_memory_was_made_is_undone(
             return segment
 
         monkeypatch.setattr(holder.store, "allocate", slow)
-        call = owner.client._stub(holder.data_address).BeginPut(begin_request(), timeout=60)
+        call = owner.client._stub("holder", holder.data_address).BeginPut(begin_request(), timeout=60)
         await eventually(asked.is_set)
         call.cancel()
         # Same connection, so what comes later arrives later: the server knows of the cancellation then.
-        await owner.client.get_stats(holder.data_address, 5.0)
+        await owner.client.get_stats("holder", holder.data_address, 5.0)
         go_on.set()
         await eventually(made.is_set)
         await eventually(lambda: holder.reserved_bytes == 0 and holder.desk.transfers == 0)

@@ -1,0 +1,106 @@
+"""The door of every gRPC server of the daemon: finds out who calls, and asks the table of `roles.py`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Callable, Collection
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from ..errors import DeniedError
+from ..rpc import abort
+from . import roles
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+#: Who makes the call that is answered; local where nothing stands before the service.
+CALLER: ContextVar[roles.Caller] = ContextVar("caller", default=roles.LOCAL)
+
+#: Whether requests and responses are streams → the field of a handler that answers, and how a handler is made.
+_KINDS: dict[tuple[bool, bool], tuple[str, Any]] = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+
+
+class Admission(grpc.aio.ServerInterceptor):
+    """Lets a call through to its service if its caller may make it.
+
+    Args:
+        cluster_id: whose certificates count.
+        voters: the nodes that pass on what others say.
+    """
+
+    def __init__(self, cluster_id: str, voters: Callable[[], Collection[str]] = tuple) -> None:
+        self._cluster_id = cluster_id
+        self._voters = voters
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        """Put the checks before the method's handler."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None  # UNIMPLEMENTED
+        method: str = handler_call_details.method
+        kind, remake = _KINDS[handler.request_streaming, handler.response_streaming]
+        checked = self._streaming if handler.response_streaming else self._answering
+        return remake(
+            checked(method, getattr(handler, kind), requests=handler.request_streaming),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _answering(self, method: str, behaviour: Any, *, requests: bool) -> Any:
+        async def answer(request: Any, context: Context) -> Any:
+            return await behaviour(await self._admit(method, request, context, stream=requests), context)
+
+        return answer
+
+    def _streaming(self, method: str, behaviour: Any, *, requests: bool) -> Any:
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            answers = behaviour(await self._admit(method, request, context, stream=requests), context)
+            if inspect.isawaitable(answers):  # writes by itself
+                await answers
+                return
+            async for response in answers:
+                yield response
+
+        return stream
+
+    async def _admit(self, method: str, request: Any, context: Context, *, stream: bool) -> Any:
+        """The request, or the requests one by one, if the caller may make them; otherwise the call ends."""
+        try:
+            who = self._caller(context)
+            roles.check_method(who, method)
+            CALLER.set(who)
+            if not roles.names_a_speaker(method):
+                return request
+            if stream:
+                return self._each(who, method, request, context)
+            roles.check_speaker(who, method, request, self._voters())
+        except DeniedError as error:
+            await abort(context, error)
+        return request
+
+    async def _each(
+        self, who: roles.Caller, method: str, requests: AsyncIterator[Any], context: Context
+    ) -> AsyncIterator[Any]:
+        async for request in requests:
+            try:
+                roles.check_speaker(who, method, request, self._voters())
+            except DeniedError as error:
+                await abort(context, error)
+            yield request
+
+    def _caller(self, context: Context) -> roles.Caller:
+        known = context.auth_context()
+        if b"ssl" not in known.get("transport_security_type", ()):
+            # A port under TLS takes nothing else: this is a Unix socket, or a daemon without certificates.
+            return roles.LOCAL
+        return roles.caller(
+            [uri.decode(errors="replace") for uri in known.get("peer_uri", ())], self._cluster_id
+        )
