@@ -25,6 +25,7 @@ ram_budget_bytes: 64MiB
 agent_port: {port}
 data_port: {data_port}
 lane_port: {lane_port}
+metrics_address: "127.0.0.1:{metrics_port}"
 voters:
   - {{node_id: here, registry_address: "127.0.0.1:7453", raft_address: "127.0.0.1:7454"}}
 drain_on_stop_s: 2
@@ -69,9 +70,16 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
             port=7450,
             data_port=7451,
             lane_port=7452,
+            metrics_port=7455,
         )
         there = NODE.format(
-            node="there", ram_dir="/run/there/ram", folder="there", port=7460, data_port=7461, lane_port=7462
+            node="there",
+            ram_dir="/run/there/ram",
+            folder="there",
+            port=7460,
+            data_port=7461,
+            lane_port=7462,
+            metrics_port=7465,
         )
         made.write("/etc/fastcheck/node.yaml", here)
         made.write("/etc/there.yaml", there)

@@ -11,15 +11,9 @@ from prometheus_client.metrics_core import Metric
 from ..counters import NAMES
 from ..durations import Histogram
 from ..saving.progress import JobProgress
-from .families import counters, gauge, histograms
+from .families import JOBS_MAX, OTHERS, counters, gauge, histograms
 
 T = TypeVar("T")
-
-#: Values of the label `training_job`; `job` is what Prometheus itself calls a scrape. So many have one of their
-#: own; the others are one. A node has one job at a time, or a few.
-JOBS_MAX = 32
-#: Label of all the others; no job may be called so.
-OTHERS = "(other)"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,12 @@ from prometheus_client.utils import floatToGoString
 
 from ..durations import BOUNDS_S, Histogram
 
+#: Values of the label `training_job`; `job` is what Prometheus itself calls a scrape. So many have one of their
+#: own; the others are one. A node has one job at a time, or a few.
+JOBS_MAX = 32
+#: Label of all the others; no job may be called so.
+OTHERS = "(other)"
+
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 PREFIX = "fastcheck_"
 #: One value, or several by the values of the labels.

@@ -15,8 +15,7 @@ from prometheus_client.metrics_core import Metric
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..durations import Histogram
-from .data_metrics import JOBS_MAX, OTHERS
-from .families import counter, gauge, histograms
+from .families import JOBS_MAX, OTHERS, counter, gauge, histograms
 
 _STATES = ("UP", "SUSPECT", "DOWN", "DRAINING")
 

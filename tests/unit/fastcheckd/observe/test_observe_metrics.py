@@ -15,8 +15,7 @@ from tests.unit.fastcheckd.observe.observe_facts import (
 from fastcheckd.counters import NAMES, Counters
 from fastcheckd.durations import BOUNDS_S, DATA, Durations
 from fastcheckd.observe import data_metrics, registry_metrics
-from fastcheckd.observe.data_metrics import JOBS_MAX, OTHERS
-from fastcheckd.observe.families import exposition
+from fastcheckd.observe.families import JOBS_MAX, OTHERS, exposition
 
 
 def told(families):
