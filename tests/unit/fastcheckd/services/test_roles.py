@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from grpc_health.v1 import health_pb2
 
-from fastcheck_proto.v1 import admin_pb2, node_pb2, peer_pb2, registry_pb2, trainer_pb2
+from fastcheck_proto.v1 import admin_pb2, node_pb2, observe_pb2, peer_pb2, registry_pb2, trainer_pb2
 from fastcheckd.errors import DeniedError
 from fastcheckd.services import roles
 from fastcheckd.services.roles import ADMIN, LOCAL, NODE, TRAINER, Caller, caller, check_method, check_speaker
 
-MODULES = (admin_pb2, node_pb2, peer_pb2, registry_pb2, trainer_pb2, health_pb2)
+MODULES = (admin_pb2, node_pb2, observe_pb2, peer_pb2, registry_pb2, trainer_pb2, health_pb2)
 SERVICES = [service for module in MODULES for service in module.DESCRIPTOR.services_by_name.values()]
 METHODS = {
     f"/{method.containing_service.full_name}/{method.name}": method for s in SERVICES for method in s.methods
