@@ -102,8 +102,8 @@ class Daemon:
         return self._ask(lambda link: link.trainer.ListSteps(request, timeout=timeout_s), connect_s)
 
     def delete(
-        self, request: pb.TrainerDeleteRequest, *, connect_s: float, timeout_s: float
-    ) -> pb.TrainerDeleteResponse:
+        self, request: pb.TrainerServiceDeleteRequest, *, connect_s: float, timeout_s: float
+    ) -> pb.TrainerServiceDeleteResponse:
         """Have committed steps kept no more; repeating it is harmless."""
         return self._ask(lambda link: link.trainer.Delete(request, timeout=timeout_s), connect_s)
 

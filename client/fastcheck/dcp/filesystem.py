@@ -277,7 +277,9 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
                     f"{PROTOCOL}://{path} is a job: say recursive=True to delete all of its steps"
                 )
             leave(place.job)
-        request = pb.TrainerDeleteRequest(job=place.job, step=place.step, even_if_running=even_if_running)
+        request = pb.TrainerServiceDeleteRequest(
+            job=place.job, step=place.step, even_if_running=even_if_running
+        )
         self._connected().delete(request, connect_s=PATIENT_CONNECT_S, timeout_s=60.0)
 
     def _metadata_closed(self, spool: Spool) -> None:

@@ -176,7 +176,9 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
         return tpb.ListStepsResponse(steps=response.kept_steps)
 
     @answers
-    async def Delete(self, request: tpb.TrainerDeleteRequest, context: Context) -> tpb.TrainerDeleteResponse:
+    async def Delete(
+        self, request: tpb.TrainerServiceDeleteRequest, context: Context
+    ) -> tpb.TrainerServiceDeleteResponse:
         """Keep committed steps no more."""
         _check_job(request.job)
         await self._owners.check(request.job)
@@ -186,7 +188,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             even_if_running=request.even_if_running,
         )
         done = await delete_steps(self._registry, wanted, LIST_TIMEOUT_S)
-        return tpb.TrainerDeleteResponse(deleted_steps=done.deleted_steps, kept_steps=done.kept_steps)
+        return tpb.TrainerServiceDeleteResponse(deleted_steps=done.deleted_steps, kept_steps=done.kept_steps)
 
     async def Load(self, request: tpb.LoadRequest, context: Context) -> AsyncIterator[tpb.LoadResponse]:
         """Bring a step here and keep it while the stream is open."""

@@ -121,7 +121,7 @@ class CloseSessionResponse(google.protobuf.message.Message):
 Global___CloseSessionResponse: typing_extensions.TypeAlias = CloseSessionResponse
 
 @typing.final
-class TrainerDeleteRequest(google.protobuf.message.Message):
+class TrainerServiceDeleteRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOB_FIELD_NUMBER: builtins.int
@@ -143,10 +143,10 @@ class TrainerDeleteRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["_step", b"_step", "even_if_running", b"even_if_running", "job", b"job", "step", b"step"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
 
-Global___TrainerDeleteRequest: typing_extensions.TypeAlias = TrainerDeleteRequest
+Global___TrainerServiceDeleteRequest: typing_extensions.TypeAlias = TrainerServiceDeleteRequest
 
 @typing.final
-class TrainerDeleteResponse(google.protobuf.message.Message):
+class TrainerServiceDeleteResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DELETED_STEPS_FIELD_NUMBER: builtins.int
@@ -165,7 +165,7 @@ class TrainerDeleteResponse(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["deleted_steps", b"deleted_steps", "kept_steps", b"kept_steps"]) -> None: ...
 
-Global___TrainerDeleteResponse: typing_extensions.TypeAlias = TrainerDeleteResponse
+Global___TrainerServiceDeleteResponse: typing_extensions.TypeAlias = TrainerServiceDeleteResponse
 
 @typing.final
 class SegmentRef(google.protobuf.message.Message):

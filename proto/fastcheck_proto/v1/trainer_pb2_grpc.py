@@ -81,8 +81,8 @@ class TrainerServiceStub(object):
                 _registered_method=True)
         self.Delete = channel.unary_unary(
                 '/fastcheck.v1.TrainerService/Delete',
-                request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerDeleteRequest.SerializeToString,
-                response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerDeleteResponse.FromString,
+                request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerServiceDeleteRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerServiceDeleteResponse.FromString,
                 _registered_method=True)
         self.Load = channel.unary_stream(
                 '/fastcheck.v1.TrainerService/Load',
@@ -249,8 +249,8 @@ def add_TrainerServiceServicer_to_server(servicer, server):
             ),
             'Delete': grpc.unary_unary_rpc_method_handler(
                     servicer.Delete,
-                    request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerDeleteRequest.FromString,
-                    response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerDeleteResponse.SerializeToString,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerServiceDeleteRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerServiceDeleteResponse.SerializeToString,
             ),
             'Load': grpc.unary_stream_rpc_method_handler(
                     servicer.Load,
@@ -513,8 +513,8 @@ class TrainerService(object):
             request,
             target,
             '/fastcheck.v1.TrainerService/Delete',
-            fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerDeleteRequest.SerializeToString,
-            fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerDeleteResponse.FromString,
+            fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerServiceDeleteRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerServiceDeleteResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -159,16 +159,16 @@ _TrainerServiceListStepsType = typing_extensions.TypeVar(
 _TrainerServiceDeleteType = typing_extensions.TypeVar(
     '_TrainerServiceDeleteType',
     grpc.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.trainer_pb2.TrainerDeleteRequest,
-        fastcheck_proto.v1.trainer_pb2.TrainerDeleteResponse,
+        fastcheck_proto.v1.trainer_pb2.TrainerServiceDeleteRequest,
+        fastcheck_proto.v1.trainer_pb2.TrainerServiceDeleteResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.trainer_pb2.TrainerDeleteRequest,
-        fastcheck_proto.v1.trainer_pb2.TrainerDeleteResponse,
+        fastcheck_proto.v1.trainer_pb2.TrainerServiceDeleteRequest,
+        fastcheck_proto.v1.trainer_pb2.TrainerServiceDeleteResponse,
     ],
     default=grpc.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.trainer_pb2.TrainerDeleteRequest,
-        fastcheck_proto.v1.trainer_pb2.TrainerDeleteResponse,
+        fastcheck_proto.v1.trainer_pb2.TrainerServiceDeleteRequest,
+        fastcheck_proto.v1.trainer_pb2.TrainerServiceDeleteResponse,
     ],
 )
 
@@ -272,8 +272,8 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
             fastcheck_proto.v1.trainer_pb2.ListStepsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
-            fastcheck_proto.v1.trainer_pb2.TrainerDeleteRequest,
-            fastcheck_proto.v1.trainer_pb2.TrainerDeleteResponse,
+            fastcheck_proto.v1.trainer_pb2.TrainerServiceDeleteRequest,
+            fastcheck_proto.v1.trainer_pb2.TrainerServiceDeleteResponse,
         ],
         grpc.UnaryStreamMultiCallable[
             fastcheck_proto.v1.trainer_pb2.LoadRequest,
@@ -328,8 +328,8 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
             fastcheck_proto.v1.trainer_pb2.ListStepsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
-            fastcheck_proto.v1.trainer_pb2.TrainerDeleteRequest,
-            fastcheck_proto.v1.trainer_pb2.TrainerDeleteResponse,
+            fastcheck_proto.v1.trainer_pb2.TrainerServiceDeleteRequest,
+            fastcheck_proto.v1.trainer_pb2.TrainerServiceDeleteResponse,
         ],
         grpc.aio.UnaryStreamMultiCallable[
             fastcheck_proto.v1.trainer_pb2.LoadRequest,
@@ -430,8 +430,8 @@ TrainerServiceAsyncStub: typing_extensions.TypeAlias = TrainerServiceStub[
         fastcheck_proto.v1.trainer_pb2.ListStepsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.trainer_pb2.TrainerDeleteRequest,
-        fastcheck_proto.v1.trainer_pb2.TrainerDeleteResponse,
+        fastcheck_proto.v1.trainer_pb2.TrainerServiceDeleteRequest,
+        fastcheck_proto.v1.trainer_pb2.TrainerServiceDeleteResponse,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         fastcheck_proto.v1.trainer_pb2.LoadRequest,
@@ -523,9 +523,9 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def Delete(
         self,
-        request: fastcheck_proto.v1.trainer_pb2.TrainerDeleteRequest,
+        request: fastcheck_proto.v1.trainer_pb2.TrainerServiceDeleteRequest,
         context: _ServicerContext,
-    ) -> typing.Union[fastcheck_proto.v1.trainer_pb2.TrainerDeleteResponse, collections.abc.Awaitable[fastcheck_proto.v1.trainer_pb2.TrainerDeleteResponse]]:
+    ) -> typing.Union[fastcheck_proto.v1.trainer_pb2.TrainerServiceDeleteResponse, collections.abc.Awaitable[fastcheck_proto.v1.trainer_pb2.TrainerServiceDeleteResponse]]:
         """Committed steps of a job are kept no more: one, or all. Takes nobody's place; repeating it is harmless."""
 
     @abc.abstractmethod
