@@ -21,7 +21,7 @@ BUF := @bufbuild/buf@1.75.0
 
 .PHONY: demo test bytecode test-clusters test-rest simulate lint format bench bench-peers peers-torchstore \
 	bench-paper bench-paper-server matrix \
-	proto clean help
+	locks sbom proto clean help
 
 help:
 	@echo "make demo   train on 4 nodes, lose one, resume bit for bit from the others' RAM (about 3 minutes)"
@@ -78,6 +78,25 @@ lint: $(READY) $(PROTO_READY)
 	@rm -rf .stubs && echo "stubs are fresh"
 	@if command -v npx >/dev/null; then cd proto && npx --yes $(BUF) lint && echo "buf lint passed"; \
 		else echo "buf lint skipped: no npm here"; fi
+
+SUPPLY_VENV := .venv-supply
+SUPPLY_READY := $(SUPPLY_VENV)/.ready
+COMPILE := $(SUPPLY_VENV)/bin/pip-compile --quiet --strip-extras --generate-hashes --no-emit-index-url \
+	--no-emit-find-links --no-header --annotation-style=line --constraint constraints.txt
+$(SUPPLY_READY):
+	$(PYTHON) -m venv $(SUPPLY_VENV)
+	$(SUPPLY_VENV)/bin/pip install --quiet --disable-pip-version-check pip-tools==7.6.2 cyclonedx-bom==7.5.0
+	touch $@
+
+# What the image is made of, by hash: after a change of dependencies or of constraints.txt.
+locks: $(SUPPLY_READY)
+	$(COMPILE) --extra daemon --extra cli --extra certs --output-file deploy/docker/requirements.txt pyproject.toml
+	echo hatchling | $(COMPILE) --output-file deploy/docker/build-requirements.txt -
+
+# A bill of materials (CycloneDX) of what the image is made of.
+sbom: $(SUPPLY_READY)
+	$(SUPPLY_VENV)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
+		--output-file fastcheck.cdx.json deploy/docker/requirements.txt
 
 format: $(READY)
 	$(BIN)/ruff check --fix
