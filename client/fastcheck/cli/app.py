@@ -14,6 +14,7 @@ from .membership_commands import drain, forget, history, safe_to_stop, voters
 from .options import FastCheckGroup, admin_options, job_argument, patient_admin_options
 from .output import Exit, emit, exit_for_health, say
 from .plan_command import plan
+from .top_command import top
 
 
 @click.group(
@@ -21,6 +22,7 @@ from .plan_command import plan
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 ok, 1 error, 2 usage, 3 unreachable, 4 critical, 5 degraded.",
 )
+@click.version_option(package_name="fastcheck", prog_name="fastcheck")
 def cli() -> None:
     """Ask a FastCheck cluster how it is and what it holds."""
 
@@ -99,5 +101,5 @@ def verify(
     ctx.exit(Exit.DEGRADED if result["bad"] else Exit.OK)
 
 
-for command in (history, drain, safe_to_stop, forget, delete, voters, plan, certs, local, demo):
+for command in (history, drain, safe_to_stop, forget, delete, voters, plan, certs, top, local, demo):
     cli.add_command(command)
