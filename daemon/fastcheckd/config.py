@@ -470,17 +470,24 @@ def load_config(
         values.update(loaded or {})
     for name in fields:
         if (text := (environment or {}).get(f"FASTCHECK_{name.upper()}")) is not None:
-            values[name] = yaml.safe_load(text)
+            values[name] = _parse(f"FASTCHECK_{name.upper()}", text)
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator:
             raise ConfigError(f"--set {override!r}: write --set key=value")
-        values[key] = yaml.safe_load(text)
+        values[key] = _parse(f"--set {key}", text)
     for key in values:
         if key not in fields:
             known = ", ".join(sorted(fields))
             raise ConfigError(f"unknown config key {key!r}; known keys: {known}")
     return Config(**{key: _convert(key, value) for key, value in values.items()})
+
+
+def _parse(what: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{what}={text!r} is not valid YAML: {error}") from None
 
 
 def _convert(key: str, value: Any) -> Any:  # noqa: PLR0911, PLR0912  one line per kind of field

@@ -8,26 +8,21 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from fastcheck.local.ports import find_free_ports
 from fastcheckd.config import Config, Voter, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+    """Outside of the range that connections are given theirs from: a voter that is started again finds its own free."""
+    return find_free_ports(count)
 
 
 def wait_until(condition: Callable[[], object], deadline_s: float = 15.0, what: str = "condition") -> object:

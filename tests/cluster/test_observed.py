@@ -192,7 +192,7 @@ def test_without_a_quorum_a_node_lives_is_not_ready_and_does_not_say_that_it_may
         assert get(cluster, "node-3", "/livez") == (200, "ok\n")
         status, body = get(cluster, "node-3", "/safe-to-stop")
         assert status == 503 and json.loads(body)["safe"] is None
-        assert metrics(cluster, "node-3")["fastcheck_node_has_quorum",] == 0
+        until(lambda: metrics(cluster, "node-3")["fastcheck_node_has_quorum",] == 0, "the metric to say so")
     until(lambda: ready(cluster, "node-3")[0] == 200, "node-3 to be ready again")
 
 

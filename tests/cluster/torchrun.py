@@ -7,12 +7,13 @@ import contextlib
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
+
+from fastcheck.local.ports import find_free_ports
 
 #: What torchrun with gloo needs to start workers anew: torch 2.13 keeps the first attempt's store otherwise, in which
 #: gloo finds the addresses of dead workers and waits for them (docs/guides/fsdp2.md).
@@ -22,10 +23,8 @@ _FORKS.set_forkserver_preload(["torch.distributed.run", "torch.distributed.fsdp"
 
 
 def free_port() -> int:
-    """A port that was free just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that no connection is given meanwhile."""
+    return find_free_ports(1)[0]
 
 
 class Launcher:

@@ -134,7 +134,9 @@ class Judge:
             if judgement.verdict is Verdict.DOWN:
                 self._detector.withhold(life, now + WITHHOLD_S)
                 self._once("down", life, self._propose_down, judgement.reason)
-        for life in self._detector.in_question():
+        for life in sorted(
+            self._detector.in_question()
+        ):  # so that a run that is replayed asks in the same order
             if life in self._members and ("down", life) not in self._tasks:
                 self._once("round", life, self._round)
         self._show({life: (j.verdict, j.reason) for life, j in judgements.items()})

@@ -485,9 +485,24 @@ class SavingRoom:
 
     async def watch(self, request: tpb.WatchSaveRequest) -> AsyncIterator[tpb.WatchSaveResponse]:
         """Follow a save to its end."""
-        save = await self.find(request)
+        try:
+            save = await self.find(request)
+        except NotHeldError:
+            if not self._was_committed(request):
+                raise
+            yield tpb.WatchSaveResponse(state=tpb.SAVE_STATE_COMMITTED)
+            return
         async for response in save.watch():
             yield response
+
+    def _was_committed(self, request: tpb.WatchSaveRequest) -> bool:
+        """Whether an earlier life of this process had the step committed, and could not say so any more."""
+        return request.step in self._view.kept_steps().get(request.job, ()) and any(
+            held.kind == pb.REPLICA_KIND_OWNER
+            and held.key.rank == request.rank
+            and held.manifest.session == request.session
+            for held in self._store.held(request.job, request.step)
+        )
 
     # --- restart and stop ------------------------------------------------------------------------
 

@@ -88,6 +88,13 @@ def test_a_bad_file_is_refused_by_the_name_of_its_key(tmp_path, text, named):
         load_config(write(tmp_path, text))
 
 
+def test_text_that_is_no_yaml_names_the_variable_or_the_flag():
+    with pytest.raises(ConfigError, match="FASTCHECK_NODE_ID=':' is not valid YAML"):
+        load_config(None, environment={"FASTCHECK_NODE_ID": ":"})
+    with pytest.raises(ConfigError, match="--set pacing='{' is not valid YAML"):
+        load_config(None, overrides=["pacing={"])
+
+
 def test_off_is_a_word_where_a_word_is_wanted(tmp_path):
     file = tmp_path / "node.yaml"
     file.write_text("pacing: off\n")

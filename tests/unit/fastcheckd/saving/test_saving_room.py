@@ -317,6 +317,26 @@ def test_the_base_of_a_lossy_step_is_there_even_when_nothing_is_encoded(tmp_path
     in_world(tmp_path, body, codec="never")
 
 
+def test_a_step_that_was_committed_before_the_restart_is_called_so(tmp_path):
+    async def body(node, registry, holders):
+        save = await node.save(1, STATE)
+        assert save.error is None
+        await node.room.stop()
+        node.store.close()
+        async with running_node(tmp_path, registry) as again:
+            kept = rpb.JobView(job="gpt", kept_steps=[1])
+            again.room._view.view = rpb.ClusterView(jobs=[kept])
+            assert again.room.resume() == 0
+            request = tpb.WatchSaveRequest(job="gpt", rank=0, session=1, step=1)
+            assert [r.state async for r in again.room.watch(request)] == [tpb.SAVE_STATE_COMMITTED]
+            # Another process' step of that number is not this one's.
+            request.session = 2
+            with pytest.raises(NotHeldError, match="restarted"):
+                [r async for r in again.room.watch(request)]
+
+    in_world(tmp_path, body)
+
+
 def test_a_resumed_lossy_step_is_lossy_and_not_made_so_twice(tmp_path, quantiser):
     async def body(node, registry, holders):
         registry.answers = [NoQuorumError("no leader")] * 1000
