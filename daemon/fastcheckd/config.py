@@ -484,6 +484,8 @@ def load_config(
 
 
 def _parse(what: str, text: str) -> Any:
+    import yaml  # noqa: PLC0415  here alone: the agent's children have their configuration as JSON
+
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
