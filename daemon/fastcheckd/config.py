@@ -1,8 +1,6 @@
 """The daemon's whole configuration: one frozen dataclass, checked when it is made.
 
-A value comes from a flag (`--set key=value`), else the environment (`FASTCHECK_<KEY>`), else the
-YAML file, else the default beside its field. Unknown keys are errors. Every default works on one
-machine; each says why it is what it is. Nothing else in the daemon reads the environment.
+Every default works on one machine; each says why it is what it is. Where values come from is in `config_sources.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,10 +25,6 @@ from .errors import ConfigError
 LABELS_MAX = 16
 PACINGS = ("off", "adaptive")
 CODEC_POLICIES = ("auto", "always", "never")
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
-_PREFIXES = list(enumerate("KMGT", 1))
-_UNITS = {"": 1} | {p: 1000**i for i, p in _PREFIXES} | {f"{p}I": 1024**i for i, p in _PREFIXES}
 
 
 def _default_node_id() -> str:
@@ -315,13 +308,8 @@ class Config:
             )
 
     def to_json(self) -> str:
-        """The resolved configuration, for a child process."""
+        """The resolved configuration, for a child process: see `config_sources.from_json`."""
         return json.dumps(dataclasses.asdict(self), default=str)
-
-    @classmethod
-    def from_json(cls, text: str) -> Config:
-        """Inverse of `to_json`."""
-        return cls(**{key: _convert(key, value) for key, value in json.loads(text).items()})
 
     @property
     def exposed(self) -> list[str]:
@@ -428,117 +416,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes from an integer or from text such as `8GiB`, `500 MB`."""
-    if isinstance(text, bool):
-        raise ValueError("is not a size")
-    if isinstance(text, int):
-        return text
-    match = _SIZE.fullmatch(str(text).strip())
-    if match is None:
-        raise ValueError(f"{text!r} is not a size; write for example 8GiB or 500MB")
-    unit = (match[2] or "").upper().rstrip("B")
-    return int(float(match[1]) * _UNITS[unit])
-
-
-def load_config(
-    path: Path | None = None,
-    *,
-    environment: Mapping[str, str] | None = None,
-    overrides: Sequence[str] = (),
-) -> Config:
-    """Build the config from defaults, a YAML file, the environment and `key=value` overrides.
-
-    Raises:
-        ConfigError: the file cannot be read or parsed, a key is unknown, or a value is not valid.
-    """
-    import yaml  # noqa: PLC0415  here alone: the agent's children have their configuration as JSON
-
-    values: dict[str, Any] = {}
-    fields = {f.name: f for f in dataclasses.fields(Config)}
-    if path is not None:
-        try:
-            loaded = yaml.safe_load(path.read_text())
-        except OSError as error:
-            raise ConfigError(f"cannot read config file {path}: {error.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
-        if loaded is not None and not isinstance(loaded, dict):
-            raise ConfigError(f"config file {path} must hold 'key: value' pairs")
-        values.update(loaded or {})
-    for name in fields:
-        if (text := (environment or {}).get(f"FASTCHECK_{name.upper()}")) is not None:
-            values[name] = _parse(f"FASTCHECK_{name.upper()}", text)
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator:
-            raise ConfigError(f"--set {override!r}: write --set key=value")
-        values[key] = _parse(f"--set {key}", text)
-    for key in values:
-        if key not in fields:
-            known = ", ".join(sorted(fields))
-            raise ConfigError(f"unknown config key {key!r}; known keys: {known}")
-    return Config(**{key: _convert(key, value) for key, value in values.items()})
-
-
-def _parse(what: str, text: str) -> Any:
-    import yaml  # noqa: PLC0415  here alone: the agent's children have their configuration as JSON
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{what}={text!r} is not valid YAML: {error}") from None
-
-
-def _convert(key: str, value: Any) -> Any:  # noqa: PLR0911, PLR0912  one line per kind of field
-    """Turn a YAML value into the field's type, or say which key is wrong."""
-    wanted = str(next(f.type for f in dataclasses.fields(Config) if f.name == key))
-    try:
-        if key == "voters":
-            return tuple(_voter(v) for v in value or ())
-        if key == "labels":
-            return _labels(value)
-        if key.endswith(("_bytes", "_bytes_per_s")):
-            return parse_size(value)
-        if wanted.startswith("Path"):
-            return None if value is None else Path(str(value))
-        if wanted == "bool":
-            if not isinstance(value, bool):
-                raise ValueError(f"must be on or off, not {value!r}")
-            return value
-        if wanted == "int":
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"must be a whole number, not {value!r}")
-            return value
-        if wanted == "float":
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"must be a number, not {value!r}")
-            return float(value)
-        if key == "pacing" and value is False:
-            return "off"  # which YAML takes for a bool
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ValueError(f"must be text, not {value!r}: put it in quotes")
-        return str(value)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"config key {key!r}: {error}") from None
-
-
-def _voter(value: Any) -> Voter:
-    names = {"node_id", "registry_address", "raft_address"}
-    if not isinstance(value, dict) or set(value) != names:
-        raise ValueError(f"each voter needs exactly the keys {', '.join(sorted(names))}")
-    return Voter(**{k: str(v) for k, v in value.items()})
-
-
-def _labels(value: Any) -> dict[str, str]:
-    """A mapping, or text such as `rack=a1,zone=b`."""
-    if isinstance(value, str):
-        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
-        if any(not separator for _, separator, _ in pairs):
-            raise ValueError(f"{value!r} is not of the form rack=a1,zone=b")
-        return {name.strip(): text.strip() for name, _, text in pairs}
-    if not isinstance(value or {}, dict):
-        raise ValueError("must be a mapping, such as {rack: a1}")
-    return {str(name): str(text) for name, text in (value or {}).items()}

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
-from .config import Config, check_exposure, load_config
+from .config import Config, check_exposure
+from .config_sources import from_json, load_config
 from .errors import ConfigError, FastCheckdError
 from .interfaces import interfaces, with_lane_host
 from .log import configure
@@ -57,7 +58,7 @@ def _run_child(process: str) -> int:
         print("fastcheckd: `child` is started by the agent only", file=sys.stderr)
         return 2
     die_with_parent(int(parent))
-    return _run(process, Config.from_json(text))
+    return _run(process, from_json(text))
 
 
 def _raise_file_limit() -> None:

@@ -24,7 +24,7 @@ from fastcheck import Checkpointer, FastCheckError
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheckd.config import load_config
+from fastcheckd.config_sources import load_config
 from fastcheckd.counters import Counters
 from fastcheckd.registry.client import RegistryClient
 

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fastcheck.local.ports import find_free_ports
-from fastcheckd.config import Config, Voter, load_config
+from fastcheckd.config import Config, Voter
+from fastcheckd.config_sources import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

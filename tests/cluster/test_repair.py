@@ -13,7 +13,7 @@ from tests.cluster.harness import Job, counters, process_of, until
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster, layout
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheckd.config import load_config
+from fastcheckd.config_sources import load_config
 from fastcheckd.counters import Counters
 from fastcheckd.registry.client import RegistryClient
 

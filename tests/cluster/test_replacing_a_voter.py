@@ -13,7 +13,8 @@ from tests.cluster.registry_process import RegistryCluster, free_ports
 
 from fastcheck.local import LocalCluster, layout
 from fastcheck_proto.v1 import common_pb2, registry_pb2
-from fastcheckd.config import Config, load_config
+from fastcheckd.config import Config
+from fastcheckd.config_sources import load_config
 from fastcheckd.counters import Counters
 from fastcheckd.errors import FastCheckdError, FencedError
 from fastcheckd.registry.client import RegistryClient

@@ -14,7 +14,8 @@ import yaml
 from tests.deploy.machine import ROOT
 
 from fastcheck.cli.app import cli
-from fastcheckd.config import Config, load_config
+from fastcheckd.config import Config
+from fastcheckd.config_sources import load_config
 
 KUBERNETES = ROOT / "deploy/kubernetes"
 OVERLAYS = ["dev", "production"]

@@ -12,7 +12,8 @@ import pytest
 from fastcheck.cli.app import cli
 from fastcheck_proto.v1 import common_pb2
 from fastcheckd import rpc
-from fastcheckd.config import Config, load_config
+from fastcheckd.config import Config
+from fastcheckd.config_sources import load_config
 from fastcheckd.counters import NAMES
 
 ROOT = Path(__file__).parents[2]

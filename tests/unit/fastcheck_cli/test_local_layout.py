@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fastcheck.local import layout
 from fastcheck.local.layout import NodePorts
 from fastcheck.local.ports import candidate_ports, ephemeral_range, find_free_ports
-from fastcheckd.config import load_config
+from fastcheckd.config_sources import load_config
 
 
 def config_of(cluster_dir, count=4, **changes):

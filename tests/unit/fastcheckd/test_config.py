@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheckd.config import Config, check_exposure, is_loopback, load_config, parse_size, split_address
+from fastcheckd.config import Config, check_exposure, is_loopback, split_address
+from fastcheckd.config_sources import from_json, load_config, parse_size
 from fastcheckd.errors import ConfigError
 from fastcheckd.main import main
 
@@ -42,7 +43,7 @@ def test_each_worker_process_has_a_codec_thread_at_least(tmp_path):
     assert Config(codec_threads=8, data_processes=3).effective_codec_threads == 8
     config = load_config(write(tmp_path, "codec_threads: 1\ndata_processes: 4\n"))
     assert config.effective_codec_threads == 3
-    assert Config.from_json(config.to_json()).data_processes == 4
+    assert from_json(config.to_json()).data_processes == 4
 
 
 def test_environment_of_the_sdk_is_not_taken_for_configuration():
@@ -145,12 +146,12 @@ def test_a_child_gets_the_very_same_configuration(tmp_path):
             VOTERS + "raft_key_file: /k\nram_budget_bytes: 3GiB\nsuspect_after_s: 0.5\nlabels: {rack: a}",
         )
     )
-    assert Config.from_json(config.to_json()) == config
+    assert from_json(config.to_json()) == config
 
 
 def test_every_field_survives_the_way_to_a_child():
     config = Config()
-    assert dataclasses.asdict(Config.from_json(config.to_json())) == dataclasses.asdict(config)
+    assert dataclasses.asdict(from_json(config.to_json())) == dataclasses.asdict(config)
 
 
 @pytest.mark.parametrize(

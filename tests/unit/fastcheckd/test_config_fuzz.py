@@ -7,7 +7,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcheckd.config import Config, load_config
+from fastcheckd.config import Config
+from fastcheckd.config_sources import from_json, load_config
 from fastcheckd.errors import ConfigError
 
 KEYS = [field.name for field in dataclasses.fields(Config)]
@@ -37,7 +38,7 @@ def loads_or_says_why(path, **how):
         assert str(error)
     else:
         assert isinstance(made, Config)
-        assert Config.from_json(made.to_json()) == made
+        assert from_json(made.to_json()) == made
 
 
 @settings(max_examples=500, deadline=None)
