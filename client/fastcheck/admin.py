@@ -53,7 +53,8 @@ class AdminClient:
                 ("grpc.enable_http_proxy", 0),
                 ("grpc.use_local_subchannel_pool", 1),
                 ("grpc.initial_reconnect_backoff_ms", 100),
-                ("grpc.min_reconnect_backoff_ms", 100),
+                # gRPC takes this for the deadline of a handshake, too: a daemon on busy cores may need all of our time.
+                ("grpc.min_reconnect_backoff_ms", max(1, int(timeout_s * 1000))),
                 ("grpc.max_reconnect_backoff_ms", 1000),
             ],
         )

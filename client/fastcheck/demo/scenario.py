@@ -177,7 +177,7 @@ class Demo:
         return node_id, Timeline(killed_at_s=killed_at_s, detected_at_s=detected_at_s)
 
     def _find_leader(self, address: str) -> str | None:
-        with AdminClient(address) as client:
+        with AdminClient(address, timeout_s=_DETECTION_TIMEOUT_S) as client:
             leader: str | None = client.status()["leader"]
         self._display.view.leader = leader
         return leader

@@ -1,5 +1,10 @@
 """The admin service and its Python client, over real gRPC: shapes, partial answers, errors."""
 
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
 import pytest
 
 from fastcheck.admin import AdminClient
@@ -349,3 +354,48 @@ def test_the_address_comes_from_the_environment(monkeypatch, address):
     monkeypatch.setenv("FASTCHECK_ADDRESS", address)
     with AdminClient() as client:
         assert client.describe()["node_id"] == "node-0"
+
+
+@contextlib.contextmanager
+def slow_to_greet(address: str, delay_s: float) -> Iterator[str]:
+    """Stands before a daemon as busy cores do: what it says first comes late."""
+    host, _, port = address.rpartition(":")
+    ended = threading.Event()
+
+    def pass_on(source: socket.socket, sink: socket.socket, *, late: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if late:
+                    ended.wait(delay_s)
+                late = False
+                sink.sendall(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    near, _ = listener.accept()
+                    far = socket.create_connection((host, int(port)))
+                    for source, sink, late in ((near, far, False), (far, near, True)):
+                        threading.Thread(
+                            target=pass_on, args=(source, sink), kwargs={"late": late}, daemon=True
+                        ).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            ended.set()
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_daemon_that_is_slow_to_greet_is_waited_for_as_long_as_for_an_answer(address):
+    with slow_to_greet(address, 0.6) as behind, AdminClient(behind, timeout_s=20) as client:
+        assert client.status()["health"] == "OK"
+    with (
+        slow_to_greet(address, 30) as behind,
+        AdminClient(behind, timeout_s=0.3) as client,
+        pytest.raises(DaemonUnavailableError),
+    ):
+        client.status()
