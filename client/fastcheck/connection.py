@@ -28,7 +28,8 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Nothing of a pause: gRPC takes it for the deadline of a handshake.
+    ("grpc.min_reconnect_backoff_ms", int(_PROBE_S * 1000)),
     ("grpc.max_reconnect_backoff_ms", 1000),
     # Proxies from the environment are for the internet, not for the node beside us.
     ("grpc.enable_http_proxy", 0),

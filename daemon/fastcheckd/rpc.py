@@ -29,15 +29,16 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     *_LIMITS,
     # A peer that comes back is found within a second instead of after minutes of backoff.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Nothing of a pause: gRPC takes it for the deadline of a handshake, and a peer on busy cores needs its time.
+    ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     # Proxies from the environment are for the internet, not for the node beside us.
     ("grpc.enable_http_proxy", 0),
     # Every channel its own connections: a broken one is not shared with a fresh start.
     ("grpc.use_local_subchannel_pool", 1),
 ]
-#: For a channel that lives for one question, whose own deadline ends it: above all no 100 ms for a connection, which
-#: is what the reconnect settings allow. A node that is merely busy would look dead.
+#: For a channel that lives for one question, whose own deadline ends it: above all no deadline of its own for a
+#: connection, which is what the reconnect settings bring. A node that is merely busy would look dead.
 ONE_CALL_OPTIONS: list[tuple[str, int]] = [o for o in CHANNEL_OPTIONS if "reconnect" not in o[0]]
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *_LIMITS,

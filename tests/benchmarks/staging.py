@@ -49,13 +49,14 @@ class Size:
 
 
 @contextmanager
-def _cluster(size_bytes: int) -> Iterator[LocalCluster]:
-    """One holder, and room for every step that may be kept or under way."""
+def _cluster(size_bytes: int, **settings: Any) -> Iterator[LocalCluster]:
+    """One holder, and room for every step that may be kept or under way. `settings`: the daemons' config keys."""
     with (
         tempfile.TemporaryDirectory(prefix="fastcheck-bench-") as folder,
         LocalCluster(Path(folder)) as cluster,
     ):
-        cluster.up(2, tolerate=1, ram_budget=f"{max(256, 5 * size_bytes >> 20)}MiB")
+        ram_budget = f"{max(256, 5 * size_bytes >> 20)}MiB"
+        cluster.up(2, tolerate=1, ram_budget=ram_budget, settings=settings)
         yield cluster
 
 
@@ -151,6 +152,54 @@ def _many_small(size: Size, say: Say) -> list[Figure]:
     ]
 
 
+def _overlap(size: Size, say: Say) -> list[Figure]:
+    """The front of a state sent while its back is copied, against not: how long `save` blocks, how late the commit is.
+
+    On all cores, and with the trainer on one half of them and all daemons on the other. Two clusters take turns.
+    """
+    figures = []
+    for where, said in ((_together, ""), (_apart, ", trainer and daemons each on one half of the cores")):
+        if where is _apart and len(os.sched_getaffinity(0)) < 2:
+            say("training and daemons apart are left out: there is one core")
+            continue
+        blocked: dict[str, list[float]] = {"always": [], "never": []}
+        committed: dict[str, list[float]] = {"always": [], "never": []}
+        with ExitStack() as stack:
+            state = _even_state(40, size.small_bytes)
+            clusters = {
+                overlap: stack.enter_context(_cluster(size.small_bytes, overlap_staging=overlap))
+                for overlap in blocked
+            }
+            trainers = {
+                o: stack.enter_context(_trainer(cluster, "overlap")) for o, cluster in clusters.items()
+            }
+            stack.enter_context(where(*clusters.values()))
+            for step in range(1, _WARM_UP + size.rounds + 1):
+                change(state)
+                for overlap, ckpt in trainers.items():
+                    began = time.monotonic()
+                    blocked_ms = _save_ms(ckpt, step, state)
+                    committed_ms = (time.monotonic() - began) * 1e3
+                    say(
+                        f"overlap {overlap}{said}: blocked {blocked_ms:.0f} ms, committed after {committed_ms:.0f} ms"
+                    )
+                    if step > _WARM_UP:
+                        blocked[overlap].append(blocked_ms)
+                        committed[overlap].append(committed_ms)
+        limit = "without the overlap"
+        figures += [
+            Figure(f"save blocks, sent while copied{said}", "ms", blocked["always"], blocked["never"], limit),
+            Figure(
+                f"until the commit, sent while copied{said}",
+                "ms",
+                committed["always"],
+                committed["never"],
+                limit,
+            ),
+        ]
+    return figures
+
+
 class _Training:
     """A small training on this process' cores, and its mean step with saves at each fourth and without."""
 
@@ -183,7 +232,7 @@ class _Training:
         return statistics.fmean(times), stood_s * 1e3 / self._steps
 
 
-def _together(cluster: LocalCluster) -> AbstractContextManager[None]:
+def _together(*_clusters: LocalCluster) -> AbstractContextManager[None]:
     """Trainer and both nodes on all cores, as equals: what one machine makes of two nodes' work."""
     return nullcontext()
 
@@ -196,12 +245,14 @@ def _holder_aside(cluster: LocalCluster) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _apart(cluster: LocalCluster) -> AbstractContextManager[None]:
+def _apart(*clusters: LocalCluster) -> AbstractContextManager[None]:
     """The training on one half of the cores, all daemons on the other: as on a node whose training leaves cores idle.
 
     What the SDK does in the trainer's process, lazy copies included, stays on the trainer's half.
     """
-    return apart(pid for node_id in cluster.node_ids for pid in _pids(cluster, node_id))
+    return apart(
+        pid for cluster in clusters for node_id in cluster.node_ids for pid in _pids(cluster, node_id)
+    )
 
 
 def _pids(cluster: LocalCluster, node_id: str) -> list[int]:
@@ -246,6 +297,7 @@ ROWS: dict[str, Callable[[Size, Say], list[Figure]]] = {
     "threads": _threads,
     "first": _first,
     "tensors": _many_small,
+    "overlap": _overlap,
     "steps": lambda size, say: _steps(_together, "", size, say),
     "steps-aside": lambda size, say: _steps(_holder_aside, ", the holder at niceness 19", size, say),
     "steps-apart": lambda size, say: _steps(
