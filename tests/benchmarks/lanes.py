@@ -64,18 +64,18 @@ with Checkpointer("lanes", rank=0, world_size=1) as ckpt:
         seconds.append(handle.stats["replicate_s"])
 print(json.dumps(seconds))
 """
-#: Saves at fixed moments without end, as a trainer does every few steps.
+#: Saves at fixed moments without end, as a trainer does every few steps. The first ones, at the same pace, touch memory
+#: and tell the daemon the pace; it would take them for the pace if they came at once.
 _KEEP_SAVING = """
 import itertools, sys, time, torch
 from fastcheck import Checkpointer
 state = {"w": torch.rand(int(sys.argv[1]))}
 with Checkpointer("lanes", rank=0, world_size=1) as ckpt:
-    for step in (1, 2, 3):
-        ckpt.save(step, state).result(timeout=300)
-    print("ready", flush=True)
     moment = time.monotonic()
-    for step in itertools.count(4):
+    for step in itertools.count(1):
         ckpt.save(step, state).result(timeout=300)
+        if step == 4:
+            print("ready", flush=True)
         moment += float(sys.argv[2])
         time.sleep(max(0.0, moment - time.monotonic()))
 """

@@ -13,6 +13,8 @@ import math
 GAP_S = 0.02
 #: Of the gaps of about so many seconds the share is known: several steps of most training.
 MEMORY_S = 5.0
+#: From so many seconds of looking on the share is what was seen; before, all that was not is taken for busy.
+BELIEVED_AFTER_S = 1.0
 #: What was seen so long ago says nothing of now.
 STALE_S = 0.1
 
@@ -47,12 +49,18 @@ class Gaps:
     def __init__(self) -> None:
         self._at: float | None = None
         self._silent_since: float | None = None
-        self._share = 0.0
+        #: Seconds that were looked at, and those of them in gaps; both fade with age.
+        self._seen_s = 0.0
+        self._open_s = 0.0
 
     @property
     def share(self) -> float:
-        """Part of the last seconds that puts could have had; 0 until one was seen."""
-        return self._share
+        """Part of the last seconds that puts could have had; 0 until one was seen.
+
+        Looks come only while puts are under way, often for a second in many: faded sums know the share after the
+        first of them, where a faded mean that begins at 0 would need several.
+        """
+        return self._open_s / max(self._seen_s, BELIEVED_AFTER_S)
 
     def open_at(self, now: float) -> bool:
         """Whether there is a gap now. One that was seen a while ago says nothing."""
@@ -70,5 +78,6 @@ class Gaps:
         elif self._silent_since is None:
             self._silent_since = now if last is None else last
         if last is not None and now > last:
-            weight = -math.expm1(-(now - last) / MEMORY_S)
-            self._share += weight * (self.open_at(now) - self._share)
+            seconds, kept = now - last, math.exp(-(now - last) / MEMORY_S)
+            self._seen_s = self._seen_s * kept + seconds
+            self._open_s = self._open_s * kept + (seconds if self.open_at(now) else 0.0)

@@ -29,7 +29,8 @@ from .yielding import Allowance, Yielding
 
 logger = logging.getLogger(__name__)
 
-#: Between two looks at the counters, while puts are under way and while there are none.
+#: Between two looks at the counters, while puts are under way or others are there; and while neither is. Others' busiest
+#: moment has to be known before a put begins: over a second a burst and the silence around it are half a burst.
 SAMPLE_S = 0.1
 #: While puts have to mind others, for gaps: what others lose when they begin to speak again is about so long.
 GLANCE_S = 0.01
@@ -181,8 +182,12 @@ class PutPacing:
                 await self._glance_for(SAMPLE_S)
                 continue
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(IDLE_SAMPLE_S):
+                async with asyncio.timeout(self.idle_s()):
                     await self._putting.wait()
+
+    def idle_s(self) -> float:
+        """How long to wait for the next sample while there are no puts."""
+        return SAMPLE_S if self._yielding.crowded(self._clock()) else IDLE_SAMPLE_S
 
     async def _glance_for(self, seconds: float) -> None:
         """Let time pass; where others are on the interface, look whether they are silent every now and then."""

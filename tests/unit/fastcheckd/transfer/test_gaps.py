@@ -48,6 +48,17 @@ def test_the_share_of_gaps_is_that_of_the_last_steps() -> None:
     assert gaps.share < 0.01
 
 
+def test_the_share_is_known_after_the_looks_of_one_put() -> None:
+    gaps, now = Gaps(), 0.0
+    now = look(gaps, now, 0.2, silent=True)
+    assert gaps.share < 0.25, "two tenths of a second are no pattern"
+    now = look(gaps, now, 0.4, silent=False)
+    now = look(gaps, now, 0.6, silent=True)
+    assert gaps.share == pytest.approx(0.8 / 1.2, abs=0.08)
+    now = look(gaps, now + 5.0, 0.4, silent=False)  # the next put
+    assert gaps.share == pytest.approx(0.8 / 1.6, abs=0.08)
+
+
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0, 1e5), st.floats(0, QUEUE)), max_size=50))
 def test_never_more_than_others_sent_and_all_of_it_but_for_what_is_queued(
     steps: list[tuple[float, float, float]],

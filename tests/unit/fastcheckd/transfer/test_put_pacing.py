@@ -18,7 +18,7 @@ from fastcheckd.errors import PeerError
 from fastcheckd.transfer.lane import Lane
 from fastcheckd.transfer.lane_meter import LaneMeter, WireBytes
 from fastcheckd.transfer.pacing import Gate, Pacer
-from fastcheckd.transfer.put_pacing import Course, PutPacing, interface_bytes
+from fastcheckd.transfer.put_pacing import IDLE_SAMPLE_S, SAMPLE_S, Course, PutPacing, interface_bytes
 
 MB = 1_000_000
 
@@ -255,6 +255,21 @@ def test_glances_between_samples_find_the_gaps() -> None:
         stand.now += 5.0  # nobody looked meanwhile
         others_send(0, 0.02)
         assert stand.told[1] < 1 * MB
+
+
+def test_bursts_between_puts_are_known_when_a_put_begins() -> None:
+    stand = Stand()
+    assert stand.pacing.idle_s() == IDLE_SAMPLE_S
+    for _ in range(3):
+        stand.others_send(100 * MB, 0.6)
+        assert stand.pacing.idle_s() == SAMPLE_S, "over a second a burst would be six tenths of one"
+        stand.others_send(0, 0.4)
+        assert stand.pacing.idle_s() == SAMPLE_S
+    with stand.pacing.put_under_way(300 * MB, lambda: 1e9):
+        stand.pacing.sample()
+        assert stand.pacing.report().foreign_bytes_per_s == pytest.approx(100 * MB, rel=0.02)
+    stand.others_send(0, 5)
+    assert stand.pacing.idle_s() == IDLE_SAMPLE_S
 
 
 def test_what_waits_in_the_interfaces_queue_makes_it_no_faster() -> None:
