@@ -29,6 +29,7 @@ NAMES: dict[str, str] = {
     "chunks_mispredicted": "chunks sent again without prediction because decoding gave something else",
     "puts_paced": "chunks of puts that waited for the cap, or gave way to other traffic",
     "puts_for_restore": "chunks of puts that waited for a restore",
+    "repairs_for_restore": "chunks of copies being made anew elsewhere that waited here for a restore",
     "chunks_by_workers": "chunks encoded or decoded by worker processes",
     "chunks_not_by_workers": "chunks encoded or decoded by the data process although it has worker processes",
     "workers_lost": "worker processes that ended, hung or could not start",

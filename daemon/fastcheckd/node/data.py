@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
@@ -56,10 +57,10 @@ from ..transfer.codec_pool import CodecPool
 from ..transfer.lane_meter import LaneMeter
 from ..transfer.lane_server import LaneServer
 from ..transfer.lane_tls import LaneTls
-from ..transfer.pacing import Gate, Pacer
+from ..transfer.pacing import TRICKLE_SHARE, Gate, Pacer
 from ..transfer.peer_client import PeerClient
 from ..transfer.put_desk import PutDesk
-from ..transfer.put_pacing import TRICKLE_S, PutPacing
+from ..transfer.put_pacing import PutPacing
 from ..transfer.tickets import TicketOffice
 from ..upkeep.room import UpkeepRoom
 from ..view import ViewFollower
@@ -110,15 +111,22 @@ class _DataRooms:
             config, counters, self.lanes, self.codec, meter=meter, pacing=self.pacing, tls=tls, dialer=dialer
         )
         tickets = TicketOffice()
-        incoming = Gate(
-            Pacer(math.inf, burst_bytes=config.chunk_bytes, trickle_s=min(TRICKLE_S, config.transfer_timeout_s / 4)),
-            lambda: restore.bringing,
-            paused=lambda: counters.add("puts_for_restore"),
-        )  # fmt: skip
+        trickle = partial(
+            Pacer,
+            math.inf,
+            burst_bytes=config.chunk_bytes,
+            trickle_s=TRICKLE_SHARE * config.transfer_timeout_s,
+        )
+        incoming = Gate(trickle(), lambda: restore.bringing, paused=lambda: counters.add("puts_for_restore"))
+        aside = Gate(
+            trickle(),
+            lambda: restore.bringing or self.lane.serving,
+            paused=lambda: counters.add("repairs_for_restore"),
+        )
         self.lane = LaneServer(
             config.effective_lane_host, config.lane_port, tickets, counters, config.transfer_timeout_s,
             pool=self.codec, codec=config.codec, congestion=config.lane_congestion, meter=meter, gate=incoming,
-            tls=tls,
+            aside=aside, tls=tls,
         )  # fmt: skip
         self.desk = PutDesk(
             cluster_id=config.cluster_id, node_id=config.node_id, store=store, tickets=tickets,

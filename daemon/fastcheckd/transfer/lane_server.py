@@ -44,7 +44,8 @@ class LaneServer:
     """Accepts lane connections on host:port until stopped. Port 0 takes a free one.
 
     `pool` decodes what is put here, and encodes what is read from here as the policy `codec` has it; each connection
-    keeps at most two chunks of encoded bytes in memory, three if it is read over. `gate` holds up the chunks of puts.
+    keeps at most two chunks of encoded bytes in memory, three if it is read over. `gate` holds up the chunks of puts,
+    `aside` those that are read by somebody who does not wait for them.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class LaneServer:
         congestion: str = "",
         meter: LaneMeter | None = None,
         gate: ChunkGate | None = None,
+        aside: ChunkGate | None = None,
         tls: LaneTls | None = None,
         connections_max: int = CONNECTIONS_MAX,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
@@ -74,6 +76,7 @@ class LaneServer:
         self._congestion = congestion
         self._meter = meter or LaneMeter()
         self._gate = gate
+        self._aside = aside
         self._tls = tls
         #: Connections that have not shown a ticket yet.
         self._unproved = 0
@@ -210,7 +213,8 @@ class LaneServer:
                 with passing(self._gate, lane):
                     self._receive(lane, hello, grant)
             elif grant.background:
-                self._send(lane, hello, grant)
+                with passing(self._aside, lane):
+                    self._send(lane, hello, grant, self._aside)
             else:
                 with self._serving_one():
                     self._send(lane, hello, grant)
@@ -284,7 +288,7 @@ class LaneServer:
             grant.fail()
             raise
 
-    def _send(self, lane: Lane, hello: Hello, grant: GetGrant) -> None:
+    def _send(self, lane: Lane, hello: Hello, grant: GetGrant, gate: ChunkGate | None = None) -> None:
         if hello.stride not in {grant.streams, ON_DEMAND}:
             raise FrameError(
                 f"the transfer has {grant.streams} connections; stride {hello.stride} does not fit"
@@ -309,7 +313,7 @@ class LaneServer:
             with contextlib.closing(asked_for() if on_demand else outgoing.payloads(own, lane)) as payloads:
                 send_chunks(
                     lane,
-                    payloads,
+                    payloads if gate is None else _held_up(payloads, gate, lane),
                     table=table,
                     digest_of=outgoing.digest,
                     moved=lambda count: self._counters.add("bytes_sent", count),
@@ -334,3 +338,11 @@ class LaneServer:
         lane.close()
         with self._lock:
             del self._open[lane]
+
+
+def _held_up(
+    payloads: Iterator[tuple[int, Payload]], gate: ChunkGate, lane: Lane
+) -> Iterator[tuple[int, Payload]]:
+    for index, payload in payloads:
+        gate.wait(lane, len(payload.data), lane.check)
+        yield index, payload

@@ -11,6 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+#: A stream that waits for the foreground moves a piece after this share of the time in which a transfer is believed
+#: dead. More often, and pieces of MiB on many connections are most of a slow link.
+TRICKLE_SHARE = 0.5
 #: Longest time for which a gate sleeps before it looks again.
 LOOK_INTERVAL_S = 0.05
 

@@ -23,20 +23,18 @@ from ..counters import Counters
 from .gaps import Foreign
 from .lane import Lane
 from .lane_meter import WIRE_OVERHEAD, LaneMeter, WireBytes
-from .pacing import Gate, Pacer
+from .pacing import TRICKLE_SHARE, Gate, Pacer
 from .sockets import PATIENCE
 from .yielding import Allowance, Yielding
 
 logger = logging.getLogger(__name__)
 
-#: Between two looks at the counters, while puts are under way or others are there; and while neither is. Others' busiest
-#: moment has to be known before a put begins: over a second a burst and the silence around it are half a burst.
+#: Between two looks at the counters, while puts are under way or others are there; and while neither is. Others'
+#: busiest moment has to be known before a put begins: over a second a burst and the silence around it are half a burst.
 SAMPLE_S = 0.1
 #: While puts have to mind others, for gaps: what others lose when they begin to speak again is about so long.
 GLANCE_S = 0.01
 IDLE_SAMPLE_S = 1.0
-#: A put that has to wait for a restore sends a chunk this often, and more often than a transfer is believed dead.
-TRICKLE_S = 1.0
 #: What a cap lets through at once, as seconds of its rate.
 _BURST_S = 0.1
 #: A connection may be this much above its share: others of the same put may have less to send.
@@ -112,7 +110,7 @@ class PutPacing:
             Pacer(
                 self._cap,
                 burst_bytes=burst_bytes,
-                trickle_s=min(TRICKLE_S, transfer_timeout_s / 4),
+                trickle_s=TRICKLE_SHARE * transfer_timeout_s,
                 starve_s=transfer_timeout_s / 2,
             ),
             restoring,
