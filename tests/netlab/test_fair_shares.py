@@ -18,7 +18,7 @@ MEGABYTES = 64
 CHUNK_BYTES = 256 << 10
 NODE = "node-3"
 #: When the first rank is done the other has this part of its own bytes, at least. TCP shares by connection, and of a
-#: rank's three one may come off badly in so short a while; a rank that waited would have a twentieth.
+#: rank's three one may come off badly in so short a while; a rank that waited would have next to nothing.
 FAIR = 1 / 3
 #: The median counts: one connection that loses packets at a bad moment is slow for most of such a short while.
 TRIES = 3
