@@ -81,8 +81,8 @@ class Example:
 
 
 def losses_in(lines: list[str]) -> dict[int, str]:
-    """As `Example.losses`."""
-    return {int(m[1]): m[2] for line in lines if (m := re.fullmatch(r"step (\d+) loss (\S+)", line))}
+    """As `Example.losses`. Before a line may stand what a library has written without ending its line yet."""
+    return {int(m[1]): m[2] for line in lines if (m := re.search(r"\bstep (\d+) loss (\S+)$", line))}
 
 
 def newest_commit(cluster: LocalCluster, job: str) -> int:

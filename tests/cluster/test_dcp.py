@@ -321,3 +321,17 @@ def test_steps_are_removed_by_url_and_the_newest_of_a_running_job_only_when_told
     assert found["w"].tolist() == [7] * 9
     fs.rm("fastcheck://gone/step-1", even_if_running=True)
     assert not fs.exists("fastcheck://gone/step-1")
+
+
+def test_a_reader_tells_the_newest_step_or_that_there_is_none(address, monkeypatch):
+    reader = FastCheckReader("newest")
+    assert reader.newest() is None
+    for step in (3, 5):
+        dcp.save({"w": torch.ones(4)}, checkpoint_id=step, storage_writer=FastCheckWriter("newest"))
+        assert reader.newest() == step, "it asks anew each time"
+    assert FastCheckReader(checkpoint_id="fastcheck://newest/step-3").newest() == 5
+    monkeypatch.setenv("FASTCHECK_DISABLE", "1")
+    assert reader.newest() is None
+    monkeypatch.delenv("FASTCHECK_DISABLE")
+    with pytest.raises(DaemonUnavailableError):  # not None: a run would begin anew in silence
+        FastCheckReader("newest", address="unix:///nowhere/fastcheckd.sock").newest()

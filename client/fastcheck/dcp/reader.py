@@ -113,6 +113,20 @@ class FastCheckReader(StorageReader):
             job = agreed_job(self._wanted_job, name)
             self._job, self._step = resolve(job, rank=0, world_size=1).job, name.step
 
+    def newest(self) -> int | None:
+        """The job's newest committed step; None: it has none, or FASTCHECK_DISABLE is set. Asks anew each time.
+
+        DCP tells what is wrong with a load in text (torch 2.13 makes an AssertionError of what `read_metadata` raises):
+        ask here whether there is something to load, rather than catch what says that there is not.
+
+        Raises:
+            DaemonUnavailableError, RegistryUnavailableError: it cannot be known now.
+        """
+        identity = resolve(self._wanted_job or self._job, rank=0, world_size=1, address=self._wanted_address)
+        if not identity.enabled:
+            return None
+        return max(self._steps(self._connected(identity.address), identity.job), default=None)
+
     # Not named kwargs on purpose: DCP would ask a second time, for a rank's own metadata, which there is not.
     def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
         """The step's metadata, from what all its ranks saved.
@@ -128,13 +142,12 @@ class FastCheckReader(StorageReader):
                 "FASTCHECK_DISABLE is set, so nothing can be loaded from FastCheck: load from your durable checkpoint"
             )
         self._job = identity.job
-        if self._daemon is None:
-            self._daemon = Daemon(Connection(parse_address(identity.address)))
-        reader = StepReader(self._daemon, identity.job, self._step, timeout_s=self._timeout_s)
+        daemon = self._connected(identity.address)
+        reader = StepReader(daemon, identity.job, self._step, timeout_s=self._timeout_s)
         try:
             reader.__enter__()
         except StepNotFoundError as error:
-            raise StepNotFoundError(f"{error}. {self._kept(self._daemon, identity.job)}") from None
+            raise StepNotFoundError(f"{error}. {self._kept(daemon, identity.job)}") from None
         if reader.lossy and not self._allow_lossy:
             raise LossyCheckpointError(
                 f"step {reader.step} was saved with a lossy coding (momentum= or weights= of its writer): "
@@ -197,9 +210,17 @@ class FastCheckReader(StorageReader):
         if daemon is not None:
             daemon.close()
 
-    def _kept(self, daemon: Daemon, job: str) -> str:
+    def _connected(self, address: str) -> Daemon:
+        if self._daemon is None:
+            self._daemon = Daemon(Connection(parse_address(address)))
+        return self._daemon
+
+    def _steps(self, daemon: Daemon, job: str) -> list[int]:
         request = pb.ListStepsRequest(job=job)
-        steps = list(daemon.list_steps(request, connect_s=PATIENT_CONNECT_S, timeout_s=self._timeout_s).steps)
+        return list(daemon.list_steps(request, connect_s=PATIENT_CONNECT_S, timeout_s=self._timeout_s).steps)
+
+    def _kept(self, daemon: Daemon, job: str) -> str:
+        steps = self._steps(daemon, job)
         if not steps:
             return f"No step of job {job!r} is committed: is that the job's name?"
         shown = ", ".join(map(str, steps[-_STEPS_SHOWN_MAX:]))
