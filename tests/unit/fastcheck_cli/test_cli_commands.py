@@ -1,6 +1,7 @@
 """The command line: exit codes, what is on stdout and what on stderr."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -59,6 +60,20 @@ def test_tables_say_what_matters(address, world):
     status = run("status", "--address", address).stdout
     assert "REPLICA_SHORT" in status
     assert "3 of 3 up" in status
+
+
+def test_a_partial_answer_says_whose_part_is_missing(address, world):
+    world.refusing.add("node-1")
+    for command in (["checkpoints", "gpt"], ["replicas", "gpt"], ["inspect", "gpt", "5"], ["verify", "gpt"]):
+        assert "no answer from node-1" in run(*command, "--address", address).stdout, command
+    assert re.search(r"node-1 +UP \(no answer\)", run("nodes", "--address", address).stdout)
+
+
+def test_no_color_takes_the_colours_out_where_there_would_be_some(address):
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": ""}
+    colour = re.compile(r"\x1b\[[0-9;]*\b(3[0-7]|9[0-7]|38)")
+    assert colour.search(run("nodes", "--address", address, env=terminal).stdout)
+    assert not colour.search(run("nodes", "--address", address, env=terminal | {"NO_COLOR": "1"}).stdout)
 
 
 def test_tables_show_what_is_lossy_and_how_much_smaller_it_travelled(address, world):
@@ -130,6 +145,8 @@ def test_the_address_may_come_from_the_environment(address):
         ["local", "up", "--nodes", "0"],
         ["local", "up", "--set", "novalue"],
         ["local", "up", "--codec", "sometimes"],
+        ["completion", "tcsh"],
+        ["config", "show", "--output", "xml"],
         ["demo", "--victim", "node-9"],
     ],
 )
