@@ -1,5 +1,6 @@
 """The admin service and its Python client, over real gRPC: shapes, partial answers, errors."""
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -191,6 +192,18 @@ def test_half_of_eight_nodes_silent_cost_status_one_wait_and_not_one_each(client
     unreachable = {c["detail"].split()[4] for c in status["codes"] if c["code"] == "DATA_UNREACHABLE"}
     assert unreachable == silent and status["nodes_total"] == 8
     assert [n["node_id"] for n in client.nodes()["nodes"] if not n["reachable"]] == sorted(silent)
+
+
+def test_what_one_question_of_status_takes_the_others_do_not_have(client, world, monkeypatch):
+    answered = world.view
+
+    async def slow(timeout_s):
+        await asyncio.sleep(0.5)
+        return await answered(timeout_s)
+
+    monkeypatch.setattr(world, "view", slow)
+    assert client.status()["health"] == "OK"
+    assert world.asked and all(timeout_s <= STATUS_S - 0.5 for _, _, timeout_s in world.asked)
 
 
 def test_a_caller_with_little_time_gets_what_came_back_until_then(address, world, monkeypatch):

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from fastcheck.cli.app import cli
 from fastcheck.cli.output import dump, exit_for_health, human_age, human_bytes
+from fastcheck.local import LocalCluster
 from fastcheck_proto.v1 import registry_pb2
 
 
@@ -162,6 +163,17 @@ def test_local_commands_without_a_cluster_say_how_to_get_one(tmp_path):
     assert run("local", "kill", "node-0", "--dir", str(tmp_path)).exit_code == 1
     down = run("local", "down", "--dir", str(tmp_path), "-o", "json")
     assert (down.exit_code, json.loads(down.stdout)["nodes"]) == (0, [])
+
+
+def test_a_shell_takes_what_local_env_prints(tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalCluster, "address", lambda self, node: f"unix://{self.dir}/{node}/a b.sock")
+    done = run("local", "env", "node-2", "--dir", str(tmp_path))
+    assert (done.exit_code, done.stderr) == (0, "")
+    shell = ["sh", "-c", f'{done.stdout}printf %s "$FASTCHECK_ADDRESS"']
+    told = subprocess.run(shell, capture_output=True, text=True, check=True).stdout
+    assert told == f"unix://{tmp_path}/node-2/a b.sock"
+    monkeypatch.undo()
+    assert run("local", "env", "--dir", str(tmp_path)).exit_code == 1, "no cluster: nothing to use"
 
 
 def test_a_demo_that_kills_after_its_end_is_refused():
