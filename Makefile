@@ -20,13 +20,14 @@ TORCHSTORE_VENV := .venv-peers-torchstore
 BUF := @bufbuild/buf@1.75.0
 
 .PHONY: demo test bytecode test-clusters test-rest simulate lint format bench bench-peers peers-torchstore \
-	bench-paper bench-paper-server matrix \
+	bench-paper bench-paper-server matrix man screenshots \
 	locks sbom proto clean help
 
 help:
 	@echo "make demo   train on 4 nodes, lose one, resume bit for bit from the others' RAM (about 3 minutes)"
 	@echo "make test   all tests        make lint   all checks        make format  let ruff format"
 	@echo "make simulate SEEDS=1-1000   whole clusters in virtual time, with faults, each from its seed"
+	@echo "make man    the man page         make screenshots   the pictures in docs/cli.md, of a real cluster"
 	@echo "make bench  the figures      make proto  regenerate stubs  make clean   remove what these made"
 	@echo "make bench-peers  the same state saved by others, side by side (ARGS=--quick to see that it runs)"
 	@echo "make matrix a smoke test with other versions of torch and protobuf (downloads gigabytes; docs/versions.md)"
@@ -78,6 +79,13 @@ lint: $(READY) $(PROTO_READY)
 	@rm -rf .stubs && echo "stubs are fresh"
 	@if command -v npx >/dev/null; then cd proto && npx --yes $(BUF) lint && echo "buf lint passed"; \
 		else echo "buf lint skipped: no npm here"; fi
+
+# What the commands' help says, as a man page; `pip install` puts it where man(1) looks.
+man: $(READY)
+	$(BIN)/python -m fastcheck.cli.manual > client/man/fastcheck.1
+
+screenshots: $(READY)
+	$(BIN)/python -m tests.cluster.screenshots
 
 SUPPLY_VENV := .venv-supply
 SUPPLY_READY := $(SUPPLY_VENV)/.ready

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ from .errors import ConfigError
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
 _PREFIXES = list(enumerate("KMGT", 1))
 _UNITS = {"": 1} | {p: 1000**i for i, p in _PREFIXES} | {f"{p}I": 1024**i for i, p in _PREFIXES}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What decided a key's value."""
+
+    #: `default`, `file`, `variable` or `flag`.
+    kind: str
+    #: The file, the variable, the flag; empty for a default.
+    where: str = ""
+
+
+DEFAULT = Origin("default")
 
 
 def parse_size(text: str | int) -> int:
@@ -45,33 +59,54 @@ def load_config(
     Raises:
         ConfigError: the file cannot be read or parsed, a key is unknown, or a value is not valid.
     """
-    import yaml  # noqa: PLC0415  here alone: the agent's children have their configuration as JSON
+    return load_with_origins(path, environment=environment, overrides=overrides)[0]
 
+
+def load_with_origins(
+    path: Path | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    overrides: Sequence[str] = (),
+) -> tuple[Config, dict[str, Origin]]:
+    """The same, and for every key what decided its value. Raises as `load_config`."""
+    fields = [field.name for field in dataclasses.fields(Config)]
     values: dict[str, Any] = {}
-    fields = {f.name: f for f in dataclasses.fields(Config)}
+    origins = dict.fromkeys(fields, DEFAULT)
+
+    def take(key: str, value: Any, origin: Origin) -> None:
+        """What comes later wins."""
+        if key not in origins:
+            raise ConfigError(f"unknown config key {key!r}; known keys: {', '.join(sorted(fields))}")
+        values[key], origins[key] = value, origin
+
     if path is not None:
-        try:
-            loaded = yaml.safe_load(path.read_text())
-        except OSError as error:
-            raise ConfigError(f"cannot read config file {path}: {error.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
-        if loaded is not None and not isinstance(loaded, dict):
-            raise ConfigError(f"config file {path} must hold 'key: value' pairs")
-        values.update(loaded or {})
-    for name in fields:
-        if (text := (environment or {}).get(f"FASTCHECK_{name.upper()}")) is not None:
-            values[name] = _parse(f"FASTCHECK_{name.upper()}", text)
+        for key, value in _read(path).items():
+            take(key, value, Origin("file", str(path)))
+    for key in fields:
+        variable = f"FASTCHECK_{key.upper()}"
+        if (text := (environment or {}).get(variable)) is not None:
+            take(key, _parse(variable, text), Origin("variable", variable))
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator:
             raise ConfigError(f"--set {override!r}: write --set key=value")
-        values[key] = _parse(f"--set {key}", text)
-    for key in values:
-        if key not in fields:
-            known = ", ".join(sorted(fields))
-            raise ConfigError(f"unknown config key {key!r}; known keys: {known}")
-    return Config(**{key: _convert(key, value) for key, value in values.items()})
+        take(key, _parse(f"--set {key}", text), Origin("flag", f"--set {key}"))
+    return Config(**{key: _convert(key, value) for key, value in values.items()}), origins
+
+
+def _read(path: Path) -> dict[Any, Any]:
+    """The pairs in a YAML file."""
+    import yaml  # noqa: PLC0415  here alone: the agent's children have their configuration as JSON
+
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read config file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
+    if loaded is not None and not isinstance(loaded, dict):
+        raise ConfigError(f"config file {path} must hold 'key: value' pairs")
+    return loaded or {}
 
 
 def from_json(text: str) -> Config:

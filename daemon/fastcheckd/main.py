@@ -2,6 +2,7 @@
 
     fastcheckd run --config FILE [--set key=value ...]        the daemon
     fastcheckd validate --config FILE [--set key=value ...]   check the configuration and stop
+    fastcheckd config --config FILE [--set key=value ...]     print every key, its value and what decided it, as JSON
 
 Exit codes: 0 stopped as asked, 1 failed, 2 usage, 78 the configuration cannot work.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import json
 import logging
 import os
 import resource
@@ -20,7 +22,8 @@ from pathlib import Path
 
 from . import __version__
 from .config import Config, check_exposure
-from .config_sources import from_json, load_config
+from .config_report import report
+from .config_sources import from_json, load_with_origins
 from .errors import ConfigError, FastCheckdError
 from .interfaces import interfaces, with_lane_host
 from .log import configure
@@ -35,7 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "child":
             return _run_child(arguments.process)
-        config = load_config(arguments.config, environment=os.environ, overrides=arguments.set or ())
+        config, origins = load_with_origins(
+            arguments.config, environment=os.environ, overrides=arguments.set or ()
+        )
+        if arguments.command == "config":
+            print(json.dumps(report(config, origins), indent=2))
+            return 0
         config = with_lane_host(config, interfaces())  # once, before the children get it
         check_exposure(config)
         if arguments.command == "validate":
@@ -88,7 +96,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fastcheckd", description="The FastCheck daemon of one node.")
     parser.add_argument("--version", action="version", version=f"fastcheckd {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("run", "run the daemon"), ("validate", "check the configuration and stop")):
+    for name, text in (
+        ("run", "run the daemon"),
+        ("validate", "check the configuration and stop"),
+        ("config", "print every key, its value and what decided it, as JSON"),
+    ):
         command = commands.add_parser(name, help=text)
         command.add_argument("--config", type=Path, help="YAML file; without it the defaults are used")
         command.add_argument(

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tests import schemas
 from tests.cluster.harness import Job, node_states, run_module, until
 
 from fastcheck.admin import AdminClient
@@ -111,6 +112,7 @@ def test_the_demo_resumes_bit_for_bit(tmp_path):
         "save_stall_ms, memcpy_ms, recovery_s, detection_s, bytes_raw, bytes_sent, ratio"
     )
     assert set(wanted.split(", ")) <= set(result)
+    schemas.check("demo", result)
     assert result["bit_identical"] is True and result["losses_identical"] is True
     assert (result["nodes"], result["ranks"]) == (4, 4) and result["params"] >= 5_000_000
     assert 3 <= result["restored_step"] <= result["killed_at_step"] == 4

@@ -5,13 +5,15 @@ from __future__ import annotations
 import click
 
 from ..admin import AdminClient
-from . import tables, upkeep_tables
+from . import completing, tables, upkeep_tables
 from .certs_commands import certs
+from .completion_command import completion
+from .config_commands import config
 from .delete_command import delete
 from .demo_command import demo
 from .local_commands import local
 from .membership_commands import drain, forget, history, safe_to_stop, voters
-from .options import FastCheckGroup, admin_options, job_argument, patient_admin_options
+from .options import FastCheckGroup, admin_options, examples, job_argument, patient_admin_options
 from .output import Exit, emit, exit_for_health, say
 from .plan_command import plan
 from .top_command import top
@@ -27,7 +29,13 @@ def cli() -> None:
     """Ask a FastCheck cluster how it is and what it holds."""
 
 
-@cli.command()
+@cli.command(
+    epilog=examples(
+        "fastcheck status                                   what is wrong, and what to do",
+        "fastcheck status -o json | jq -r '.codes[].code'   only the codes",
+        "fastcheck status --address 10.20.0.11:7450         ask another node",
+    )
+)
 @admin_options
 @click.pass_context
 def status(ctx: click.Context, address: str, timeout_s: float, output: str) -> None:
@@ -41,7 +49,10 @@ def status(ctx: click.Context, address: str, timeout_s: float, output: str) -> N
 @cli.command()
 @admin_options
 def nodes(address: str, timeout_s: float, output: str) -> None:
-    """List the nodes: state, since when and why, last sign of life, bytes held, labels."""
+    """List the nodes: state and why, memory, last sign of life.
+
+    Also the bulk lane of each, its labels, and with -o json its counters.
+    """
     with AdminClient(address, timeout_s=timeout_s) as client:
         emit(client.nodes(), output, tables.nodes)
 
@@ -66,9 +77,14 @@ def checkpoints(job: str, address: str, timeout_s: float, output: str) -> None:
     emit(result, output, tables.checkpoints)
 
 
-@cli.command()
+@cli.command(epilog=examples("fastcheck replicas gpt --step 4000"))
 @job_argument
-@click.option("--step", type=click.IntRange(min=0), help="Only this step. Default: all that are kept.")
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    shell_complete=completing.steps,
+    help="Only this step. Default: all that are kept.",
+)
 @admin_options
 def replicas(job: str, step: int | None, address: str, timeout_s: float, output: str) -> None:
     """List which nodes say that they hold which shard."""
@@ -76,9 +92,9 @@ def replicas(job: str, step: int | None, address: str, timeout_s: float, output:
         emit(client.replicas(job, step), output, tables.replicas)
 
 
-@cli.command()
+@cli.command(epilog=examples("fastcheck inspect gpt 4000"))
 @job_argument
-@click.argument("step", type=click.IntRange(min=0))
+@click.argument("step", type=click.IntRange(min=0), shell_complete=completing.steps)
 @admin_options
 def inspect(job: str, step: int, address: str, timeout_s: float, output: str) -> None:
     """Show everything about one committed step."""
@@ -86,20 +102,30 @@ def inspect(job: str, step: int, address: str, timeout_s: float, output: str) ->
         emit(client.inspect(job, step), output, tables.inspect)
 
 
-@cli.command()
+@cli.command(epilog=examples("fastcheck verify gpt --step 4000 --timeout 60"))
 @job_argument
-@click.option("--step", type=click.IntRange(min=0), help="Only this step. Default: all that is held.")
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    shell_complete=completing.steps,
+    help="Only this step. Default: all that is held.",
+)
 @patient_admin_options(600.0)
 @click.pass_context
 def verify(
     ctx: click.Context, job: str, step: int | None, address: str, timeout_s: float, output: str
 ) -> None:
-    """Have every node check what it holds of a job now. Exits 5 when something bad was found."""
+    """Have every node check what it holds of a job now.
+
+    Exits 5 when something bad was found, or a node did not answer: then not all was checked.
+    """
     with AdminClient(address, timeout_s=timeout_s) as client:
         result = client.verify(job, step)
     emit(result, output, upkeep_tables.verify)
-    ctx.exit(Exit.DEGRADED if result["bad"] else Exit.OK)
+    ctx.exit(Exit.DEGRADED if result["bad"] or result["unreachable"] else Exit.OK)
 
 
-for command in (history, drain, safe_to_stop, forget, delete, voters, plan, certs, top, local, demo):
+for command in (
+    history, drain, safe_to_stop, forget, delete, voters, plan, certs, config, completion, top, local, demo,
+):  # fmt: skip
     cli.add_command(command)

@@ -75,7 +75,7 @@ def admin(name: str, folder: Path, days: int) -> None:
 @folder_option
 @_days(365)
 def trainer(name: str, folder: Path, days: int) -> None:
-    """Make a certificate for trainers; NAME owns the jobs that they start."""
+    """Make a certificate for trainers, whose jobs NAME owns."""
     _exports(LocalAuthority(folder).trainer(name, days=days), f"trainer-{name}.key", folder)
 
 

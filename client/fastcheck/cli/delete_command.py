@@ -7,16 +7,22 @@ from typing import Any
 import click
 
 from ..admin import AdminClient
+from . import completing
 from . import upkeep_tables as tables
-from .options import Name, go_ahead, patient_admin_options, yes_option
+from .options import examples, go_ahead, job_argument, patient_admin_options, yes_option
 from .output import Exit, emit, human_bytes, say
 
 Json = dict[str, Any]
 
 
-@click.command()
-@click.argument("job", type=Name("job"))
-@click.argument("step", type=click.IntRange(min=0), required=False)
+@click.command(
+    epilog=examples(
+        "fastcheck delete gpt 4000 --dry-run   what would go, by node",
+        "fastcheck delete gpt --all --yes      a job that has ended",
+    )
+)
+@job_argument
+@click.argument("step", type=click.IntRange(min=0), required=False, shell_complete=completing.steps)
 @click.option("--all", "everything", is_flag=True, help="All steps of the job, those under way included.")
 @click.option(
     "--even-if-running",
@@ -39,7 +45,11 @@ def delete(
     timeout_s: float,
     output: str,
 ) -> None:
-    """Delete a committed step of a job, or all of it, and give its memory back."""
+    """Delete a committed step, or a whole job, to free memory.
+
+    Says first what would go and what stays, by node. The newest step, and a whole job, go only when no trainer of it
+    runs, or with --even-if-running. What is not kept is nothing to delete, and exits 0.
+    """
     if (step is None) != everything:
         raise click.UsageError("name a STEP, or --all, and not both")
     with AdminClient(address, timeout_s=timeout_s) as client:

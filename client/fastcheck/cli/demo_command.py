@@ -34,7 +34,9 @@ from .output import Exit, dump, stderr_console, stdout_console
 @output_option
 @click.pass_context
 def demo(ctx: click.Context, *, steps: int, kill_at: int | None, victim: str, seed: int, output: str) -> None:
-    """Train on 4 nodes, lose one, resume bit for bit from the others' RAM. Takes a minute or two.
+    """Train on 4 nodes, lose one, and go on bit for bit.
+
+    From the other nodes' RAM, without a file. Takes a minute or two.
 
     Exits 1 when anything differs from an uninterrupted run.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,23 +11,25 @@ import click
 import yaml
 
 from ..local import LocalCluster, layout
-from . import tables
-from .options import output_option, timeout_option
+from . import completing, tables
+from .options import examples, output_option, timeout_option
 from .output import emit, say
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+_dir_option = click.option(
+    "--dir",
+    "cluster_dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=layout.default_dir,
+    show_default="a folder in the user's runtime or temporary directory",
+    help="Folder of the cluster.",
+)
+
+
 def _local_options(command: F) -> F:
-    where = click.option(
-        "--dir",
-        "cluster_dir",
-        type=click.Path(path_type=Path, file_okay=False),
-        default=layout.default_dir,
-        show_default="a folder in the user's runtime or temporary directory",
-        help="Folder of the cluster.",
-    )
-    return where(timeout_option(60.0, "Longest wait until the nodes are UP.")(output_option(command)))
+    return _dir_option(timeout_option(60.0, "Longest wait until the nodes are UP.")(output_option(command)))
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -36,15 +39,20 @@ def _setting(text: str) -> tuple[str, Any]:
     return key, yaml.safe_load(value)
 
 
-node_argument = click.argument("node")
+node_argument = click.argument("node", shell_complete=completing.local_nodes)
 
 
 @click.group()
 def local() -> None:
-    """Run a whole cluster on this machine: for trying and for tests."""
+    """Run a whole cluster on this machine, for trying."""
 
 
-@local.command()
+@local.command(
+    epilog=examples(
+        "fastcheck local up --nodes 3",
+        "fastcheck local up --nodes 8 --tolerate 2 --ram-budget 512MiB --set log_format=json",
+    )
+)
 @click.option(
     "--nodes", type=click.IntRange(1, layout.NODES_MAX), default=4, show_default=True, help="How many nodes."
 )
@@ -84,7 +92,22 @@ def up(
     cluster = LocalCluster(cluster_dir, on_event=say)
     cluster.up(nodes, tolerate=tolerate, ram_budget=ram_budget, settings=chosen, tls=tls, timeout_s=timeout_s)
     emit(cluster.status(), output, tables.local)
-    say(f"trainers and commands find node-0 with: export FASTCHECK_ADDRESS={cluster.address('node-0')}")
+    say(f"trainers and commands find node-0 with: {_export(cluster, 'node-0')}")
+
+
+def _export(cluster: LocalCluster, node: str) -> str:
+    return f"export FASTCHECK_ADDRESS={shlex.quote(cluster.address(node))}"
+
+
+@local.command(epilog=examples('eval "$(fastcheck local env)"', 'eval "$(fastcheck local env node-2)"'))
+@click.argument("node", default="node-0", shell_complete=completing.local_nodes)
+@_dir_option
+def env(node: str, cluster_dir: Path) -> None:
+    """Print the line that makes a shell use one of the nodes.
+
+    Trainers and commands that are started there then speak to it. Default: node-0.
+    """
+    click.echo(_export(LocalCluster(cluster_dir), node))
 
 
 @local.command()
@@ -110,7 +133,7 @@ def status(cluster_dir: Path, timeout_s: float, output: str) -> None:
 @click.option("--wipe", is_flag=True, help="Also delete its RAM directory, as a power cut would.")
 @_local_options
 def kill(node: str, wipe: bool, cluster_dir: Path, timeout_s: float, output: str) -> None:
-    """SIGKILL all processes of a node."""
+    """SIGKILL all processes of a node, as a crash would."""
     cluster = LocalCluster(cluster_dir, on_event=say)
     killed = cluster.kill(node, wipe=wipe)
     if not killed:

@@ -8,10 +8,12 @@ from typing import Any
 import click
 
 from ..admin import AdminClient
+from . import completing
 from . import upkeep_tables as tables
 from .options import (
     Name,
     admin_options,
+    examples,
     go_ahead,
     node_argument,
     patient_admin_options,
@@ -25,17 +27,19 @@ Json = dict[str, Any]
 POLL_S = 1.0
 
 
-@click.command()
-@click.argument("node", type=Name("node"), required=False)
+@click.command(epilog=examples("fastcheck history node-7 --limit 20"))
+@click.argument("node", type=Name("node"), required=False, shell_complete=completing.nodes)
 @click.option("--limit", type=click.IntRange(min=1, max=512), help="Only so many, the newest. Default: all.")
 @admin_options
 def history(node: str | None, limit: int | None, address: str, timeout_s: float, output: str) -> None:
-    """List what became of the nodes, or of one: states, when and why; the newest last."""
+    """List what became of the nodes, when and why; newest last."""
     with AdminClient(address, timeout_s=timeout_s) as client:
         emit(client.history(node or "", limit or 0), output, tables.history)
 
 
-@click.command("safe-to-stop")
+@click.command(
+    "safe-to-stop", epilog=examples("fastcheck safe-to-stop node-7 && ssh node-7 systemctl stop fastcheckd")
+)
 @node_argument
 @admin_options
 @click.pass_context
@@ -47,7 +51,12 @@ def safe_to_stop(ctx: click.Context, node: str, address: str, timeout_s: float, 
     ctx.exit(_exit_for(result))
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "fastcheck drain node-7 --wait 600 && ssh node-7 systemctl stop fastcheckd",
+        "fastcheck drain node-7 --undo",
+    )
+)
 @node_argument
 @click.option("--undo", is_flag=True, help="End the draining.")
 @click.option(
@@ -70,7 +79,10 @@ def drain(
     timeout_s: float,
     output: str,
 ) -> None:
-    """Give a node nothing new and make its copies elsewhere, so that it may be stopped."""
+    """Make a node's copies elsewhere, so that it may be stopped.
+
+    It gets nothing new and goes on serving what it has, until it leaves or --undo.
+    """
     if undo and wait_s is not None:
         raise click.UsageError("--undo and --wait exclude each other")
     if not undo:
@@ -112,7 +124,7 @@ def _exit_for(verdict: Json) -> Exit:
     return Exit.DEGRADED if verdict["survivable"] else Exit.CRITICAL
 
 
-@click.command()
+@click.command(epilog=examples("fastcheck forget node-7 --yes"))
 @node_argument
 @yes_option
 @admin_options
@@ -136,9 +148,9 @@ def voters(ctx: click.Context, address: str, timeout_s: float, output: str) -> N
         emit(client.voters(), output, tables.voters)
 
 
-@voters.command()
-@click.argument("old", type=Name("node"))
-@click.argument("new", type=Name("node"))
+@voters.command(epilog=examples("fastcheck voters replace node-2 node-5"))
+@click.argument("old", type=Name("node"), shell_complete=completing.nodes)
+@click.argument("new", type=Name("node"), shell_complete=completing.nodes)
 @click.option("--registry-address", default="", metavar="HOST:PORT", help="Default: NEW's host, OLD's port.")
 @click.option("--raft-address", default="", metavar="HOST:PORT", help="Default: NEW's host, OLD's port.")
 @yes_option
@@ -155,7 +167,10 @@ def replace(
     timeout_s: float,
     output: str,
 ) -> None:
-    """Put the node NEW in the place of the voter OLD, which is DOWN and gone for good."""
+    """Have node NEW vote in place of OLD, which is gone for good.
+
+    OLD must be DOWN. NEW copies the registry first.
+    """
     what = f"{old} is no voter any more, whatever it still knows; {new} becomes one and copies the registry."
     go_ahead(ctx, what, yes=yes)
     with AdminClient(address, timeout_s=timeout_s) as client:

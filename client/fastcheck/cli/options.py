@@ -13,6 +13,7 @@ from fastcheck_proto.conventions import check_name, default_address
 
 from ..errors import DaemonUnavailableError, FastCheckError
 from ..security import SERVER_NAME, VARIABLES
+from . import completing
 from .output import FORMATS, Exit, say
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,8 +55,13 @@ class Name(TextType):
             self.fail(str(error), param, ctx)
 
 
-job_argument = click.argument("job", type=Name("job"))
-node_argument = click.argument("node", type=Name("node"))
+job_argument = click.argument("job", type=Name("job"), shell_complete=completing.jobs)
+node_argument = click.argument("node", type=Name("node"), shell_complete=completing.nodes)
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help: lines as one types them. `\\b` keeps them apart."""
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
 output_option = click.option(

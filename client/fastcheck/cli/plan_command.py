@@ -10,7 +10,7 @@ import click
 
 from .. import planning
 from . import upkeep_tables as tables
-from .options import output_option
+from .options import examples, output_option
 from .output import emit
 
 Json = dict[str, Any]
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 LOSSES = (1, 2, 3, 4)
 
 
-@click.command()
+@click.command(epilog=examples("fastcheck plan --nodes 1000 --tolerate 1 --domains 50 --losses 2 --losses 4"))
 @click.option(
     "--nodes", type=click.IntRange(min=2, max=planning.NODES_MAX), required=True, help="How many nodes."
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import json
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -181,7 +183,8 @@ def checkpoints(result: Json) -> RenderableType:
             str(step["copies"]),
             precision(lossy=step["lossy"]) if step["state"] in {"committed", "provisional"} else "",
         )
-    return or_note(table, "no step of this job is committed or under way")
+    shown = or_note(table, "no step of this job is committed or under way")
+    return Group(shown, *silent(result["unreachable"], "what only they hold is not listed"))
 
 
 def replicas(result: Json) -> RenderableType:
@@ -211,10 +214,7 @@ def replicas(result: Json) -> RenderableType:
             human_age(replica["verified_at"], now),
         )
     shown = or_note(table, "no committed step of this job is kept")
-    if result["unreachable"]:
-        silent = ", ".join(result["unreachable"])
-        return Group(shown, Text(f"no answer from {silent}: what they hold is not known", style="yellow"))
-    return shown
+    return Group(shown, *silent(result["unreachable"], "what they hold is not known"))
 
 
 def inspect(result: Json) -> RenderableType:
@@ -242,6 +242,27 @@ def inspect(result: Json) -> RenderableType:
             ),
         )
     return Group(head, Text(), ranks, Text(), replicas(result))
+
+
+def config(result: Json, *, origins: bool) -> RenderableType:
+    """Keys and values; what is no default stands out.
+
+    Args:
+        origins: also where each value comes from.
+    """
+    table = columns("KEY", "VALUE", *(["FROM"] if origins else []))
+    for entry in result["keys"]:
+        value = entry["value"]
+        shown = value if isinstance(value, str) else json.dumps(value)
+        style = "dim" if entry["origin"] == "default" else ""
+        where = f"{entry['origin']} {entry['where']}".rstrip()
+        table.add_row(*(Text(text, style) for text in (entry["key"], shown, *([where] if origins else []))))
+    return table
+
+
+def silent(nodes: Sequence[str], what: str) -> list[RenderableType]:
+    """A line about the nodes that did not answer, if there are any: an answer without them is only a part."""
+    return [Text(f"no answer from {', '.join(nodes)}: {what}", style="yellow")] if nodes else []
 
 
 def local(result: Json) -> RenderableType:

@@ -12,12 +12,17 @@ from rich.live import Live
 
 from ..admin import AdminClient
 from ..errors import FastCheckError
-from .options import admin_options
+from .options import admin_options, examples
 from .output import Exit, Json, emit, exit_for_health, stdout_console
 from .top_view import snapshot, view
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "fastcheck top --interval 1",
+        "fastcheck top -o json   one moment, with rates",
+    )
+)
 @click.option(
     "--interval",
     "interval_s",

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .output import human_bytes
-from .tables import columns, or_note, state
+from .tables import columns, or_note, silent, state
 
 Json = dict[str, Any]
 
@@ -105,10 +105,7 @@ def verify(result: Json) -> RenderableType:
         for bad in result["bad"]:
             table.add_row(bad["node_id"], bad["job"], str(bad["step"]), str(bad["rank"]), str(bad["shard"]))
         lines += [Text("dropped, to be made anew from good copies:", style="red"), table]
-    if result["unreachable"]:
-        silent = ", ".join(result["unreachable"])
-        lines.append(Text(f"no answer from {silent}: what they hold was not checked", style="yellow"))
-    return Group(*lines)
+    return Group(*lines, *silent(result["unreachable"], "what they hold was not checked"))
 
 
 def voters(result: Json) -> RenderableType:

@@ -27,12 +27,33 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
-#: Per call, to the registry and to each node. An operator waits twice this at most, three times for `Status`.
+#: Per call, to the registry and to each node; less where the caller waits less.
 CALL_TIMEOUT_S = 1.5
+#: However little time is left, a node that is well says something within this.
+QUESTION_S_MIN = 0.3
 #: A node reads all that it holds, and a new voter gets a snapshot. Less where the caller waits less.
 WORK_TIMEOUT_S = 600.0
 #: What is left of the caller's patience for the answer's way back.
 REPLY_S = 0.3
+
+
+class Patience:
+    """How long the questions may take that an answer is made of, so that the caller is still there for it.
+
+    Silence then costs the caller a part of the answer instead of all of it.
+
+    Args:
+        most_s: longest for all of them together.
+    """
+
+    def __init__(self, context: Context, most_s: float = WORK_TIMEOUT_S) -> None:
+        self._loop = asyncio.get_running_loop()
+        left_s = context.time_remaining()
+        self._ends = self._loop.time() + (most_s if left_s is None else min(most_s, left_s - REPLY_S))
+
+    def question_s(self, most_s: float = CALL_TIMEOUT_S) -> float:
+        """For the next question, or for several that are asked at once."""
+        return min(most_s, max(QUESTION_S_MIN, self._ends - self._loop.time()))
 
 
 class AdminUpkeep(admin_pb2_grpc.AdminServiceServicer):
@@ -85,7 +106,9 @@ class AdminUpkeep(admin_pb2_grpc.AdminServiceServicer):
         """Put another node in the place of a voter that is gone for good."""
         _node(request.change.old_node_id)
         _node(request.change.new_node_id)
-        changed = await self._registry.replace_voter(request.change, _patience(context))
+        changed = await self._registry.replace_voter(
+            request.change, Patience(context).question_s(WORK_TIMEOUT_S)
+        )
         return admin_pb2.ChangeVoterResponse(voters=changed.voters)
 
     @answers
@@ -93,12 +116,13 @@ class AdminUpkeep(admin_pb2_grpc.AdminServiceServicer):
         """Have every node check what it holds of a job, or of one step, now."""
         job = checked_job(request.job)
         step = request.step if request.HasField("step") else None
-        view = await self._registry.view(CALL_TIMEOUT_S)
-        patience_s = _patience(context)
+        patience = Patience(context)
+        view = await self._registry.view(patience.question_s())
+        work_s = patience.question_s(WORK_TIMEOUT_S)
         found = await self._ask(
             view,
-            lambda node_id, at: self._peers.verify_replicas(node_id, at, job, step, patience_s),
-            timeout_s=patience_s,
+            lambda node_id, at: self._peers.verify_replicas(node_id, at, job, step, work_s),
+            work_s,
         )
         response = admin_pb2.VerifyResponse(unreachable=reports.unanswered(view, found))
         for node_id, answer in sorted(found.items()):
@@ -120,6 +144,7 @@ class AdminUpkeep(admin_pb2_grpc.AdminServiceServicer):
         held = await self._ask(
             view,
             lambda node_id, at: self._peers.list_replicas(node_id, at, steps.job, None, CALL_TIMEOUT_S),
+            CALL_TIMEOUT_S,
         )
         if not steps.dry_run:
             done = await delete_steps(self._registry, steps, CALL_TIMEOUT_S)
@@ -140,8 +165,7 @@ class AdminUpkeep(admin_pb2_grpc.AdminServiceServicer):
         self,
         view: registry_pb2.ClusterView,
         call: Callable[[str, str], Awaitable[T]],
-        *,
-        timeout_s: float = CALL_TIMEOUT_S,
+        timeout_s: float,
     ) -> dict[str, T]:
         """Put one question to all nodes that are not DOWN, at once: by `call(node_id, data_address)`.
 
@@ -160,12 +184,6 @@ class AdminUpkeep(admin_pb2_grpc.AdminServiceServicer):
 
         replies = await asyncio.gather(*(one(node_id) for node_id in reports.node_ids_to_ask(view)))
         return dict(reply for reply in replies if reply is not None)
-
-
-def _patience(context: Context) -> float:
-    """How long work may take so that the caller is still there for its outcome."""
-    left_s = context.time_remaining()
-    return WORK_TIMEOUT_S if left_s is None else max(0.1, min(WORK_TIMEOUT_S, left_s - REPLY_S))
 
 
 def checked_job(name: str) -> str:

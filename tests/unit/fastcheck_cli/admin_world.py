@@ -56,6 +56,10 @@ class World:
         self.answer_is_lost = False
         #: What a verification was asked for.
         self.verified = []
+        #: Every question to a node, and how many were open at once at most.
+        self.asked = []
+        self.open = 0
+        self.most_open = 0
 
     # -- registry
 
@@ -242,7 +246,7 @@ class World:
     # -- peers
 
     async def list_replicas(self, node_id, data_address, job, step, timeout_s):
-        await self._peer(data_address)
+        await self._peer(data_address, "list_replicas", timeout_s)
         if data_address in self.empty or data_address == "node-2":
             return []
         return [
@@ -262,19 +266,24 @@ class World:
         ]
 
     async def verify_replicas(self, node_id, data_address, job, step, timeout_s):
-        await self._peer(data_address)
+        await self._peer(data_address, "verify_replicas", timeout_s)
         self.verified.append((data_address, job, step, timeout_s))
         return peer_pb2.VerifyReplicasResponse(
             checked=2, checked_bytes=1000, bad=self.bad.get(data_address, [])
         )
 
     async def get_stats(self, node_id, data_address, timeout_s):
-        await self._peer(data_address)
+        await self._peer(data_address, "get_stats", timeout_s)
         return peer_pb2.GetStatsResponse(ram_used_bytes=1 << 20, ram_budget_bytes=1 << 30)
 
-    async def _peer(self, name):
-        if name in self.hanging:
-            await asyncio.sleep(3600)
+    async def _peer(self, name, question, timeout_s):
+        self.asked.append((name, question, timeout_s))
+        self.open += 1
+        self.most_open = max(self.open, self.most_open)
+        try:
+            await asyncio.sleep(3600 if name in self.hanging else 0)
+        finally:
+            self.open -= 1
         if name in self.refusing:
             raise PeerError(f"{name} did not answer")
 

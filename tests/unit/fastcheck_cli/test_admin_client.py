@@ -1,5 +1,6 @@
 """The admin service and its Python client, over real gRPC: shapes, partial answers, errors."""
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -17,6 +18,8 @@ from fastcheck.errors import (
 )
 from fastcheck_proto.v1 import common_pb2, registry_pb2
 from fastcheckd.errors import PeerError
+from fastcheckd.services import admin_upkeep
+from fastcheckd.services.admin import STATUS_S
 
 from .admin_world import VERIFIED_AT_MS, digest, seconds
 
@@ -175,6 +178,49 @@ def test_a_hanging_node_costs_its_part_of_the_answer_only(client, world):
     status = client.status()
     assert status["health"] == "DEGRADED"
     assert {c["code"] for c in status["codes"]} == {"DATA_UNREACHABLE", "REPLICA_SHORT"}
+
+
+def test_half_of_eight_nodes_silent_cost_status_one_wait_and_not_one_each(client, world):
+    world.states = dict.fromkeys([f"node-{i}" for i in range(8)], registry_pb2.NODE_STATE_UP)
+    silent = {"node-4", "node-5", "node-6", "node-7"}
+    world.hanging |= silent
+    status = client.status()
+    assert len({(node, question) for node, question, _ in world.asked}) == len(world.asked) == 16
+    assert world.most_open >= 8, "each kind of question goes to all nodes at once"
+    # Whoever is asked last may take what is left of the whole, or the least that a living node needs.
+    assert all(timeout_s <= STATUS_S for _, _, timeout_s in world.asked)
+    unreachable = {c["detail"].split()[4] for c in status["codes"] if c["code"] == "DATA_UNREACHABLE"}
+    assert unreachable == silent and status["nodes_total"] == 8
+    assert [n["node_id"] for n in client.nodes()["nodes"] if not n["reachable"]] == sorted(silent)
+
+
+def test_what_one_question_of_status_takes_the_others_do_not_have(client, world, monkeypatch):
+    answered = world.view
+
+    async def slow(timeout_s):
+        await asyncio.sleep(0.5)
+        return await answered(timeout_s)
+
+    monkeypatch.setattr(world, "view", slow)
+    assert client.status()["health"] == "OK"
+    assert world.asked and all(timeout_s <= STATUS_S - 0.5 for _, _, timeout_s in world.asked)
+
+
+def test_a_caller_with_little_time_gets_what_came_back_until_then(address, world, monkeypatch):
+    monkeypatch.setattr(admin_upkeep, "REPLY_S", 9.0)  # of the ten below: the way back may take long here
+    world.hanging.add("node-1")
+    with AdminClient(address, timeout_s=10.0) as hurried:
+        assert [n["reachable"] for n in hurried.nodes()["nodes"]] == [True, False, True]
+        assert {c["code"] for c in hurried.status()["codes"]} == {"DATA_UNREACHABLE", "REPLICA_SHORT"}
+        assert hurried.replicas("gpt")["unreachable"] == ["node-1"]
+    assert all(timeout_s < 1.3 for _, _, timeout_s in world.asked)
+
+
+def test_without_a_leader_nobody_is_waited_for(client, world):
+    world.has_leader = False
+    world.lookups = 0
+    assert client.status()["health"] == "CRITICAL"
+    assert world.lookups == 0
 
 
 def test_a_down_node_is_not_asked(client, world):

@@ -1,6 +1,7 @@
 """The command line: exit codes, what is on stdout and what on stderr."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 
 from fastcheck.cli.app import cli
 from fastcheck.cli.output import dump, exit_for_health, human_age, human_bytes
+from fastcheck.local import LocalCluster
 from fastcheck_proto.v1 import registry_pb2
 
 
@@ -59,6 +61,20 @@ def test_tables_say_what_matters(address, world):
     status = run("status", "--address", address).stdout
     assert "REPLICA_SHORT" in status
     assert "3 of 3 up" in status
+
+
+def test_a_partial_answer_says_whose_part_is_missing(address, world):
+    world.refusing.add("node-1")
+    for command in (["checkpoints", "gpt"], ["replicas", "gpt"], ["inspect", "gpt", "5"], ["verify", "gpt"]):
+        assert "no answer from node-1" in run(*command, "--address", address).stdout, command
+    assert re.search(r"node-1 +UP \(no answer\)", run("nodes", "--address", address).stdout)
+
+
+def test_no_color_takes_the_colours_out_where_there_would_be_some(address):
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": ""}
+    colour = re.compile(r"\x1b\[[0-9;]*\b(3[0-7]|9[0-7]|38)")
+    assert colour.search(run("nodes", "--address", address, env=terminal).stdout)
+    assert not colour.search(run("nodes", "--address", address, env=terminal | {"NO_COLOR": "1"}).stdout)
 
 
 def test_tables_show_what_is_lossy_and_how_much_smaller_it_travelled(address, world):
@@ -130,6 +146,8 @@ def test_the_address_may_come_from_the_environment(address):
         ["local", "up", "--nodes", "0"],
         ["local", "up", "--set", "novalue"],
         ["local", "up", "--codec", "sometimes"],
+        ["completion", "tcsh"],
+        ["config", "show", "--output", "xml"],
         ["demo", "--victim", "node-9"],
     ],
 )
@@ -145,6 +163,17 @@ def test_local_commands_without_a_cluster_say_how_to_get_one(tmp_path):
     assert run("local", "kill", "node-0", "--dir", str(tmp_path)).exit_code == 1
     down = run("local", "down", "--dir", str(tmp_path), "-o", "json")
     assert (down.exit_code, json.loads(down.stdout)["nodes"]) == (0, [])
+
+
+def test_a_shell_takes_what_local_env_prints(tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalCluster, "address", lambda self, node: f"unix://{self.dir}/{node}/a b.sock")
+    done = run("local", "env", "node-2", "--dir", str(tmp_path))
+    assert (done.exit_code, done.stderr) == (0, "")
+    shell = ["sh", "-c", f'{done.stdout}printf %s "$FASTCHECK_ADDRESS"']
+    told = subprocess.run(shell, capture_output=True, text=True, check=True).stdout
+    assert told == f"unix://{tmp_path}/node-2/a b.sock"
+    monkeypatch.undo()
+    assert run("local", "env", "--dir", str(tmp_path)).exit_code == 1, "no cluster: nothing to use"
 
 
 def test_a_demo_that_kills_after_its_end_is_refused():

@@ -122,7 +122,12 @@ def test_a_refusal_is_one_line_and_exit_1(run):
 def test_verify_exits_5_when_something_bad_was_found(run, world):
     assert run("verify", "gpt").exit_code == 0
     world.bad = {"node-1": [common_pb2.ShardKey(job="gpt", step=5, rank=0, shard=2)]}
+    result = run("verify", "gpt", "--step", "5")
+    assert result.exit_code == 5
+    world.bad = {}
     world.refusing.add("node-2")
+    assert run("verify", "gpt").exit_code == 5, "what was not checked is not known to be good"
+    world.bad = {"node-1": [common_pb2.ShardKey(job="gpt", step=5, rank=0, shard=2)]}
     result = run("verify", "gpt", "--step", "5")
     assert result.exit_code == 5
     assert "4 replicas checked" in result.stdout and "1 bad" in result.stdout
