@@ -20,7 +20,7 @@ TORCHSTORE_VENV := .venv-peers-torchstore
 BUF := @bufbuild/buf@1.75.0
 
 .PHONY: demo test bytecode test-clusters test-rest simulate lint format bench bench-peers peers-torchstore \
-	bench-paper bench-paper-server matrix man screenshots \
+	bench-paper bench-paper-server matrix man screenshots docs \
 	locks sbom proto clean help
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make man    the man page         make screenshots   the pictures in docs/cli.md, of a real cluster"
 	@echo "make bench  the figures      make proto  regenerate stubs  make clean   remove what these made"
 	@echo "make bench-peers  the same state saved by others, side by side (ARGS=--quick to see that it runs)"
+	@echo "make docs   the documentation as a site, in site/"
 	@echo "make matrix a smoke test with other versions of torch and protobuf (downloads gigabytes; docs/versions.md)"
 
 $(READY): pyproject.toml constraints.txt
@@ -106,6 +107,18 @@ sbom: $(SUPPLY_READY)
 	$(SUPPLY_VENV)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
 		--output-file fastcheck.cdx.json deploy/docker/requirements.txt
 
+# The site that docs/ makes, in site/; it loads nothing from elsewhere.
+DOCS_VENV := .venv-docs
+DOCS_READY := $(DOCS_VENV)/.ready
+$(DOCS_READY): pyproject.toml constraints.txt docs/site/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--requirement docs/site/requirements.txt --editable '.[daemon,cli,certs]'
+	touch $@
+
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict && echo "the site is in site/"
+
 format: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -148,6 +161,6 @@ define generate
 endef
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) $(PEERS_VENV) $(TORCHSTORE_VENV) $(PAPER_VENV) $(MATRIX_VENVS) .stubs .mypy_cache .ruff_cache .pytest_cache \
+	rm -rf $(VENV) $(PROTO_VENV) $(PEERS_VENV) $(TORCHSTORE_VENV) $(PAPER_VENV) $(MATRIX_VENVS) $(DOCS_VENV) site .stubs .mypy_cache .ruff_cache .pytest_cache \
 		.hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,4 +21,4 @@ import os
 # Nothing here multiplies matrices. It must be said before the first import of numpy.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

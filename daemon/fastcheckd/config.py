@@ -66,8 +66,11 @@ class Config:
     node_id: str = field(default_factory=_default_node_id)
     #: Address to listen on and to be reached under. Loopback: one machine works with no setup.
     host: str = "127.0.0.1"
+    #: The agent's: voters' probes, operators, trainers without a daemon of their own.
     agent_port: int = 7450
+    #: The data process': its peers, agents of other nodes, trainers without a daemon of their own.
     data_port: int = 7451
+    #: The bulk lane's: data processes of other nodes.
     lane_port: int = 7452
     #: Network of the bulk lane, which shards travel on: an IP address of this machine or the name of an interface.
     #: Peers are told this address, and connections to them come from it. Empty: `host`.
@@ -149,6 +152,7 @@ class Config:
     #: A node's own right to take copies, counted from the last heartbeat that a majority answered. Shorter
     #: than `down_after_s`: when the others may call it DOWN, it has already stopped by itself.
     lease_s: float = 0.6
+    #: How long a node that is asked directly, by the leader or for it, has for its answer.
     probe_timeout_s: float = 0.25
     #: A data process that makes no progress for this long is hung; before, it is just busy.
     data_hung_after_s: float = 10.0

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     try:
         if arguments.command == "child":
             return _run_child(arguments.process)
@@ -92,7 +92,8 @@ def _run(process: str, config: Config) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line: for `main`, and for its page in the docs."""
     parser = argparse.ArgumentParser(prog="fastcheckd", description="The FastCheck daemon of one node.")
     parser.add_argument("--version", action="version", version=f"fastcheckd {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -161,6 +161,7 @@ class RegistryServer:
             has_leader=self._raft.leader is not None,
             term=self._raft.term,
             epoch=self._raft.read(lambda state: int(state["epoch"])),
+            schema=self._raft.read(lambda state: int(state["schema"])),
             voters=len(self._raft.voters),
             durations=durations,
             leading=leading,

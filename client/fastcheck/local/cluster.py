@@ -399,6 +399,10 @@ class LocalCluster:
             raise LocalClusterError(
                 f"a local cluster needs the daemon, but {error}; run: pip install 'fastcheck[daemon,cli]'"
             ) from None
+        if "metrics_address" not in config:
+            # Written by a version without metrics, which may be started from it again. All nodes are on this machine,
+            # and would have the default port.
+            environment["FASTCHECK_METRICS_ADDRESS"] = "''"
         with self._locked():
             child = processes.spawn_daemon(config_file, self.log_file(node_id), environment)
             self._children.append(child)

@@ -38,6 +38,8 @@ class VoterFacts:
     has_leader: bool
     term: int
     epoch: int
+    #: Of the replicated state: what all voters have been seen to know.
+    schema: int
     voters: int
     durations: Mapping[str, Histogram]
     #: None: this voter does not lead.
@@ -52,6 +54,7 @@ def families(facts: VoterFacts) -> list[Metric]:
         gauge("registry_has_leader", "1: this voter has heard a leader lately.", int(facts.has_leader)),
         gauge("registry_term", "Raft's term: one more for each election.", facts.term),
         gauge("registry_epoch", "Version of the membership, as applied here.", facts.epoch),
+        gauge("registry_schema", "Schema of the state, which all voters have agreed on.", facts.schema),
         gauge("registry_voters", "Voters, as this one knows.", facts.voters),
         *histograms(facts.durations),
         *([] if leading is None else _leader_families(leading)),

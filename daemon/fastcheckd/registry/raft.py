@@ -35,7 +35,7 @@ from .raft_engine import Engine, change_in
 from .raft_transport import VoterNode
 from .records import Json
 from .sealing import Seal
-from .state import apply, new_state, snapshot
+from .state import SCHEMA_FIRST, apply, new_state, snapshot
 from .tls import Tls
 from .voter_folder import VoterFolder, read_snapshot, write_snapshot
 
@@ -136,6 +136,8 @@ class Raft:
         self._seen: tuple[Any, ...] = ()
         self._notified = False
         self._compacted_at = 0.0
+        #: Schema of the state that the snapshot on disk is in.
+        self._schema_on_disk = SCHEMA_FIRST
         self._failure: str | None = None
         self._halted = threading.Event()
 
@@ -224,6 +226,8 @@ class Raft:
 
     def _open_journal(self) -> Journal:
         found = self._folder.load_snapshot()
+        if found is not None:
+            self._schema_on_disk = found.state["schema"]
         if found is not None and found.voters is not None:
             # A registry address may have been changed in every node's config; the raft address is who it is.
             configured = self._committed
@@ -238,9 +242,10 @@ class Raft:
     def _write_snapshot(self, path: str, entries: tuple[Any, ...]) -> None:
         """The engine's `serializer`: the state after two entries, which the log then starts with."""
         with self._machine.lock:
-            state = snapshot(self._machine.state)
+            state, schema = snapshot(self._machine.state), self._machine.state["schema"]
         # Not the voters that the engine gives: those may be in the log only, and go again.
         write_snapshot(Path(path), entries[0], entries[1], state, self._committed)
+        self._schema_on_disk = schema
 
     def _load_snapshot(self, path: str) -> tuple[Entry, Entry, list[VoterNode]]:
         """The engine's `deserializer`: at start, and when the leader has sent its snapshot."""
@@ -256,6 +261,7 @@ class Raft:
             raise
         with self._machine.lock:
             self._machine.state = found.state
+        self._schema_on_disk = found.state["schema"]
         if found.voters is not None:
             self._committed = found.voters
         if self._from_disk:
@@ -278,7 +284,11 @@ class Raft:
     # The engine's thread
 
     def _watch(self) -> None:
-        """Runs at every tick: notices changes, has a large log compacted."""
+        """Runs at every tick: notices changes, has a log compacted that is large or that an earlier version could read.
+
+        Such a version would refuse the commands of a newer schema one by one, and have another state from then on. A
+        snapshot that it does not know stops it at its start, or when the leader sends one.
+        """
         self._on_tick()
         seen = (
             self._machine.state["version"],
@@ -293,10 +303,9 @@ class Raft:
             self._joining = False
             self._folder.joined()
         now = time.monotonic()
-        if (
-            self._engine.journal.size_bytes > LOG_BYTES_MAX
-            and now - self._compacted_at > COMPACTION_INTERVAL_S
-        ):
+        is_large = self._engine.journal.size_bytes > LOG_BYTES_MAX
+        is_newer = self._machine.state["schema"] > self._schema_on_disk
+        if (is_large or is_newer) and now - self._compacted_at > COMPACTION_INTERVAL_S:
             self._compacted_at = now
             self._engine.forceLogCompaction()
 

@@ -94,8 +94,10 @@ def _new_job(state: Json, job_name: str, owner: str) -> Json:
         "ranks": {},
         "steps": [],
         "recent": [],
-        "owner": owner,
     }
+    if owner != LOCAL:
+        # Absent otherwise, as in the state of voters that know no owners.
+        job["owner"] = owner
     if state["session_floor"] > 1 and state["schema"] >= 4:
         # Of an earlier life of this job, which was forgotten because nothing of it was kept.
         job["void"] = state["session_floor"]

@@ -7,7 +7,8 @@ the modules that it calls reads a clock, draws a random number, or raises. State
     {"schema", "epoch", "version", "next_incarnation", "session_floor",
      "nodes": {node_id: {"incarnation", "state", "life_id", "agent_address", "data_address", "lane_address",
                          "voter", "ram_budget_bytes", "labels", "draining", "reason", "since_ms"}},
-     "jobs":  {job: {"newest", "world_size", "next_session", "ranks": {rank: seat}, "steps", "recent", "void"?}},
+     "jobs":  {job: {"newest", "world_size", "next_session", "ranks": {rank: seat}, "steps", "recent", "owner"?,
+                    "void"?}},
      "history": [[at_ms, epoch, node_id, incarnation, from or "", to or "", reason], ...],
      "denied": [[job, step, rank, shard, node_id, incarnation], ...],
      "voters": [[node_id, registry_address, raft_address], ...] or null,
@@ -19,7 +20,8 @@ while they are still those of the config. What commands look like is written in 
 
 `schema` is what all voters have been seen to know, and rises by a command: a state with the commands of a version
 that some voter does not run would become another one there. Schema 4 adds `delete` and `close_rank`, a job's `void`
-and a seat's `closed`; both are missing where they do not apply.
+and a seat's `closed`; both are missing where they do not apply. A job's `owner` is missing where it is `local`, as in
+the states of versions that knew none: others need ports that ask for certificates, where such a version has no part.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ def voter_facts(*, leads=True, **values):
         "has_leader": True,
         "term": 2,
         "epoch": 9,
+        "schema": 4,
         "voters": 3,
         "durations": Durations(REGISTRY).snapshot(),
     }

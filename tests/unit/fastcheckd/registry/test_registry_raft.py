@@ -15,9 +15,11 @@ import pytest
 
 from fastcheckd.config import Config, Voter
 from fastcheckd.errors import ConfigError, InvalidRequestError, NoQuorumError
+from fastcheckd.registry import commands
 from fastcheckd.registry import raft as raft_module
+from fastcheckd.registry import state as state_module
 from fastcheckd.registry.raft import Raft
-from fastcheckd.registry.state import snapshot
+from fastcheckd.registry.state import SCHEMA, snapshot
 
 
 def free_address():
@@ -115,6 +117,30 @@ def test_a_restart_brings_everything_back_from_the_log_and_from_a_snapshot(confi
     for path in folder.iterdir():
         with pytest.raises((ValueError, EOFError, IndexError)):
             list(pickletools.genops(path.read_bytes()))
+
+
+def test_a_newer_schema_is_in_the_snapshot_soon_so_that_no_earlier_version_goes_on_from_the_log(
+    config, monkeypatch
+):
+    def schema_on_disk():
+        path = config.state_dir / "registry" / "snapshot"
+        return json.loads(json.loads(path.read_bytes())["state"])["schema"] if path.exists() else 0
+
+    async def agree():
+        async with running(config) as raft:
+            assert (await raft.propose(register("a")))["ok"] and schema_on_disk() == 0
+            assert (await raft.propose(commands.upgrade(SCHEMA)))["ok"]
+            await eventually(lambda: schema_on_disk() == SCHEMA and len(raft._engine.journal) <= 3)
+
+    async def go_back():
+        async with running(config):
+            pass
+
+    asyncio.run(agree())
+    asyncio.run(go_back())  # this version goes on from it
+    monkeypatch.setattr(state_module, "SCHEMA", SCHEMA - 1)
+    with pytest.raises(ConfigError, match=f"has schema {SCHEMA}, this version reads up to {SCHEMA - 1}"):
+        asyncio.run(go_back())
 
 
 def test_the_engine_reads_only_plain_pickles(tmp_path):

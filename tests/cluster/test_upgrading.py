@@ -1,0 +1,200 @@
+"""A cluster of the version before becomes one of this version, node by node, under a job that saves; and how far back.
+
+The procedure is that of docs/operating/upgrading.md, and the two builds are really two: see `tests/older_build.py`.
+"""
+
+import json
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+from tests import older_build
+from tests.cluster import steered_trainers
+from tests.cluster.harness import counters, until
+from tests.cluster.steered_trainers import state_of
+
+import fastcheckd
+from fastcheck import Checkpointer
+from fastcheck.admin import AdminClient
+from fastcheck.errors import UnsafeError
+from fastcheck.local import LocalCluster
+
+OLDER, PRESENT = older_build.VERSION, fastcheckd.__version__
+NODES = ["node-0", "node-1", "node-2"]
+JOB = "gpt"
+#: What an operator waits for before the next node, with any severity.
+WAIT_FOR = {"NO_QUORUM", "QUORUM_THIN", "NODE_DOWN", "NODE_SUSPECT", "REPLICA_SHORT"}
+
+
+@pytest.fixture
+def older(tmp_path):
+    build = older_build.extract(tmp_path / "older")
+    build.compile()
+    return build
+
+
+@pytest.fixture
+def cluster(older, tmp_path):
+    """Three nodes, all of them voters, started by the older build; this build's commands go on with them."""
+    folder = tmp_path / "cluster"
+    done = older.run(
+        "fastcheck", "local", "up", "--nodes", len(NODES), "--ram-budget", "256MiB", "--dir", folder
+    )
+    assert done.returncode == 0, done.stderr
+    with LocalCluster(folder) as cluster:
+        yield cluster
+
+
+class Job:
+    """Trainers with the older build's SDK, one on each node; and what they were told."""
+
+    def __init__(self, older, cluster):
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", steered_trainers.__file__, JOB, *map(cluster.address, NODES)],
+            env=older.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.step = 0
+        self.committed = []
+        self.late = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        finally:
+            self._process.kill()
+
+    def _ask(self, what, step):
+        self._process.stdin.write(json.dumps({what: step}) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def save(self):
+        """All ranks save the next step; nobody waits for its end."""
+        self.step += 1
+        self._ask("save", self.step)
+
+    def settle(self, step):
+        """Wait for a step's end, which may be that a later one was committed in its place."""
+        errors = self._ask("end_of", step)["errors"]
+        (self.late if errors else self.committed).append(step)
+        return errors
+
+    def commit(self):
+        """The next step is saved and committed."""
+        self.save()
+        assert self.settle(self.step) == {}
+
+
+def stop(cluster, node):
+    psutil.Process(cluster.pids(node)[0]).terminate()
+    until(lambda: not cluster.pids(node), f"{node} to end")
+
+
+def versions(cluster):
+    found = {}
+    for node in NODES:
+        with AdminClient(cluster.address(node), timeout_s=5) as admin:
+            found[node] = admin.describe()["version"]
+    return found
+
+
+def replaced(cluster, job, node, start, *, while_away):
+    """Another build takes a node's place. The step that falls into it may be late; the next one may not."""
+
+    def well():
+        with AdminClient(cluster.address(node), timeout_s=5) as admin:
+            return not WAIT_FOR & {code["code"] for code in admin.status()["codes"]}
+
+    if not while_away:
+        job.save()
+    stop(cluster, node)
+    if while_away:
+        job.save()
+    start(node)
+    fell_into_it = job.step
+    # Its copies count again, and its voter: only then comes the next node.
+    until(well, f"the cluster to be well again with {node}")
+    job.commit()
+    job.settle(fell_into_it)
+    assert counters(cluster, node)["manifests_adopted"] > 0, "what it held is there, whichever build wrote it"
+    with Checkpointer(JOB, rank=0, world_size=len(NODES), address=cluster.address(node)) as ckpt:
+        assert ckpt.steps()[-1] == job.step == max(job.committed)
+
+
+def deleted(cluster, node, step):
+    """Have a step deleted; empty, or why it was not."""
+    with AdminClient(cluster.address(node), timeout_s=10) as admin:
+        try:
+            admin.delete(JOB, step)
+        except UnsafeError as error:
+            return str(error)
+    return ""
+
+
+def kept_schema(cluster, node):
+    """The schema of the registry's state in a voter's snapshot; 0: there is no snapshot."""
+    snapshot = cluster.dir / node / "state" / "registry" / "snapshot"
+    return json.loads(json.loads(snapshot.read_text())["state"])["schema"] if snapshot.exists() else 0
+
+
+@pytest.mark.timeout(400)  # eleven starts of a daemon, and as many of a command
+def test_nodes_are_upgraded_in_turn_under_a_job_and_may_go_back_until_the_last_voter_is(older, cluster):
+    def back(node):
+        done = older.run("fastcheck", "local", "start", node, "--dir", cluster.dir)
+        assert done.returncode == 0, done.stderr
+
+    with Job(older, cluster) as job:
+        job.commit()
+        job.commit()
+        assert set(versions(cluster).values()) == {OLDER} != {PRESENT}
+        replaced(cluster, job, "node-0", cluster.start, while_away=False)
+        assert versions(cluster) == {"node-0": PRESENT, "node-1": OLDER, "node-2": OLDER}
+        # Either build's commands are answered by the other's nodes, about all of them.
+        with AdminClient(cluster.address("node-1"), timeout_s=5) as admin:
+            assert job.step in [
+                c["step"] for c in admin.checkpoints(JOB)["checkpoints"] if c["state"] == "committed"
+            ]
+        asked = ("checkpoints", JOB, "-o", "json", "--address", cluster.address("node-0"))
+        done = older.run("fastcheck", *asked)
+        assert job.step in [c["step"] for c in json.loads(done.stdout)["checkpoints"]], done.stderr
+        assert "upgrade" in deleted(cluster, "node-0", job.step - 1), (
+            "a voter of the older build would refuse it"
+        )
+        # Back, as if something were wrong with it, and forward again.
+        replaced(cluster, job, "node-0", back, while_away=True)
+        assert set(versions(cluster).values()) == {OLDER}
+        for node, while_away in zip(NODES, (True, False, True), strict=True):
+            replaced(cluster, job, node, cluster.start, while_away=while_away)
+        assert set(versions(cluster).values()) == {PRESENT}
+        assert len(job.late) <= 5, "one step at most for each replacement"
+        # From the last voter on the registry can do what the older build cannot.
+        with Checkpointer(JOB, rank=0, world_size=len(NODES), address=cluster.address("node-0")) as ckpt:
+            older_step, newest = ckpt.steps()
+        until(lambda: not deleted(cluster, "node-0", older_step), "deletion, which all voters know now")
+        until(
+            lambda: {kept_schema(cluster, node) for node in NODES} == {4},
+            "all voters to have kept the schema",
+        )
+        # So no voter goes back: it says so and does not start, instead of having a state of its own.
+        stop(cluster, "node-2")
+        done = older.run("fastcheck", "local", "start", "node-2", "--dir", cluster.dir)
+        assert done.returncode != 0 and "has schema 4, this version reads up to 3" in done.stderr
+        cluster.start("node-2")
+        job.commit()
+    # The trainers come last: the same steps for this build's SDK, bit for bit.
+    for rank, node in enumerate(NODES):
+        with Checkpointer(JOB, rank=rank, world_size=len(NODES), address=cluster.address(node)) as ckpt:
+            for step in (newest, job.step):
+                state, wanted = state_of(0, rank), state_of(step, rank)
+                assert ckpt.load(state, step=step) == step == state["step"]
+                for name, tensor in wanted["model"].items():
+                    assert torch.equal(state["model"][name], tensor), (rank, step, name)
