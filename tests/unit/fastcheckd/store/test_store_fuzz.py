@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from store_helpers import open_store, payload, put
-from tests.fuzzing import damaged, examples, messages
+from tests.fuzzing import examples, messages
 
 from fastcheck_proto.v1 import store_pb2
 from fastcheckd.digests import chunk_digest, shard_digest
@@ -62,6 +62,10 @@ FIELDS = [f.name for f in store_pb2.StoredShard.DESCRIPTOR.fields if f.name != "
 ]
 
 
+#: Where bytes are looked for, and whose they are.
+PLACES = ["segment", "segment_offset", "way_back", "manifest.key", "manifest.kind"]
+
+
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that a process left, with steps 0, 1 and 2."""
@@ -84,15 +88,14 @@ def test_a_store_starts_with_any_manifest_and_keeps_the_good_ones(left, tmp_path
     @examples(40)
     @given(
         other=messages(store_pb2.StoredShard.DESCRIPTOR, known),
-        names=st.lists(st.sampled_from(FIELDS), min_size=1, max_size=3),
-        data=st.data(),
+        names=st.lists(st.sampled_from(PLACES) | st.sampled_from(FIELDS), min_size=1, max_size=2),
     )
-    def starts(other, names, data):
+    def starts(other, names):
         ram = tmp_path / "ram"
         shutil.rmtree(ram, ignore_errors=True)
         shutil.copytree(left, ram)
         file = ram / "manifests" / "gpt" / f"{FUZZED}-0-0-copy.shard"
-        file.write_bytes(data.draw(damaged(sealed(changed(real, other, names)))))
+        file.write_bytes(sealed(changed(real, other, names)))
         store, _ = open_store(ram)
         try:
             for held in store.held():

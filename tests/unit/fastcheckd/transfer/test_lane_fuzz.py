@@ -37,8 +37,9 @@ RIGHT = [
 @st.composite
 def any_header(draw: st.DrawFn) -> bytes:
     """A frame's header whose fields are anything, and whose checksum is right."""
-    fields = [draw(st.sampled_from([1, 1, 1, 2, 0])), draw(st.integers(0, 6)), draw(st.integers(0, 2))]
-    fields += [draw(st.sampled_from([0, 0, 0, 255])), *(draw(unsigned(32)) for _ in range(3))]
+    # What is refused at once is tried by `test_lane_frames.py`: most of these are to get further.
+    fields = [draw(st.sampled_from([1] * 9 + [2])), draw(st.integers(0, 6)), draw(st.integers(0, 2))]
+    fields += [draw(st.sampled_from([0] * 9 + [255])), *(draw(unsigned(32)) for _ in range(3))]
     body = struct.pack(
         "<4sBBBBIIIIQ16sQ",
         b"FCFR",
@@ -54,8 +55,10 @@ def any_header(draw: st.DrawFn) -> bytes:
 @st.composite
 def conversations(draw: st.DrawFn) -> bytes:
     """What may follow a hello."""
-    pieces = draw(st.lists(st.sampled_from(RIGHT) | any_header() | st.binary(max_size=200), max_size=6))
-    return bytes(draw(damaged(b"".join(pieces))))
+    pieces = draw(
+        st.lists(any_header() | st.sampled_from(RIGHT) | st.binary(max_size=200), min_size=1, max_size=6)
+    )
+    return b"".join(pieces)
 
 
 def test_any_conversation_ends_and_the_next_one_is_served(caplog: pytest.LogCaptureFixture) -> None:
@@ -67,7 +70,7 @@ def test_any_conversation_ends_and_the_next_one_is_served(caplog: pytest.LogCapt
         @given(
             who=st.sampled_from(["nobody", "reader", "reader on demand", "writer"]),
             hello=st.data(),
-            words=st.just(b"".join(RIGHT[: len(CHUNKS) + 1])) | conversations(),
+            words=conversations() | st.just(b"".join(RIGHT[: len(CHUNKS) + 1])).flatmap(damaged),
         )
         def talk(who: str, hello: st.DataObject, words: bytes) -> None:
             nonlocal whole
@@ -77,7 +80,7 @@ def test_any_conversation_ends_and_the_next_one_is_served(caplog: pytest.LogCapt
             else:
                 ticket = bytes(32) if who == "nobody" else stand.ticket()
             greeting = pack_hello(Hello(first=0, stride=int(who != "reader on demand"), ticket=ticket))
-            said = hello.draw(damaged(greeting)) + words
+            said = (hello.draw(damaged(greeting)) if who == "nobody" else greeting) + words
             with stand.connect() as sock, contextlib.suppress(OSError):
                 sock.sendall(said)
                 sock.shutdown(socket.SHUT_WR)
