@@ -19,7 +19,7 @@ PEERS_READY := $(PEERS_VENV)/.ready
 TORCHSTORE_VENV := .venv-peers-torchstore
 BUF := @bufbuild/buf@1.75.0
 
-.PHONY: demo test bytecode test-clusters test-rest simulate lint format bench bench-peers peers-torchstore \
+.PHONY: demo test bytecode test-clusters test-rest simulate fuzz lint format bench bench-peers peers-torchstore \
 	bench-paper bench-paper-server matrix man screenshots docs \
 	locks sbom proto clean help
 
@@ -28,6 +28,7 @@ help:
 	@echo "make test   all tests        make lint   all checks        make format  let ruff format"
 	@echo "make simulate SEEDS=1-1000   whole clusters in virtual time, with faults, each from its seed"
 	@echo "make man    the man page         make screenshots   the pictures in docs/cli.md, of a real cluster"
+	@echo "make fuzz EXAMPLES=2000      so many inputs of each kind that somebody may send or leave (docs/security.md)"
 	@echo "make bench  the figures      make proto  regenerate stubs  make clean   remove what these made"
 	@echo "make bench-peers  the same state saved by others, side by side (ARGS=--quick to see that it runs)"
 	@echo "make docs   the documentation as a site, in site/"
@@ -66,6 +67,12 @@ test-rest: $(READY)
 SEEDS ?= 1-1000
 simulate: $(READY)
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+
+# The tests by themselves try a few hundred inputs of each kind.
+EXAMPLES ?= 2000
+FUZZ := $(wildcard tests/*/test_*_fuzz.py tests/unit/*/test_*_fuzz.py tests/unit/*/*/test_*_fuzz.py)
+fuzz: $(READY)
+	FASTCHECK_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest --timeout=0 $(FUZZ)
 
 lint: $(READY) $(PROTO_READY)
 	$(BIN)/ruff check

@@ -16,6 +16,8 @@ from .errors import InvalidRequestError
 
 #: A chunk is held in memory as a whole, several at a time.
 CHUNK_LENGTH_MAX = 16 << 20
+#: What says how long chunks are comes from elsewhere, and a few bytes of it may stand for a table of any size.
+CHUNKS_MAX = 1 << 22
 
 
 class ChunkTable:
@@ -41,12 +43,18 @@ class ChunkTable:
         """As a manifest tells it.
 
         Raises:
-            InvalidRequestError: its chunk lengths are not the shard's size together, or out of bounds.
+            InvalidRequestError: its chunk lengths are not the shard's size together, out of bounds, or too many.
         """
         lengths = manifest.chunk_lengths
         if not lengths:
-            if manifest.bytes and not 0 < manifest.chunk_bytes <= CHUNK_LENGTH_MAX:
+            if not manifest.bytes:
+                return cls([])
+            if not 0 < manifest.chunk_bytes <= CHUNK_LENGTH_MAX:
                 raise InvalidRequestError(f"chunk_bytes {manifest.chunk_bytes} is not from 1 byte to 16 MiB")
+            if manifest.bytes > CHUNKS_MAX * manifest.chunk_bytes:
+                raise InvalidRequestError(
+                    f"{manifest.bytes} bytes in chunks of {manifest.chunk_bytes} are more than {CHUNKS_MAX} chunks"
+                )
             return cls.uniform(manifest.bytes, manifest.chunk_bytes)
         if sum(lengths) != manifest.bytes or not all(0 < n <= CHUNK_LENGTH_MAX for n in lengths):
             raise InvalidRequestError(

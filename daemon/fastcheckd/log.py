@@ -9,11 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
+from collections.abc import Callable
 
 #: Characters of a message, and of a traceback; what is longer is cut in the middle, as both ends tell something.
 FIELD_CHARS_MAX = 8192
 _CUT = " ...cut... "
+#: Strangers may knock as often as they like: they do not fill the log.
+COMPLAINTS_MAX = 5
+COMPLAINTS_PERIOD_S = 10.0
 
 
 def bounded(text: str) -> str:
@@ -22,6 +27,46 @@ def bounded(text: str) -> str:
         return text
     half = (FIELD_CHARS_MAX - len(_CUT)) // 2
     return text[:half] + _CUT + text[-half:]
+
+
+class Complaints:
+    """Lines about those who knock at a port, at most `COMPLAINTS_MAX` per period; how many more there were is said.
+
+    May be used from any thread.
+
+    Args:
+        logger: whose lines they are.
+        about: what they begin with.
+    """
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        about: str,
+        level: int = logging.WARNING,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._logger = logger
+        self._about = about
+        self._level = level
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._since = -COMPLAINTS_PERIOD_S
+        self._count = 0
+
+    def add(self, text: str, *values: object) -> None:
+        """Log one, or only count it; `text` and `values` as for a logger."""
+        with self._lock:
+            now, untold = self._clock(), 0
+            if now - self._since >= COMPLAINTS_PERIOD_S:
+                untold = max(0, self._count - COMPLAINTS_MAX)
+                self._since, self._count = now, 0
+            self._count += 1
+            told = self._count <= COMPLAINTS_MAX
+        if untold:
+            self._logger.log(self._level, "%s: %d more of such lines before", self._about, untold)
+        if told:
+            self._logger.log(self._level, f"{self._about}: {text}", *values)
 
 
 class JsonLines(logging.Formatter):

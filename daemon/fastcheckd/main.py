@@ -75,7 +75,16 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _quiet_grpc() -> None:
+    """gRPC's core writes a line of its own to stderr for each handshake that fails: strangers could fill a disk.
+
+    It reads this when it is loaded. Who wants to see its lines sets the variable.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
 def _run(process: str, config: Config) -> int:
+    _quiet_grpc()
     # Late: `validate` needs none of them, and each process only its own.
     run = importlib.import_module(f".node.{process}", __package__).run
 

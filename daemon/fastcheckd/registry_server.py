@@ -30,11 +30,14 @@ from .registry.outward import GrpcOutward, Outward
 from .registry.raft import Raft, check_port_is_free
 from .registry.reporting import Reports
 from .registry.stubs import GrpcStubs, Stubs
-from .rpc import SERVER_OPTIONS
+from .rpc import server_options
 from .services.admission import Admission
 from .services.registry import RegistryService
 
 logger = logging.getLogger(__name__)
+
+#: The largest are an inventory's thousand entries, and the report of a rank with 64 shards, 16 holders each.
+REQUEST_BYTES_MAX = 4 << 20
 
 
 class StartedEngine(Engine, Protocol):
@@ -114,7 +117,7 @@ class RegistryServer:
         try:
             check_port_is_free(voter.registry_address, "registry_address")
             door = Admission(self._config.cluster_id, self._voter_ids)
-            self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[door])
+            self._server = grpc.aio.server(options=server_options(REQUEST_BYTES_MAX), interceptors=[door])
             registry_pb2_grpc.add_RegistryServiceServicer_to_server(self.service, self._server)
             health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), self._server)
             try:

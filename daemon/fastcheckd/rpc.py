@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any, NoReturn, TypeVar
@@ -21,12 +22,19 @@ S = TypeVar("S")
 Q = TypeVar("Q")
 R = TypeVar("R")
 
-_LIMITS: list[tuple[str, int]] = [
+#: From the first byte to the end of HTTP/2's greeting, TLS included; gRPC's own limit is two minutes. A machine whose
+#: cores are all busy may take seconds.
+HANDSHAKE_S_MAX = 10.0
+#: Connections at one port: two processes of each of 4096 nodes, as many as a cluster has. Never more than a quarter of
+#: the descriptors that the system lets the process have: the others are for segments, lanes and the log.
+CONNECTIONS_MAX = 8192
+#: A server that has not heard of a client for so long asks whether it is there, and then waits half as long: what a
+#: machine that was cut off had asked for must not stay pinned for the two hours that TCP would take.
+KEEPALIVE_S = 60.0
+
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-]
-CHANNEL_OPTIONS: list[tuple[str, int]] = [
-    *_LIMITS,
     # A peer that comes back is found within a second instead of after minutes of backoff.
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Nothing of a pause: gRPC takes it for the deadline of a handshake, and a peer on busy cores needs its time.
@@ -40,12 +48,46 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 #: For a channel that lives for one question, whose own deadline ends it: above all no deadline of its own for a
 #: connection, which is what the reconnect settings bring. A node that is merely busy would look dead.
 ONE_CALL_OPTIONS: list[tuple[str, int]] = [o for o in CHANNEL_OPTIONS if "reconnect" not in o[0]]
-SERVER_OPTIONS: list[tuple[str, int]] = [
-    *_LIMITS,
-    # Two daemons on one port must be an error, not a load balancer.
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_concurrent_streams", 1024),
-]
+#: Calls at once of one connection; more of them wait at the caller.
+CALLS_MAX = 1024
+
+
+def connections_max() -> int:
+    """Connections that one port takes; gRPC closes the next one as soon as it is accepted."""
+    # The soft limit is raised to the hard one when the process starts (`main`).
+    _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return CONNECTIONS_MAX
+    return min(CONNECTIONS_MAX, descriptors // 4)
+
+
+def server_options(
+    message_bytes_max: int = MESSAGE_BYTES_MAX, *, calls_max: int = CALLS_MAX, keepalive: bool = True
+) -> list[tuple[str, int]]:
+    """Settings of a server, whose every limit is in docs/security.md, "Limits".
+
+    Args:
+        message_bytes_max: of a request; a larger one is RESOURCE_EXHAUSTED as soon as its size is announced.
+        calls_max: at once, of one connection.
+        keepalive: whether silent clients are asked if they live. Not those that map our memory: the kernel tells when
+            one of this machine dies, and one that is only stopped must keep what it maps.
+    """
+    options = [
+        ("grpc.max_receive_message_length", message_bytes_max),
+        ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+        # Two daemons on one port must be an error, not a load balancer.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", calls_max),
+        ("grpc.max_allowed_incoming_connections", connections_max()),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S_MAX * 1000)),
+    ]
+    if keepalive:
+        options += [
+            ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
+            ("grpc.keepalive_timeout_ms", int(KEEPALIVE_S * 500)),
+        ]
+    return options
+
 
 _STATUS: dict[int, grpc.StatusCode] = {
     pb.ERROR_CODE_INVALID: grpc.StatusCode.INVALID_ARGUMENT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,23 @@ def test_every_port_refuses_strangers(cluster: LocalCluster, tmp_path: Path, por
             # Unknown there or not: before it was let in, nobody is told.
             admin_pb2_grpc.AdminServiceStub(channel).Status(admin_pb2.StatusRequest(), timeout=10)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_failed_handshakes_do_not_fill_the_log(cluster: LocalCluster) -> None:
+    def lines() -> int:
+        return len(cluster.log_file("node-0").read_text().splitlines())
+
+    before = lines()
+    host, _, port = port_of(cluster, "node-0").rpartition(":")
+    for _ in range(200):
+        with (
+            socket.create_connection((host, int(port)), timeout=10) as stranger,
+            contextlib.suppress(OSError),
+        ):
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            while stranger.recv(1 << 16):
+                pass
+    assert lines() - before < 50
 
 
 def test_certificates_change_under_a_running_job(

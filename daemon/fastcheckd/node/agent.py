@@ -18,15 +18,17 @@ from ..dialing import Dialer
 from ..draining import drain
 from ..registry.client import RegistryClient
 from ..registry.remembered import with_remembered_voters
-from ..rpc import SERVER_OPTIONS
+from ..rpc import server_options
 from ..services.admin import AdminService
 from ..services.admission import Admission
 from ..services.node import NodeService
 from ..systemd import Notifier, one_line, report
 from ..transfer.peer_calls import PeerCalls
 from .observing import observing
-from .process import listen_tcp, listening, private_directory, stop_signal
+from .process import listen_tcp, listening, private_directory, stop_signal, watching_crowds
 
+#: Whoever asks the agent names a job or a node, and at most seven voters.
+REQUEST_BYTES_MAX = 1 << 20
 #: To systemd, while a drain goes on: wait so much longer.
 EXTENSION_USEC = str(30 * 10**6)
 
@@ -41,7 +43,9 @@ async def run(config: Config) -> None:
     peers = PeerCalls(config.transfer_timeout_s, dialer)
     agent = Agent(config, registry, dialer)
     health = health_aio.HealthServicer()
-    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[Admission(config.cluster_id)])
+    server = grpc.aio.server(
+        options=server_options(REQUEST_BYTES_MAX), interceptors=[Admission(config.cluster_id)]
+    )
     node_pb2_grpc.add_NodeServiceServicer_to_server(
         NodeService(config, lambda: agent.incarnation, agent.voting.become, dialer), server
     )
@@ -51,6 +55,7 @@ async def run(config: Config) -> None:
     async with (
         listening(server, config.agent_socket),
         observing(config, agent, registry, health, dialer.certificates),
+        watching_crowds(),
     ):
         await health.set("", health_pb2.HealthCheckResponse.SERVING)
         agent.start()

@@ -43,7 +43,7 @@ from ..registry import wire
 from ..registry.client import RegistryClient
 from ..registry.remembered import remember, with_remembered_voters
 from ..restore.room import RestoreRoom
-from ..rpc import SERVER_OPTIONS
+from ..rpc import server_options
 from ..saving.replicate import Replicator
 from ..saving.room import SavingRoom
 from ..services.admission import Admission
@@ -66,7 +66,7 @@ from ..upkeep.room import UpkeepRoom
 from ..view import ViewFollower
 from ..workers.crew import Workers
 from ..workers.work import HERE, WorkInWorkers
-from .process import listen_tcp, listening, stop_signal
+from .process import listen_tcp, listening, stop_signal, watching_crowds
 
 logger = logging.getLogger(__name__)
 
@@ -286,12 +286,12 @@ async def run(config: Config) -> None:
     store = await _open_store(config, counters)
     rooms = _DataRooms(config, store, counters)
     door = Admission(config.cluster_id)
-    far = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[door])
+    far = grpc.aio.server(options=server_options(), interceptors=[door])
     peer_pb2_grpc.add_PeerServiceServicer_to_server(rooms.peer_service, far)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, far)
     health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), far)
     listen_tcp(far, rooms.dialer, config.data_address, "data_port")
-    near = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[door])
+    near = grpc.aio.server(options=server_options(keepalive=False), interceptors=[door])
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, near)
     control = DataControlService(rooms.identity, rooms.lease, store, rooms.view, on_assume=rooms.assumed)
     node_pb2_grpc.add_DataControlServiceServicer_to_server(control, near)
@@ -300,7 +300,7 @@ async def run(config: Config) -> None:
     rooms.lane.start()
     rooms.desk.start()
     try:
-        async with listening(far), listening(near, config.data_socket):
+        async with listening(far), listening(near, config.data_socket), watching_crowds():
             following = asyncio.create_task(rooms.view.run(), name="view")
             pacing = asyncio.create_task(rooms.pacing.run(), name="pacing")
             rooms.upkeep.start()

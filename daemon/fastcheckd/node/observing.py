@@ -20,7 +20,8 @@ from ..observe.pages import health_pages, metrics_page
 from ..observe.readiness import why_not_ready
 from ..observe.scraping import NodeScrape
 from ..registry.client import RegistryClient
-from ..rpc import SERVER_OPTIONS
+from ..rpc import server_options
+from ..services.admission import Admission
 from .process import listening
 
 SAFE_TO_STOP_TIMEOUT_S = 3.0
@@ -28,6 +29,9 @@ SAFE_TO_STOP_TIMEOUT_S = 3.0
 READY_TOLD_S = 0.5
 #: The health service's name of readiness. The empty name is the server: it lives.
 READY = "ready"
+#: A question that anybody may ask holds the name of a service; and of one connection so many at once.
+PROBE_BYTES_MAX = 4096
+PROBES_MAX = 8
 
 
 @contextlib.asynccontextmanager
@@ -45,7 +49,10 @@ async def observing(
     request = registry_pb2.SafeToStopRequest(node_id=config.node_id)
     questions = health_pages(agent.facts, lambda: registry.safe_to_stop(request, SAFE_TO_STOP_TIMEOUT_S))
     # A server of its own, with nothing else on it: whoever reaches the plaintext port gets to this one alone.
-    health_only = grpc.aio.server(options=SERVER_OPTIONS)
+    health_only = grpc.aio.server(
+        options=server_options(PROBE_BYTES_MAX, calls_max=PROBES_MAX),
+        interceptors=[Admission(config.cluster_id)],
+    )
     health_pb2_grpc.add_HealthServicer_to_server(health, health_only)
     ports = {
         "metrics_address": HttpEdge({**metrics_page(scrape.text), **questions}, config.health_socket),

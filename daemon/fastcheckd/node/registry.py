@@ -17,10 +17,10 @@ from ..errors import RegistryError
 from ..observe import registry_metrics
 from ..registry.raft import Raft
 from ..registry_server import RegistryServer, Surroundings
-from ..rpc import SERVER_OPTIONS
+from ..rpc import server_options
 from ..services.admission import Admission
 from ..services.observe import ObserveService
-from .process import listening, private_directory, stop_signal
+from .process import listening, private_directory, stop_signal, watching_crowds
 
 
 class Progress:
@@ -54,12 +54,12 @@ async def run(config: Config) -> None:
     beating = asyncio.create_task(progress.tell(), name="signs of life")
     private_directory(config.runtime_dir)
     observed = ObserveService(lambda: registry_metrics.families(server.facts(durations.snapshot())))
-    near = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[Admission(config.cluster_id)])
+    near = grpc.aio.server(options=server_options(), interceptors=[Admission(config.cluster_id)])
     observe_pb2_grpc.add_ObserveServiceServicer_to_server(observed, near)
     failing = asyncio.create_task(server.wait_failed(), name="registry-failure")
     try:
         ends: set[asyncio.Future[Any]] = {stopping, failing}
-        async with listening(near, config.registry_socket):
+        async with listening(near, config.registry_socket), watching_crowds():
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
             raise RegistryError(f"this voter stops, to be started anew: {failing.result()}")

@@ -2,7 +2,7 @@
 
 Whoever reaches the port may be anybody, so everything is bounded: connections, the bytes and the time of a request,
 the time of an answer. When all connections are taken, the one that has kept us waiting longest for its request makes
-room: a crowd that says nothing cannot keep a probe out.
+room, or else the oldest that speaks gRPC, which may ask nothing for minutes: no crowd of either keeps a probe out.
 
 gRPC's health service can be had on the same port. HTTP/2 begins with what reads like a request of HTTP/1, on
 purpose (RFC 9113, 3.4): `PRI * HTTP/2.0`. Such a connection is handed, byte by byte, to a gRPC server that has
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ..config import split_address
 from ..errors import ConfigError
+from ..log import Complaints
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +60,13 @@ class HttpEdge:
         self._routes = dict(routes)
         self._grpc_socket = grpc_socket
         self._server: asyncio.Server | None = None
+        self._complaints = Complaints(logger, f"HTTP, {', '.join(self._routes)}")
         #: All connections, the oldest first.
         self._connections: dict[asyncio.Task[None], None] = {}
         #: Those of which the request has not come yet.
         self._waiting: dict[asyncio.Task[None], None] = {}
+        #: Those that were handed to the gRPC server.
+        self._handed_over: dict[asyncio.Task[None], None] = {}
 
     async def start(self, address: str, key: str) -> None:
         """Listen on host:port; ConfigError, which names the `key` to change, where that cannot be."""
@@ -86,10 +90,15 @@ class HttpEdge:
         task = asyncio.current_task()
         assert task is not None
         if len(self._connections) >= CONNECTIONS_MAX:
-            if not self._waiting:
+            self._complaints.add("all %d connections at this port are taken", CONNECTIONS_MAX)
+            gives_way = next(iter(self._waiting or self._handed_over), None)
+            if gives_way is None:
                 writer.transport.abort()
                 return
-            next(iter(self._waiting)).cancel()
+            gives_way.cancel()
+            # Its task has not ended yet; it is not to be asked again.
+            self._waiting.pop(gives_way, None)
+            self._handed_over.pop(gives_way, None)
         self._connections[task] = self._waiting[task] = None
         try:
             await self._serve(task, reader, writer)
@@ -99,6 +108,7 @@ class HttpEdge:
         finally:
             self._connections.pop(task, None)
             self._waiting.pop(task, None)
+            self._handed_over.pop(task, None)
 
     async def _serve(
         self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -110,6 +120,7 @@ class HttpEdge:
                 head = b""
         self._waiting.pop(task, None)
         if head == _HTTP2_HEAD and self._grpc_socket is not None:
+            self._handed_over[task] = None
             await self._hand_over(self._grpc_socket, head, reader, writer)
             return
         async with asyncio.timeout(ANSWER_S_MAX):

@@ -26,6 +26,7 @@ from pysyncobj.tcp_server import SERVER_STATE
 from pysyncobj.transport import TCPTransport
 
 from ..config import Voter
+from ..log import Complaints
 from .sealing import Seal
 from .tls import Tls, TlsSocket, named_node
 
@@ -38,9 +39,6 @@ HANDSHAKE_BYTES_MAX = 4096
 HANDSHAKE_S = 5.0
 UNKNOWN_CONNECTIONS_MAX = 64
 KEEP_ALIVE_S = 0.5
-#: Strangers may knock as often as they like: they do not fill the log.
-COMPLAINTS_MAX = 5
-COMPLAINTS_PERIOD_S = 10.0
 
 
 class VoterNode(TCPNode):  # type: ignore[misc]  # pysyncobj has no types
@@ -54,27 +52,7 @@ class VoterNode(TCPNode):  # type: ignore[misc]  # pysyncobj has no types
         self.voter = voter
 
 
-class Complaints:
-    """Log lines about strangers, at most so many per period."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._since = -COMPLAINTS_PERIOD_S
-        self._count = 0
-
-    def add(self, text: str, *values: object) -> None:
-        """Log one, or only count it."""
-        now = self._clock()
-        if now - self._since >= COMPLAINTS_PERIOD_S:
-            if self._count > COMPLAINTS_MAX:
-                logger.warning("registry: %d more of such warnings", self._count - COMPLAINTS_MAX)
-            self._since, self._count = now, 0
-        self._count += 1
-        if self._count <= COMPLAINTS_MAX:
-            logger.warning("registry: " + text, *values)
-
-
-_complaints = Complaints()
+_complaints = Complaints(logger, "registry")
 
 
 class GuardedConnection(TcpConnection):  # type: ignore[misc]  # pysyncobj has no types
@@ -245,8 +223,11 @@ class GuardedTransport(TCPTransport):  # type: ignore[misc]  # pysyncobj has no 
 
     def _onNewIncomingConnection(self, conn: GuardedConnection) -> None:  # noqa: N802
         if len(self._unknownConnections) >= UNKNOWN_CONNECTIONS_MAX:
-            conn.disconnect()
-            return
+            # Not the newcomer: a crowd that says nothing must not keep a voter out.
+            _complaints.add(
+                "%d connections have not said who they are: the oldest is closed", UNKNOWN_CONNECTIONS_MAX
+            )
+            min(self._unknownConnections, key=lambda known: known.opened_at).disconnect()
         if self._tls is not None:
             conn.use_tls(self._tls, lambda: {node.voter.node_id for node in self._nodes})
         super()._onNewIncomingConnection(conn)

@@ -1,20 +1,32 @@
-"""The door of every gRPC server of the daemon: finds out who calls, and asks the table of `roles.py`."""
+"""The door of every gRPC server of the daemon: finds out who calls, and asks the table of `roles.py`.
+
+Bytes that are no message are refused here, too. gRPC by itself would answer UNKNOWN, and log a traceback for
+each.
+"""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import AsyncIterator, Callable, Collection
 from contextvars import ContextVar
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from ..errors import DeniedError
+from ..errors import DeniedError, FastCheckdError, InvalidRequestError
+from ..log import Complaints
 from ..rpc import abort
 from . import roles
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+#: In the place of a request whose bytes are none.
+_NO_MESSAGE = object()
+
+_complaints = Complaints(logging.getLogger(__name__), "gRPC")
 
 #: Who makes the call that is answered; local where nothing stands before the service.
 CALLER: ContextVar[roles.Caller] = ContextVar("caller", default=roles.LOCAL)
@@ -50,7 +62,7 @@ class Admission(grpc.aio.ServerInterceptor):
         checked = self._streaming if handler.response_streaming else self._answering
         return remake(
             checked(method, getattr(handler, kind), requests=handler.request_streaming),
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=_lenient(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
 
@@ -77,13 +89,11 @@ class Admission(grpc.aio.ServerInterceptor):
             who = self._caller(context)
             roles.check_method(who, method)
             CALLER.set(who)
-            if not roles.names_a_speaker(method):
-                return request
             if stream:
                 return self._each(who, method, request, context)
-            roles.check_speaker(who, method, request, self._voters())
-        except DeniedError as error:
-            await abort(context, error)
+            self._check(who, method, request)
+        except (DeniedError, InvalidRequestError) as error:
+            await _refuse(context, method, error)
         return request
 
     async def _each(
@@ -91,10 +101,16 @@ class Admission(grpc.aio.ServerInterceptor):
     ) -> AsyncIterator[Any]:
         async for request in requests:
             try:
-                roles.check_speaker(who, method, request, self._voters())
-            except DeniedError as error:
-                await abort(context, error)
+                self._check(who, method, request)
+            except (DeniedError, InvalidRequestError) as error:
+                await _refuse(context, method, error)
             yield request
+
+    def _check(self, who: roles.Caller, method: str, request: Any) -> None:
+        if request is _NO_MESSAGE:
+            raise InvalidRequestError(f"what {who} sent to {method} is no request of it")
+        if roles.names_a_speaker(method):
+            roles.check_speaker(who, method, request, self._voters())
 
     def _caller(self, context: Context) -> roles.Caller:
         known = context.auth_context()
@@ -104,3 +120,19 @@ class Admission(grpc.aio.ServerInterceptor):
         return roles.caller(
             [uri.decode(errors="replace") for uri in known.get("peer_uri", ())], self._cluster_id
         )
+
+
+def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def request(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except (DecodeError, ValueError):  # the latter: text that is no UTF-8, in pure Python
+            return _NO_MESSAGE
+
+    return request
+
+
+async def _refuse(context: Context, method: str, error: FastCheckdError) -> None:
+    """End the call, and say so: a caller that is told may be one that nobody looks at."""
+    _complaints.add("refused %s of %s: %s", method, context.peer(), error)
+    await abort(context, error)

@@ -97,17 +97,17 @@ class Lane:
 
     def connect_tls(self, tls: LaneTls, node_id: str, within_s: float) -> None:
         """Go on under TLS with that node, or PeerError."""
-        self._use(tls.connect(self._sock, node_id, within_s))
+        tls.connect(self._sock, node_id, within_s, self._use)
+        set_timeout(self._sock, self._timeout_s)
 
     def accept_tls(self, tls: LaneTls, within_s: float) -> str:
         """Go on under TLS; the node that connected, or PeerError."""
-        protected, node_id = tls.accept(self._sock, within_s)
-        self._use(protected)
+        _, node_id = tls.accept(self._sock, within_s, self._use)
+        set_timeout(self._sock, self._timeout_s)
         return node_id
 
     def _use(self, protected: socket.socket) -> None:
         self._sock = protected
-        set_timeout(protected, self._timeout_s)
         if self._ended:  # meanwhile, by another thread, which saw the socket from before
             shut(protected)
 

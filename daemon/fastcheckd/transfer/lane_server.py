@@ -1,7 +1,8 @@
 """The listening end of the bulk lane: tickets in, chunks through, one thread per connection.
 
 It knows nobody: whoever has a ticket may do what the ticket is for, everyone else is closed. A
-broken or hostile client costs its own connection and a count, never the daemon.
+broken or hostile client costs its own connection and a count, never the daemon. A crowd without tickets keeps
+nobody out: when there is no room, the connection that has waited longest without one makes it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import logging
 import socket
 import threading
 from collections.abc import Generator, Iterator
+from functools import partial
 
 from ..chunks import ChunkTable
 from ..codec.get_planner import GetPlanner
 from ..counters import Counters
 from ..errors import ConfigError, CorruptError, FastCheckdError, FrameError, PeerError
+from ..log import Complaints
 from .chunk_stream import receive_chunks, send_chunks
 from .codec_pool import CodecPool
 from .frames import ON_DEMAND, RESENDS_MAX, Codec, FrameHeader, Hello
@@ -32,9 +35,11 @@ from .tickets import GetGrant, Grant, PutGrant, TicketOffice
 logger = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 256
-#: Of those, so many may not have shown a ticket yet: strangers do not take the places of peers.
+#: Of those, so many may not have shown a ticket yet.
 UNPROVED_MAX = 128
 HELLO_TIMEOUT_S = 5.0
+#: How long the thread of a connection that is closed to make room takes to end, at most.
+_ROOM_TIMEOUT_S = 1.0
 _STOP_TIMEOUT_S = 5.0
 #: Pause when the system has no descriptor or thread for a connection.
 _EXHAUSTED_PAUSE_S = 0.1
@@ -78,8 +83,7 @@ class LaneServer:
         self._gate = gate
         self._aside = aside
         self._tls = tls
-        #: Connections that have not shown a ticket yet.
-        self._unproved = 0
+        self._complaints = Complaints(logger, "lane", logging.INFO)
         #: Connections over which somebody is served who waits for the bytes.
         self._serving = 0
         self._connections_max = connections_max
@@ -88,7 +92,10 @@ class LaneServer:
         self._accepting: threading.Thread | None = None
         self._stopping = threading.Event()
         self._lock = threading.Lock()
+        self._gone = threading.Condition(self._lock)
         self._open: dict[Lane, threading.Thread] = {}
+        #: Of those, the ones that have not shown a ticket yet, the oldest first.
+        self._unproved: dict[Lane, None] = {}
 
     @property
     def port(self) -> int:
@@ -101,6 +108,12 @@ class LaneServer:
         """Connections open now."""
         with self._lock:
             return len(self._open)
+
+    @property
+    def unproved(self) -> int:
+        """Of those, connections that have not shown a ticket yet."""
+        with self._lock:
+            return len(self._unproved)
 
     @property
     def serving(self) -> bool:
@@ -176,12 +189,8 @@ class LaneServer:
                     self._stopping.wait(_EXHAUSTED_PAUSE_S)
                 continue
             whom = f"the peer at {address[0]}:{address[1]}"
-            if self.connections >= self._connections_max:
+            if not self._make_room():
                 self._reject(whom, f"{self._connections_max} connections are open, the limit")
-                sock.close()
-                continue
-            if self._unproved >= UNPROVED_MAX:
-                self._reject(whom, f"{UNPROVED_MAX} connections have not shown a ticket yet, the limit")
                 sock.close()
                 continue
             lane = Lane(sock, whom, self._timeout_s)
@@ -190,15 +199,30 @@ class LaneServer:
             )
             with self._lock:
                 self._open[lane] = thread
-                self._unproved += 1
+                self._unproved[lane] = None
             self._meter.add(lane)
             try:
                 thread.start()
             except RuntimeError as error:  # the system gives no more threads
                 self._reject(whom, str(error))
-                self._proved()
+                self._proved(lane)
                 self._forget(lane)
                 self._stopping.wait(_EXHAUSTED_PAUSE_S)
+
+    def _make_room(self) -> bool:
+        """Have room for one connection more; False: all that are open have shown their tickets."""
+        with self._gone:
+            while len(self._open) >= self._connections_max or len(self._unproved) >= UNPROVED_MAX:
+                oldest = next(iter(self._unproved), None)
+                if oldest is None:
+                    return False
+                oldest.end()
+                if not self._gone.wait_for(partial(self._is_gone, oldest), _ROOM_TIMEOUT_S):
+                    return False
+        return True
+
+    def _is_gone(self, lane: Lane) -> bool:
+        return lane not in self._open
 
     def _serve(self, lane: Lane, whom: str) -> None:
         try:
@@ -208,7 +232,7 @@ class LaneServer:
                 self._reject(whom, str(error))
                 return
             finally:
-                self._proved()
+                self._proved(lane)
             if isinstance(grant, PutGrant):
                 with passing(self._gate, lane):
                     self._receive(lane, hello, grant)
@@ -242,9 +266,9 @@ class LaneServer:
             raise FrameError(f"node {node_id} came with a ticket of node {grant.incoming.manifest.owner}")
         return hello, grant
 
-    def _proved(self) -> None:
+    def _proved(self, lane: Lane) -> None:
         with self._lock:
-            self._unproved -= 1
+            self._unproved.pop(lane, None)
 
     def _receive(self, lane: Lane, hello: Hello, grant: PutGrant) -> None:
         if hello.stride == ON_DEMAND:
@@ -331,13 +355,14 @@ class LaneServer:
 
     def _reject(self, whom: str, why: str) -> None:
         self._counters.add("lane_rejected")
-        logger.info("closed the lane connection of %s: %s", whom, why)
+        self._complaints.add("closed the connection of %s: %s", whom, why)
 
     def _forget(self, lane: Lane) -> None:
         self._meter.remove(lane)
         lane.close()
-        with self._lock:
+        with self._gone:
             del self._open[lane]
+            self._gone.notify_all()
 
 
 def _held_up(

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcheck_proto.v1 import common_pb2 as pb
-from fastcheckd.chunks import CHUNK_LENGTH_MAX, ChunkTable
+from fastcheckd.chunks import CHUNK_LENGTH_MAX, CHUNKS_MAX, ChunkTable
 from fastcheckd.errors import InvalidRequestError
 
 
@@ -43,6 +43,9 @@ def test_chunks_of_any_sizes_tile_the_shard(lengths):
         {"bytes": 10, "chunk_lengths": [5, 5, 0]},
         {"bytes": 10, "chunk_lengths": [5, 6]},
         {"bytes": CHUNK_LENGTH_MAX + 1, "chunk_lengths": [CHUNK_LENGTH_MAX + 1]},
+        {"bytes": CHUNKS_MAX + 1, "chunk_bytes": 1},
+        {"bytes": 2**63, "chunk_bytes": 1},
+        {"bytes": 2**63, "chunk_bytes": CHUNK_LENGTH_MAX},
     ],
 )
 def test_a_manifest_whose_chunks_do_not_make_its_shard_is_refused(fields):

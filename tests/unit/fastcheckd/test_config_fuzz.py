@@ -4,8 +4,9 @@ import dataclasses
 import string
 
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.fuzzing import examples
 
 from fastcheckd.config import Config
 from fastcheckd.config_sources import from_json, load_config
@@ -41,7 +42,7 @@ def loads_or_says_why(path, **how):
         assert from_json(made.to_json()) == made
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(st.dictionaries(st.sampled_from(KEYS) | words, values, max_size=4))
 def test_any_value_of_any_key_of_the_file(tmp_path_factory, given_values):
     path = tmp_path_factory.mktemp("fuzz") / "node.yaml"
@@ -49,14 +50,14 @@ def test_any_value_of_any_key_of_the_file(tmp_path_factory, given_values):
     loads_or_says_why(path)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.sampled_from(KEYS), words)
 def test_any_text_of_any_key_of_the_environment_and_of_a_flag(key, text):
     loads_or_says_why(None, environment={f"FASTCHECK_{key.upper()}": text})
     loads_or_says_why(None, overrides=[f"{key}={text}"])
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.binary(max_size=200) | words.map(str.encode))
 def test_any_bytes_of_a_file(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("fuzz") / "node.yaml"

@@ -6,7 +6,14 @@ import sys
 
 import pytest
 
-from fastcheckd.log import FIELD_CHARS_MAX, HumanLines, JsonLines
+from fastcheckd.log import (
+    COMPLAINTS_MAX,
+    COMPLAINTS_PERIOD_S,
+    FIELD_CHARS_MAX,
+    Complaints,
+    HumanLines,
+    JsonLines,
+)
 
 
 def record(message, *args, level=logging.INFO, exc_info=None):
@@ -60,3 +67,16 @@ def test_a_traceback_is_a_field_of_its_line():
     line = JsonLines("n1", "agent").format(record("failed", exc_info=raised("why")))
     assert "\n" not in line
     assert json.loads(line)["traceback"].endswith("ValueError: why")
+
+
+def test_of_a_thousand_complaints_the_first_are_told_and_the_others_counted(caplog):
+    now = [100.0]
+    complaints = Complaints(logging.getLogger("t"), "lane", clock=lambda: now[0])
+    for i in range(1000):
+        complaints.add("closed %s", i)
+    assert [r.getMessage() for r in caplog.records] == [f"lane: closed {i}" for i in range(COMPLAINTS_MAX)]
+    caplog.clear()
+    now[0] += COMPLAINTS_PERIOD_S
+    complaints.add("closed %s", "one more")
+    told = [r.getMessage() for r in caplog.records]
+    assert told == [f"lane: {1000 - COMPLAINTS_MAX} more of such lines before", "lane: closed one more"]

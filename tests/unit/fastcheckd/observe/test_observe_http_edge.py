@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
+from tests import http2
 
 from fastcheckd.errors import ConfigError
 from fastcheckd.observe import http_edge
@@ -115,6 +116,33 @@ def test_a_crowd_that_says_nothing_does_not_keep_a_probe_out(monkeypatch):
                     assert await silent[0].read() == b""
             assert len(edge._connections) == CONNECTIONS_MAX - 1
             assert not any(reader.at_eof() for reader in silent[1:])
+
+    asyncio.run(run())
+
+
+def test_a_crowd_that_speaks_grpc_does_not_keep_a_probe_out(tmp_path):
+    async def run():
+        server = grpc.aio.server()
+        health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), server)
+        server.add_insecure_port(f"unix://{tmp_path}/health.sock")
+        await server.start()
+        async with serving(tmp_path / "health.sock") as (edge, port), contextlib.AsyncExitStack() as stack:
+            crowd = []
+            for _ in range(CONNECTIONS_MAX):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                stack.callback(writer.close)
+                writer.write(http2.GREETING)
+                crowd.append(reader)
+            async with asyncio.timeout(30):
+                while len(edge._handed_over) < CONNECTIONS_MAX:
+                    await asyncio.sleep(0.01)
+            for _ in range(3):
+                assert (await ask(port, b"GET /hello HTTP/1.1\r\n\r\n")).endswith(b"hello\n")
+            async with asyncio.timeout(30):
+                with contextlib.suppress(ConnectionResetError):
+                    await crowd[0].read()
+            assert not crowd[-1].at_eof()
+        await server.stop(0)
 
     asyncio.run(run())
 

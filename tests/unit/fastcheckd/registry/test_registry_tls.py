@@ -436,6 +436,33 @@ def test_slow_and_many_handshakes_are_cut_off(voters, monkeypatch, caplog):
     asyncio.run(scenario())
 
 
+def test_a_crowd_that_says_nothing_keeps_no_voter_out(voters, monkeypatch):
+    monkeypatch.setattr(raft_transport, "HANDSHAKE_S", 600)  # so that nobody leaves for another reason
+    monkeypatch.setattr(raft_transport, "UNKNOWN_CONNECTIONS_MAX", 8)
+
+    async def scenario():
+        async with three(voters):
+            target, other, _ = sorted(range(3), key=lambda i: voters.voters[i].raft_address)
+            transport = voters.running[target]._engine._SyncObj__transport
+            voters.stop(other)
+            with contextlib.ExitStack() as stack:
+                address = voters.voters[target].raft_address
+                crowd = [stack.enter_context(await asyncio.to_thread(dial, address)) for _ in range(8)]
+                await eventually(lambda: len(transport._unknownConnections) == 8)
+                voters.start(other)
+
+                def is_back():
+                    back = (c for n, c in transport._connections.items() if n.voter == voters.voters[other])
+                    return any(conn.authenticated for conn in back)
+
+                await eventually(is_back)
+                assert await asyncio.to_thread(closed, crowd[0]), "the oldest made room"
+                assert len(transport._unknownConnections) <= 8
+                await voters.commit()
+
+    asyncio.run(scenario())
+
+
 def test_a_voter_that_shows_anothers_certificate_is_not_spoken_to(voters):
     """The connecting side looks as closely as the accepting one: somebody took over a voter's address."""
 

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
-import socket
 import struct
-import threading
 import time
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
+from lane_stand import CHUNK, DATA, read_all, standing
 
-from fastcheck_proto.v1 import common_pb2 as pb
-from fastcheckd.chunks import ChunkTable
 from fastcheckd.counters import Counters
-from fastcheckd.digests import chunk_digest
 from fastcheckd.errors import ConfigError, NotHeldError
+from fastcheckd.log import COMPLAINTS_MAX
 from fastcheckd.transfer.codec_pool import CodecPool
 from fastcheckd.transfer.frames import (
     FRAME_BYTES,
+    ON_DEMAND,
     FrameHeader,
     Hello,
     Kind,
@@ -29,89 +26,8 @@ from fastcheckd.transfer.frames import (
     pack_hello,
     parse_frame,
 )
-from fastcheckd.transfer.incoming import IncomingShard
 from fastcheckd.transfer.lane_server import LaneServer
-from fastcheckd.transfer.targets import WholeTarget
-from fastcheckd.transfer.tickets import GetGrant, PutGrant, TicketOffice
-
-CHUNK = 64 << 10
-DATA = random.Random(4).randbytes(2 * CHUNK + 9)
-
-
-class Stand:
-    """A lane server with something to get."""
-
-    def __init__(self, **options: float) -> None:
-        self.counters = Counters()
-        self.tickets = TicketOffice()
-        self.codec = CodecPool(1, 1)
-        self.server = LaneServer(
-            "127.0.0.1",
-            0,
-            self.tickets,
-            self.counters,
-            2.0,
-            pool=self.codec,
-            **options,  # type: ignore[arg-type]
-        )
-        pieces = [DATA[i : i + CHUNK] for i in range(0, len(DATA), CHUNK)]
-        self.manifest = pb.ShardManifest(
-            bytes=len(DATA), chunk_bytes=CHUNK, chunk_digests=b"".join(chunk_digest(p) for p in pieces)
-        )
-
-    def connect(self) -> socket.socket:
-        sock = socket.create_connection(("127.0.0.1", self.server.port), timeout=5)
-        sock.settimeout(5)
-        return sock
-
-    def ticket(self) -> bytes:
-        @contextlib.contextmanager
-        def opened() -> Iterator[memoryview]:
-            yield memoryview(DATA)
-
-        return self.tickets.issue(GetGrant(manifest=self.manifest, streams=1, opened=opened))
-
-    def fetch(self, ticket: bytes) -> bytes:
-        """A get by hand: the raw bytes that the server answers."""
-        with self.connect() as sock:
-            sock.sendall(pack_hello(Hello(first=0, stride=1, ticket=ticket)))
-            return read_all(sock)
-
-    def check_it_works(self) -> None:
-        answer, got = self.fetch(self.ticket()), b""
-        while True:
-            header = parse_frame(answer[:FRAME_BYTES])
-            if header.kind == Kind.END:
-                break
-            got += answer[FRAME_BYTES : FRAME_BYTES + header.encoded_bytes]
-            answer = answer[FRAME_BYTES + header.encoded_bytes :]
-        assert got == DATA
-
-    def eventually(self, name: str, value: int) -> None:
-        deadline = time.monotonic() + 5
-        while self.counters.get(name) != value:
-            assert time.monotonic() < deadline, self.counters.snapshot()
-            time.sleep(0.01)
-
-
-def read_all(sock: socket.socket) -> bytes:
-    data = b""
-    with contextlib.suppress(ConnectionResetError):  # closed with bytes of ours unread
-        while piece := sock.recv(1 << 16):
-            data += piece
-    return data
-
-
-@contextlib.contextmanager
-def standing(**options: float) -> Iterator[Stand]:
-    stand = Stand(**options)
-    stand.server.start()
-    try:
-        yield stand
-    finally:
-        stand.server.stop()
-        stand.codec.close()
-        assert stand.server.connections == 0
+from fastcheckd.transfer.tickets import GetGrant, TicketOffice
 
 
 def test_random_bytes_half_a_hello_and_nothing_are_closed_and_counted() -> None:
@@ -187,43 +103,64 @@ def test_a_grant_that_is_gone_and_a_wrong_stride_are_explained() -> None:
 )
 def test_a_broken_frame_after_a_good_hello_fails_the_put_before_a_payload_is_read(frame: bytes) -> None:
     with standing() as stand:
-        failed = threading.Event()
-        released: list[object] = []
-        segment: Any = SimpleNamespace(view=memoryview(bytearray(b"." * len(DATA))), tenants=2)
-        store: Any = SimpleNamespace(release=released.append)
-        target = WholeTarget(store, segment, ChunkTable.of(stand.manifest), step=5)
-        incoming = IncomingShard(stand.manifest, target, streams=1)
-        grant = PutGrant(incoming=incoming, streams=1, fail=failed.set)
+        ticket, put = stand.put_ticket()
         with stand.connect() as sock:
-            ticket = stand.tickets.issue(grant)
             sock.sendall(pack_hello(Hello(first=0, stride=1, ticket=ticket)) + frame)
             answer = read_all(sock)
         assert parse_frame(answer[:FRAME_BYTES]).kind == Kind.ERROR
-        assert failed.wait(5)
+        assert put.failed.wait(5)
         stand.eventually("lane_rejected", 1)
-        assert bytes(segment.view) == b"." * len(DATA)
-        assert released == []
-        incoming.abandon()
-        assert released == [segment]
+        assert put.memory == b"." * len(DATA)
+        assert put.released == []
+        put.incoming.abandon()
+        assert put.released == [put.segment]
 
 
-def test_connections_beyond_the_limit_are_closed_and_room_comes_back() -> None:
-    with standing(connections_max=3) as stand:
-        waiting = [stand.connect() for _ in range(3)]
-        deadline = time.monotonic() + 5
-        while stand.server.connections < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        with stand.connect() as one_more:
-            assert read_all(one_more) == b""
-        stand.eventually("lane_rejected", 1)
-        for sock in waiting:
-            sock.close()
-        stand.eventually("lane_rejected", 4)
-        while stand.server.connections:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_crowd_without_tickets_keeps_nobody_out() -> None:
+    with standing(connections_max=3, hello_timeout_s=600.0) as stand, contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(stand.connect()) for _ in range(3)]
+        until(lambda: stand.server.unproved == 3)
         stand.check_it_works()
+        assert read_all(silent[0]) == b"", "the one that was silent for longest made room"
+        until(lambda: stand.server.connections == 2)
+        assert stand.counters.get("lane_rejected") == 1
+        for sock in silent[1:]:
+            sock.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                sock.recv(1)
+
+
+def test_when_all_have_shown_tickets_one_more_is_turned_away_and_room_comes_back() -> None:
+    with standing(connections_max=3, transfer_timeout_s=600.0) as stand, contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(stand.connect()) for _ in range(3)]
+        for sock in readers:  # will say what they want, and do not
+            sock.sendall(pack_hello(Hello(first=0, stride=ON_DEMAND, ticket=stand.ticket())))
+        until(lambda: stand.server.connections == 3 and stand.server.unproved == 0)
+        assert stand.fetch(stand.ticket()) == b""
+        stand.eventually("lane_rejected", 1)
+        readers[0].close()
+        until(lambda: stand.server.connections == 2)
+        stand.check_it_works()
+
+
+def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with standing() as stand:
+        for _ in range(50):
+            with stand.connect() as sock:
+                sock.sendall(bytes(64))
+                read_all(sock)
+        stand.eventually("lane_rejected", 50)
+        stand.check_it_works()
+    told = [record for record in caplog.records if "closed the connection of" in record.getMessage()]
+    assert len(told) == COMPLAINTS_MAX
 
 
 def test_stopping_ends_connections_that_wait() -> None:

@@ -23,7 +23,7 @@ from fastcheckd.codec.chunk_plan import ChunkPlan, opaque
 from fastcheckd.config import Config
 from fastcheckd.counters import Counters
 from fastcheckd.health.lease import LeaseHolder
-from fastcheckd.rpc import SERVER_OPTIONS
+from fastcheckd.rpc import server_options
 from fastcheckd.services.peer import PeerService
 from fastcheckd.store.ram_store import RamStore
 from fastcheckd.transfer.codec_pool import CodecPool
@@ -159,7 +159,7 @@ async def running_holder(
     )
     pool = CodecPool(2, 1)
     lane = LaneServer("127.0.0.1", 0, tickets, counters, timeout_s, pool=pool, codec=codec, **lane_options)
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(options=server_options())
     service = PeerService(
         cluster_id="fastcheck", desk=desk, store=store, tickets=tickets, counters=counters, lease=lease
     )
