@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
@@ -66,6 +67,9 @@ from ..view import ViewFollower
 from ..workers.crew import Workers
 from ..workers.work import HERE, WorkInWorkers
 from .process import listen_tcp, listening, stop_signal
+
+if TYPE_CHECKING:
+    from ..tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -271,13 +275,27 @@ def _workers(config: Config, store: RamStore, counters: Counters) -> Workers | N
     )
 
 
+def _tokens(config: Config) -> Tokens | None:
+    """Whose trainers' tokens are, if they show any."""
+    if config.token_jwks_file is None:
+        return None
+    try:
+        from ..tokens import Tokens  # noqa: PLC0415  the libraries come with an extra, and take a moment to load
+    except ImportError as error:
+        raise ConfigError(
+            f"config key 'token_jwks_file' needs a library that is not installed ({error.name}): pip install "
+            "'fastcheck[tokens]'"
+        ) from None
+    return Tokens(config)
+
+
 async def run(config: Config) -> None:
     """The data process; returns after SIGTERM."""
     stopping = stop_signal()
+    door = Admission(config.cluster_id, tokens=_tokens(config))
     counters = Counters()
     store = await _open_store(config, counters)
     rooms = _DataRooms(config, store, counters)
-    door = Admission(config.cluster_id)
     far = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[door])
     peer_pb2_grpc.add_PeerServiceServicer_to_server(rooms.peer_service, far)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, far)
