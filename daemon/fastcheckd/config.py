@@ -100,6 +100,9 @@ class Config:
     ram_dir: Path = field(default_factory=_default_ram_dir)
     #: Most that the RAM store may take. Half of the memory: the other half is the trainer's.
     ram_budget_bytes: int = field(default_factory=lambda: psutil.virtual_memory().total // 2)
+    #: Most of it that one job may have, its own states and the copies that are held for it together; 0: no limit but
+    #: the node's. Where jobs share nodes, so that none can fill one and keep the others' steps out (docs/memory.md).
+    job_budget_bytes: int = 0
 
     #: What this node says of itself, such as {rack: a1, zone: b}; `failure_domain` names the one that counts.
     labels: dict[str, str] = field(default_factory=dict)
@@ -223,6 +226,11 @@ class Config:
         need(1 <= self.data_processes <= 64, "data_processes", "must be from 1 to 64")
         need(0 <= self.codec_nice <= 19, "codec_nice", "must be from 0 to 19")
         need(self.ram_budget_bytes >= 1 << 20, "ram_budget_bytes", "must be at least 1 MiB")
+        need(
+            self.job_budget_bytes == 0 or self.job_budget_bytes >= 1 << 20,
+            "job_budget_bytes",
+            "must be at least 1 MiB, or 0 for no limit",
+        )
         need(self.log_format in {"human", "json"}, "log_format", "must be 'human' or 'json'")
         for label, value in self.labels.items():
             for part in (label, value):

@@ -212,6 +212,8 @@ class _DataRooms:
             puts_arriving=self.desk.transfers,
             seats=self.saving.seats,
             jobs=self.saving.progress(),
+            job_ram_bytes=self.store.job_bytes(),
+            job_budget_bytes=self.store.job_budget_bytes,
         )
 
     async def _on_view(self, seen: registry_pb2.ClusterView) -> None:
@@ -221,6 +223,7 @@ class _DataRooms:
         await asyncio.to_thread(self._remember_voters, seen)
         await self.upkeep.prune()
         self.saving.memory.tidied()
+        self.saving.forget()
 
     def _brought(self, shards: Sequence[HeldShard]) -> None:
         self.upkeep.brought(shards)
@@ -333,7 +336,11 @@ async def _open_store(config: Config, counters: Counters) -> RamStore:
     while True:
         try:
             return await asyncio.to_thread(
-                RamStore.open, config.ram_dir, budget_bytes=config.ram_budget_bytes, counters=counters
+                RamStore.open,
+                config.ram_dir,
+                budget_bytes=config.ram_budget_bytes,
+                job_budget_bytes=config.job_budget_bytes,
+                counters=counters,
             )
         except StoreError as error:
             if time.monotonic() > give_up_at:

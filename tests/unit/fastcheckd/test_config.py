@@ -66,6 +66,7 @@ def test_environment_of_the_sdk_is_not_taken_for_configuration():
         ("cluster_id: ''", "cluster_id"),
         ("ram_budget_bytes: lots", "ram_budget_bytes"),
         ("ram_budget_bytes: 5", "ram_budget_bytes"),
+        ("job_budget_bytes: 5", "job_budget_bytes"),
         ("chunk_bytes: 5000", "chunk_bytes"),
         ("heartbeat_interval_s: -1", "heartbeat_interval_s"),
         ("heartbeat_interval_s: .nan", "heartbeat_interval_s"),
