@@ -106,7 +106,7 @@ $(SUPPLY_READY):
 
 # What the image is made of, by hash: after a change of dependencies or of constraints.txt.
 locks: $(SUPPLY_READY)
-	$(COMPILE) --extra daemon --extra cli --extra certs --output-file deploy/docker/requirements.txt pyproject.toml
+	$(COMPILE) --extra daemon --extra cli --extra certs --extra tokens --output-file deploy/docker/requirements.txt pyproject.toml
 	echo hatchling | $(COMPILE) --output-file deploy/docker/build-requirements.txt -
 
 # A bill of materials (CycloneDX) of what the image is made of.

@@ -17,7 +17,7 @@ from fastcheck_proto.v1 import common_pb2, node_pb2
 from fastcheck_proto.v1.node_pb2_grpc import NodeServiceStub
 from fastcheck_proto.v1.trainer_pb2_grpc import TrainerServiceStub
 
-from . import security
+from . import security, tokens
 from .errors import ClosedError, DaemonUnavailableError, FastCheckError, InvalidArgumentError, from_code
 
 #: Length of a Unix socket's path that Linux can take.
@@ -113,6 +113,7 @@ class Connection:
             except grpc.RpcError as error:
                 raise translate(error, f"the daemon at {what}", security.hint(what)) from None
         target = f"unix:{node.data_socket}" if self.address.local and node.data_socket else node.data_address
+        shown = tokens.shown_to(target)
         made = _channel(target)
         try:
             grpc.channel_ready_future(made).result(timeout=timeout_s)
@@ -122,7 +123,7 @@ class Connection:
                 f"the daemon at {what} answers, but its data process at {target} does not: it is restarting "
                 "or hangs; see the daemon's log"
             ) from None
-        return Link(target, made, TrainerServiceStub(made))
+        return Link(target, made, TrainerServiceStub(grpc.intercept_channel(made, shown) if shown else made))
 
     def drop(self, link: Link) -> None:
         """Give up a link: the next use finds the daemon anew. Calls that still run on it are cancelled."""

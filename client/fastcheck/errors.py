@@ -10,7 +10,7 @@
     ├── SaveTimeoutError (TimeoutError)        result(timeout): not done yet; the save goes on
     ├── DaemonUnavailableError (ConnectionError)   this node's daemon cannot be reached or stopped answering
     ├── RegistryUnavailableError (ConnectionError) no leader that can commit
-    ├── OutOfMemoryError (MemoryError)         the node's RAM budget, or the RAM file system
+    ├── OutOfMemoryError (MemoryError)         the node's RAM budget, the job's part of it, or the RAM file system
     ├── FencedError                            a newer process took this rank's place
     ├── DeniedError (PermissionError)          this process is known to the daemon, and may not do this
     ├── UnsafeError                            committed bytes or the registry's quorum would be lost
@@ -99,7 +99,7 @@ class RegistryUnavailableError(FastCheckError, ConnectionError):
 
 
 class OutOfMemoryError(FastCheckError, MemoryError):
-    """The node's RAM budget, or its RAM file system, has no room."""
+    """The node's RAM budget, what one job may have of it, or the RAM file system has no room."""
 
 
 class FencedError(FastCheckError):
@@ -184,6 +184,7 @@ class LossyCheckpointError(LoadFailedError):
 _BY_CODE: dict[int, type[FastCheckError]] = {
     pb.ERROR_CODE_INVALID: InvalidArgumentError,
     pb.ERROR_CODE_OVER_BUDGET: OutOfMemoryError,
+    pb.ERROR_CODE_JOB_BUDGET: OutOfMemoryError,
     pb.ERROR_CODE_STORE_FULL: OutOfMemoryError,
     pb.ERROR_CODE_NOT_FOUND: StepNotFoundError,
     pb.ERROR_CODE_CORRUPT: CorruptError,

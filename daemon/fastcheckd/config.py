@@ -23,6 +23,8 @@ from fastcheck_proto.conventions import check_name, default_runtime_dir
 from .errors import ConfigError
 
 LABELS_MAX = 16
+#: Of `token_issuer` and `token_audience`.
+TOKEN_WORD_CHARS_MAX = 256
 PACINGS = ("off", "adaptive")
 CODEC_POLICIES = ("auto", "always", "never")
 
@@ -85,6 +87,11 @@ class Config:
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
     tls_ca_file: Path | None = None
+    #: Trainers' bearer tokens (docs/security.md): the public keys of their issuer (JWKS), its name (`iss`), and whom
+    #: they are for (`aud`); all three or none, alike on all nodes. With them a trainer on a Unix socket needs one.
+    token_jwks_file: Path | None = None
+    token_issuer: str = ""
+    token_audience: str = ""
     #: Serve other machines without certificates: whoever reaches a port reads and changes everything.
     insecure: bool = False
 
@@ -96,6 +103,9 @@ class Config:
     ram_dir: Path = field(default_factory=_default_ram_dir)
     #: Most that the RAM store may take. Half of the memory: the other half is the trainer's.
     ram_budget_bytes: int = field(default_factory=lambda: psutil.virtual_memory().total // 2)
+    #: Most of it that one job may have, its own states and the copies that are held for it together; 0: no limit but
+    #: the node's. Where jobs share nodes, so that none can fill one and keep the others' steps out (docs/memory.md).
+    job_budget_bytes: int = 0
 
     #: What this node says of itself, such as {rack: a1, zone: b}; `failure_domain` names the one that counts.
     labels: dict[str, str] = field(default_factory=dict)
@@ -220,6 +230,11 @@ class Config:
         need(1 <= self.data_processes <= 64, "data_processes", "must be from 1 to 64")
         need(0 <= self.codec_nice <= 19, "codec_nice", "must be from 0 to 19")
         need(self.ram_budget_bytes >= 1 << 20, "ram_budget_bytes", "must be at least 1 MiB")
+        need(
+            self.job_budget_bytes == 0 or self.job_budget_bytes >= 1 << 20,
+            "job_budget_bytes",
+            "must be at least 1 MiB, or 0 for no limit",
+        )
         need(self.log_format in {"human", "json"}, "log_format", "must be 'human' or 'json'")
         for label, value in self.labels.items():
             for part in (label, value):
@@ -256,11 +271,8 @@ class Config:
             "lease_s",
             "must be at least twice heartbeat_interval_s and at most 0.8 of down_after_s",
         )
-        tls = [self.tls_cert_file, self.tls_key_file, self.tls_ca_file]
-        need(all(tls) or not any(tls), "tls_cert_file", "needs tls_key_file and tls_ca_file, or none of them")
-        need(not self.lane_tls or all(tls), "lane_tls", "needs tls_cert_file, tls_key_file and tls_ca_file")
-        if all(tls):
-            self._check_names(need)
+        self._check_certificates(need)
+        self._check_tokens(need)
         self._check_watched(need)
         self._check_voters(need)
 
@@ -276,6 +288,34 @@ class Config:
             "health_address",
             "must differ from metrics_address, which answers all of it too",
         )
+
+    def _check_certificates(self, need: Any) -> None:
+        tls = [self.tls_cert_file, self.tls_key_file, self.tls_ca_file]
+        need(all(tls) or not any(tls), "tls_cert_file", "needs tls_key_file and tls_ca_file, or none of them")
+        need(not self.lane_tls or all(tls), "lane_tls", "needs tls_cert_file, tls_key_file and tls_ca_file")
+        if all(tls):
+            self._check_names(need)
+
+    def _check_tokens(self, need: Any) -> None:
+        keys = ("token_jwks_file", "token_issuer", "token_audience")
+        given = [bool(getattr(self, key)) for key in keys]
+        need(
+            all(given) or not any(given), "token_jwks_file", f"needs {keys[1]} and {keys[2]}, or none of them"
+        )
+        need(
+            not any(given) or self.tls_cert_file is not None,
+            "token_jwks_file",
+            "needs tls_cert_file: without certificates every TCP port takes who comes with nothing",
+        )
+        for key in keys[1:]:
+            text = getattr(self, key)
+            fine = (
+                len(text) <= TOKEN_WORD_CHARS_MAX
+                and text.isascii()
+                and text.isprintable()
+                and " " not in text
+            )
+            need(fine, key, f"must be up to {TOKEN_WORD_CHARS_MAX} printable ASCII characters without blanks")
 
     def _check_names(self, need: Any) -> None:
         """A certificate has them as the name of a host, NODE_ID.CLUSTER_ID.fastcheck."""

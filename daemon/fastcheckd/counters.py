@@ -46,6 +46,7 @@ NAMES: dict[str, str] = {
     "copies_missing": "copies that a commit named and a reader did not find",
     "provisional_dropped": "provisional copies that newer ones of the same shard replaced",
     "puts_refused": "put requests refused: fenced, over budget or malformed",
+    "job_budget_refused": "puts and saves refused because their job has as much memory here as it may",
     "lane_rejected": "lane connections closed for breaking the protocol",
     "manifests_adopted": "shards found in the RAM directory at start",
     "manifests_dropped": "manifests found broken at start",

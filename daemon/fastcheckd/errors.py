@@ -7,6 +7,7 @@
     ├── DeniedError            the caller is known, and may not do this
     ├── StoreError
     │   ├── OverBudgetError    this node's RAM budget
+    │   │   └── JobBudgetError     what one job may have of it
     │   ├── StoreFullError     the tmpfs underneath
     │   ├── NotHeldError       no such replica here
     │   └── CorruptError       bytes and digest disagree
@@ -67,6 +68,10 @@ class StoreError(FastCheckdError):
 
 class OverBudgetError(StoreError):
     code = pb.ERROR_CODE_OVER_BUDGET
+
+
+class JobBudgetError(OverBudgetError):
+    code = pb.ERROR_CODE_JOB_BUDGET
 
 
 class StoreFullError(StoreError):
@@ -172,7 +177,7 @@ class LostError(RestoreError):
 _BY_CODE: dict[int, type[FastCheckdError]] = {
     cls.code: cls
     for cls in (
-        InvalidRequestError, FencedError, OverBudgetError, StoreFullError, NotHeldError, CorruptError,
+        InvalidRequestError, FencedError, OverBudgetError, JobBudgetError, StoreFullError, NotHeldError, CorruptError,
         NoQuorumError, PlacementError, HolderLostError, NotNewerError, SupersededError, WorldSizeError,
         LostError, NoLeaseError, UnsafeError, ReplicasDisagreeError, DeniedError,
     )

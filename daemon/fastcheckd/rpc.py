@@ -92,6 +92,7 @@ def server_options(
 _STATUS: dict[int, grpc.StatusCode] = {
     pb.ERROR_CODE_INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     pb.ERROR_CODE_OVER_BUDGET: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    pb.ERROR_CODE_JOB_BUDGET: grpc.StatusCode.RESOURCE_EXHAUSTED,
     pb.ERROR_CODE_STORE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
     pb.ERROR_CODE_DENIED: grpc.StatusCode.PERMISSION_DENIED,
     pb.ERROR_CODE_NOT_FOUND: grpc.StatusCode.NOT_FOUND,

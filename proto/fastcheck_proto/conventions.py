@@ -13,6 +13,12 @@ from pathlib import Path
 NAME_BYTES_MAX = 128
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
+#: Metadata of a trainer's call that shows a token: `Bearer ` and the token.
+TOKEN_METADATA_KEY = "authorization"  # noqa: S105  a key's name
+#: Kubernetes' have about 1 KiB, and gRPC takes 8 KiB of metadata.
+TOKEN_BYTES_MAX = 4096
+_TOKEN = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+")
+
 #: Trailing metadata of a failed call: the `ErrorCode` by name, and the leader's address if known.
 ERROR_METADATA_KEY = "fastcheck-error"
 LEADER_METADATA_KEY = "fastcheck-leader"
@@ -50,6 +56,21 @@ def check_name(what: str, name: str) -> str:
             "A-Z a-z 0-9 . _ - (and not '.' or '..')"
         )
     return name
+
+
+def check_token(token: str) -> str:
+    """Return `token` if it has the form of a signed JSON Web Token and a size that will do.
+
+    Raises:
+        ValueError: it has not. The message has nothing of it.
+    """
+    if len(token) > TOKEN_BYTES_MAX:
+        raise ValueError(f"a token has at most {TOKEN_BYTES_MAX} bytes")
+    if not _TOKEN.fullmatch(token):
+        raise ValueError(
+            "a token is a signed JSON Web Token: three parts of A-Z a-z 0-9 - _ with dots between"
+        )
+    return token
 
 
 def default_runtime_dir() -> Path:

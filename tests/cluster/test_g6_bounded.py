@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from tests.cluster.harness import Job, counters, node_states, replicas_on_disk, until
 
+from fastcheck import OutOfMemoryError
+
 
 def ram(cluster, node):
     directory = next(n["ram_dir"] for n in cluster.status()["nodes"] if n["node_id"] == node)
@@ -46,6 +48,21 @@ def test_a_second_job_cannot_push_out_the_first_ones_newest_step(make_cluster):
     cluster.start("node-0")
     first.start()
     assert first.load() == 1
+
+
+def test_a_job_gets_its_part_of_a_node_and_another_goes_on(make_cluster):
+    cluster = make_cluster(2, ram_budget="96MiB", job_budget_bytes="16MiB")
+    greedy = Job(cluster, ["node-0"], name="greedy", megabytes=20)
+    modest = Job(cluster, ["node-0"], name="modest")
+    for step in (1, 2, 3):
+        with pytest.raises(
+            OutOfMemoryError, match=f"one job may have {16 << 20} on this node.*job_budget_bytes"
+        ):
+            greedy.save(step)[0].result(timeout=60)
+        modest.commit(step)
+    assert counters(cluster, "node-0")["job_budget_refused"] == 3
+    greedy.megabytes = 2
+    greedy.commit(4)
 
 
 def test_g7_no_shard_goes_to_a_node_that_is_down(make_cluster):

@@ -53,7 +53,9 @@ def test_all_that_is_copied_is_there_and_not_ignored() -> None:
 def test_the_lock_is_of_these_dependencies_and_of_versions_that_are_tested() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = names([*project["dependencies"], *extras["daemon"], *extras["cli"], *extras["certs"]])
+    wanted = names(
+        [*project["dependencies"], *extras["daemon"], *extras["cli"], *extras["certs"], *extras["tokens"]]
+    )
     lock = locked("requirements.txt")
     assert wanted <= set(lock), "run: make locks"
     pins = dict(

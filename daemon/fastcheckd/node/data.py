@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TYPE_CHECKING
 
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
@@ -67,6 +68,9 @@ from ..view import ViewFollower
 from ..workers.crew import Workers
 from ..workers.work import HERE, WorkInWorkers
 from .process import listen_tcp, listening, stop_signal, watching_crowds
+
+if TYPE_CHECKING:
+    from ..tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -216,6 +220,8 @@ class _DataRooms:
             puts_arriving=self.desk.transfers,
             seats=self.saving.seats,
             jobs=self.saving.progress(),
+            job_ram_bytes=self.store.job_bytes(),
+            job_budget_bytes=self.store.job_budget_bytes,
         )
 
     async def _on_view(self, seen: registry_pb2.ClusterView) -> None:
@@ -225,6 +231,7 @@ class _DataRooms:
         await asyncio.to_thread(self._remember_voters, seen)
         await self.upkeep.prune()
         self.saving.memory.tidied()
+        self.saving.forget()
 
     def _brought(self, shards: Sequence[HeldShard]) -> None:
         self.upkeep.brought(shards)
@@ -279,13 +286,27 @@ def _workers(config: Config, store: RamStore, counters: Counters) -> Workers | N
     )
 
 
+def _tokens(config: Config) -> Tokens | None:
+    """Whose trainers' tokens are, if they show any."""
+    if config.token_jwks_file is None:
+        return None
+    try:
+        from ..tokens import Tokens  # noqa: PLC0415  the libraries come with an extra, and take a moment to load
+    except ImportError as error:
+        raise ConfigError(
+            f"config key 'token_jwks_file' needs a library that is not installed ({error.name}): pip install "
+            "'fastcheck[tokens]'"
+        ) from None
+    return Tokens(config)
+
+
 async def run(config: Config) -> None:
     """The data process; returns after SIGTERM."""
     stopping = stop_signal()
+    door = Admission(config.cluster_id, tokens=_tokens(config))
     counters = Counters()
     store = await _open_store(config, counters)
     rooms = _DataRooms(config, store, counters)
-    door = Admission(config.cluster_id)
     far = grpc.aio.server(options=server_options(), interceptors=[door])
     peer_pb2_grpc.add_PeerServiceServicer_to_server(rooms.peer_service, far)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, far)
@@ -323,7 +344,11 @@ async def _open_store(config: Config, counters: Counters) -> RamStore:
     while True:
         try:
             return await asyncio.to_thread(
-                RamStore.open, config.ram_dir, budget_bytes=config.ram_budget_bytes, counters=counters
+                RamStore.open,
+                config.ram_dir,
+                budget_bytes=config.ram_budget_bytes,
+                job_budget_bytes=config.job_budget_bytes,
+                counters=counters,
             )
         except StoreError as error:
             if time.monotonic() > give_up_at:

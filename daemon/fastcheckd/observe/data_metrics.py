@@ -35,6 +35,9 @@ class DataFacts:
     puts_arriving: int
     seats: int
     jobs: Sequence[JobProgress]
+    #: What each job has of the memory, and the most that one may have; 0: no limit of its own.
+    job_ram_bytes: Mapping[str, int]
+    job_budget_bytes: int
 
 
 def families(facts: DataFacts) -> list[Metric]:
@@ -58,6 +61,17 @@ def families(facts: DataFacts) -> list[Metric]:
         gauge("puts_arriving", "Copies that peers are making on this node now.", facts.puts_arriving),
         gauge("sessions", "Places of ranks in jobs that were taken through this process.", facts.seats),
         *_job_families(bounded(facts.jobs)),
+        gauge(
+            "job_ram_used_bytes",
+            "Bytes of the RAM store that are in use for a job: its states, copies and ways back.",
+            {(job,): size for job, size in bounded_sizes(facts.job_ram_bytes).items()},
+            ("training_job",),
+        ),
+        gauge(
+            "job_ram_budget_bytes",
+            "Most that one job may have; absent where there is no such limit.",
+            facts.job_budget_bytes or {},
+        ),
         *counters(facts.counters, NAMES),
         *histograms(facts.durations),
     ]
@@ -99,6 +113,13 @@ def bounded(jobs: Sequence[JobProgress]) -> list[JobProgress]:
             )
         )
     return shown
+
+
+def bounded_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """At most `JOBS_MAX`, those with the most, and one for all others together."""
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])
+    shown, rest = dict(ordered[:JOBS_MAX]), ordered[JOBS_MAX:]
+    return shown | ({OTHERS: sum(size for _, size in rest)} if rest else {})
 
 
 def _worst(pick: Callable[..., T], values: Iterable[T | None]) -> T | None:

@@ -1,7 +1,8 @@
 """Whose a job is: the identity that opened its first session, for as long as the registry knows the job. Pure.
 
-An identity is `trainer/NAME` or `admin/NAME` by certificate, and `local` for everybody who comes through a Unix socket
-or to a daemon without certificates. Operators may use every job. Jobs of versions before this are `local`'s.
+An identity is `trainer/NAME` or `admin/NAME` by certificate, `token/SUBJECT` by token, and `local` for everybody else
+who comes through a Unix socket or to a daemon without certificates. Operators may use every job. Jobs of versions
+before this are `local`'s.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from .records import Json
 
 LOCAL = "local"
 _OPERATORS = "admin/"
-#: `trainer/` and a name.
+#: `trainer/` and a name, `token/` and a subject.
 IDENTITY_BYTES_MAX = 160
 
 
@@ -33,6 +34,6 @@ def check_use(identity: str, owner: str, job_name: str) -> None:
     """
     if not may_use(identity, owner):
         raise DeniedError(
-            f"job {job_name!r} belongs to {owner}, and this is {identity}: use its owner's certificate, or another "
-            "name for the job"
+            f"job {job_name!r} belongs to {owner}, and this is {identity}: use its owner's certificate or token, "
+            "or another name for the job"
         )

@@ -174,10 +174,10 @@ class ReadingRoom:
         stretches = [stretch for each in marked for stretch in each.stretches()]
         try:
             return await to_its_end(
-                partial(self._store.allocate_sparse, length, stretches), undo=self._store.discard
+                partial(self._store.allocate_sparse, length, stretches, step.job), undo=self._store.discard
             )
         except OverBudgetError as error:
-            raise OverBudgetError(
+            raise type(error)(
                 f"no room for the parts of step {step.step} of job {step.job!r} that were asked for: {error}; or "
                 "read less at a time"
             ) from None

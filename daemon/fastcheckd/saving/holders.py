@@ -14,17 +14,18 @@ class Quarantine:
 
     def __init__(self, rest_s: float) -> None:
         self._rest_s = rest_s
-        self._until: dict[str, float] = {}
+        #: By peer and job; no job: for all of them.
+        self._until: dict[tuple[str, str], float] = {}
 
-    def add(self, node_id: str) -> None:
-        """Give a peer a rest."""
-        self._until[node_id] = time.monotonic() + self._rest_s
+    def add(self, node_id: str, job: str = "") -> None:
+        """Give a peer a rest, from one job if it is that one's alone."""
+        self._until[node_id, job] = time.monotonic() + self._rest_s
 
-    def members(self) -> list[str]:
-        """Peers resting now."""
+    def members(self, job: str) -> list[str]:
+        """Peers that a job does without now."""
         now = time.monotonic()
-        self._until = {n: t for n, t in self._until.items() if t > now}
-        return sorted(self._until)
+        self._until = {resting: t for resting, t in self._until.items() if t > now}
+        return sorted({node_id for node_id, whose in self._until if whose in {"", job}})
 
 
 def pick_holders(

@@ -65,6 +65,11 @@ class StepMemory:
         """A rank saves a step of so many bytes."""
         self._state_bytes[rank] = state_bytes
 
+    def forget(self, rank: Rank) -> None:
+        """A rank will not save any more, as far as is known."""
+        self._state_bytes.pop(rank, None)
+        self._overlaps.pop(rank, None)
+
     def begun(self, rank: Rank, under_way: int) -> None:
         """A rank's step is sealed; with it so many of its steps are under way."""
         self._overlaps.setdefault(rank, deque(maxlen=OVERLAPS_KEPT)).append(under_way)
@@ -78,12 +83,20 @@ class StepMemory:
         }
         step_bytes = sum(self._state_bytes.values()) + sum(replicas.values())
         needed = whole_bytes(step_bytes, keep_steps=self._config.keep_steps)
-        return self._config.ram_budget_bytes < needed or rank in self._short_of_room
+        if self._config.ram_budget_bytes < needed or rank in self._short_of_room:
+            return True
+        job, budget = rank[0], self._store.job_budget_bytes
+        of_job = self._saved_by(job) + sum(size for (name, _, _), size in replicas.items() if name == job)
+        return bool(budget) and budget < whole_bytes(of_job, keep_steps=self._config.keep_steps)
 
-    def advice(self) -> str:
-        """For whoever was refused: the budgets that would do."""
+    def _saved_by(self, job: str) -> int:
+        """What the ranks of a job here, or of all, save per step."""
+        return sum(size for (name, _), size in self._state_bytes.items() if job in {"", name})
+
+    def advice(self, job: str = "") -> str:
+        """For whoever was refused: the budgets that would do, for all jobs or for one."""
         config = self._config
-        return advice(sum(self._state_bytes.values()), tolerate=config.tolerate, keep_steps=config.keep_steps)
+        return advice(self._saved_by(job), tolerate=config.tolerate, keep_steps=config.keep_steps, job=job)
 
     async def make_spares(self, save: Save) -> None:
         """Have as many segments as this rank's steps take at once, before they are asked for.
@@ -100,7 +113,9 @@ class StepMemory:
             save.offer(tuple(self._store.free_segments(pool)[:SPARES_OFFERED_MAX]))
             usage = self._store.usage()
             needed = usage.used_bytes - usage.free_bytes + 2 * save.state_bytes
-            if self._store.count_segments(pool) >= wanted or needed > usage.budget_bytes:
+            budget = self._store.job_budget_bytes
+            job_full = budget and self._store.job_bytes().get(rank[0], 0) + 2 * save.state_bytes > budget
+            if self._store.count_segments(pool) >= wanted or needed > usage.budget_bytes or job_full:
                 return  # all there, or room is short: leave it to what must be kept
             try:
                 segment = await asyncio.to_thread(self._store.allocate_new, save.state_bytes, pool)

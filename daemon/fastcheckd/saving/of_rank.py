@@ -76,6 +76,10 @@ class RankSaves:
             self.saves.remove(old)
         self.saves.append(save)
 
+    def busy(self) -> bool:
+        """Whether a save of it has not ended, or something runs for it."""
+        return any(not s.done for s in self.saves) or any(not task.done() for task in self.tasks())
+
     def tasks(self) -> list[asyncio.Task[None]]:
         """All that is running for it."""
         found = [s.task for s in self.saves] + [self.leaving, self.making_spares]

@@ -103,7 +103,7 @@ class Placing:
                         owner=owner,
                         state_bytes=save.state_bytes,
                         chunk_bytes=self._config.chunk_bytes,
-                        avoid=self._quarantine.members(),
+                        avoid=self._quarantine.members(save.key.job),
                         oldest_step=save.oldest_step(),
                         ahead=not save.sealed,
                     ),
@@ -137,7 +137,7 @@ class Placing:
             tolerate=self._config.tolerate,
             spread=self._config.spread,
             failure_domain=self._config.failure_domain,
-            avoid=self._quarantine.members(),
+            avoid=self._quarantine.members(save.key.job),
         )
         response.epoch = max(response.epoch, view.epoch)
         return Placed(response, alone=True)

@@ -29,6 +29,7 @@ from ..errors import (
     FastCheckdError,
     FencedError,
     HolderLostError,
+    JobBudgetError,
     NoQuorumError,
     OverBudgetError,
     PeerError,
@@ -334,7 +335,9 @@ class Replicator:
             logger.warning("%s: shard %d to %s failed: %s", save.key, shard.index, node_id, error)
             # An old epoch is our lag, not the holder's fault; placed alone, it means another life of the holder.
             if shard.manifest.provisional or not isinstance(error, FencedError):
-                self._quarantine.add(node_id)
+                # It has room for other jobs.
+                whose = save.key.job if isinstance(error, JobBudgetError) else ""
+                self._quarantine.add(node_id, whose)
                 self._counters.add("peers_quarantined")
             return error
         finally:

@@ -25,6 +25,7 @@ from ..errors import (
     FastCheckdError,
     FencedError,
     InvalidRequestError,
+    JobBudgetError,
     NotHeldError,
     NotNewerError,
     OverBudgetError,
@@ -44,6 +45,7 @@ from .of_rank import RankSaves
 from .progress import JobProgress, job_progress
 from .replicate import Replicator
 from .resuming import left_over
+from .rhythm import RANKS_MAX
 from .save import Save, SaveKey
 
 logger = logging.getLogger(__name__)
@@ -168,6 +170,31 @@ class SavingRoom:
         if session > saves.session:
             saves.session = session
             self._abandon_reserved(job, rank)
+            # In the order in which they were taken: what there are too many of goes from the front.
+            self._ranks[job, rank] = self._ranks.pop((job, rank))
+
+    def forget(self) -> None:
+        """Of ranks that do nothing: forget those whose sessions a deletion has ended, and the oldest of too many.
+
+        To be called with each new view. The registry remembers who may save; a process that is told here that its
+        save is not known finds a committed one in the store.
+        """
+        busy = {(save.key.job, save.key.rank) for save in self._reserved.values()}
+        idle = [rank for rank, saves in self._ranks.items() if rank not in busy and not saves.busy()]
+        gone = [rank for rank in idle if self._view.is_void(rank[0], self._ranks[rank].session)]
+        surplus = len(self._ranks) - len(gone) - RANKS_MAX
+        if surplus > 0:
+            deleted = set(gone)
+            gone += [rank for rank in idle if rank not in deleted][:surplus]
+        for rank in gone:
+            del self._ranks[rank]
+            self.memory.forget(rank)
+            self._replicator.short_of_room.discard(rank)
+        if gone:
+            jobs = {job for job, _ in self._ranks}
+            for known in (self._committed, self._committed_at):
+                for job in known.keys() - jobs:
+                    del known[job]
 
     # --- one save --------------------------------------------------------------------------------
 
@@ -206,6 +233,12 @@ class SavingRoom:
         """
         rank = (request.job, request.rank)
         self.memory.sized(rank, request.state_bytes)
+        if 0 < self._store.job_budget_bytes < request.state_bytes:  # nothing need give way for it
+            raise self._too_much(
+                request,
+                f"step {request.step} has {request.state_bytes} bytes, and one job may have "
+                f"{self._store.job_budget_bytes} on this node; ",
+            )
         pool = staging_pool(*rank)
         if not self._store.free_segments(pool):
             await self.memory.until_tidy(request.job, self._newest_seen(request.job))
@@ -222,10 +255,17 @@ class SavingRoom:
                     await self._wait_for_room(request, under_way)
                 elif await asyncio.to_thread(self.memory.give_up_older, *rank, self._newest(request.job)):
                     continue
+                elif isinstance(error, JobBudgetError):
+                    raise self._too_much(request, f"{error}; ") from None
                 elif isinstance(error, OverBudgetError):
                     raise OverBudgetError(f"{error}; {self.memory.advice()}") from None
                 else:
                     raise
+
+    def _too_much(self, request: tpb.BeginSaveRequest, why: str) -> JobBudgetError:
+        """The job may not have so much memory here."""
+        self._counters.add("job_budget_refused")
+        return JobBudgetError(why + self.memory.advice(request.job))
 
     def _abandon_reserved(self, job: str, rank: int) -> None:
         for save in [s for s in self._reserved.values() if (s.key.job, s.key.rank) == (job, rank)]:

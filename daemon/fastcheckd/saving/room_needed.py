@@ -33,12 +33,15 @@ def lean_bytes(state_bytes: int, *, tolerate: int, keep_steps: int) -> int:
     return round((2 + tolerate + (own_ways + tolerate * keep_steps) * WAY_SHARE) * state_bytes) + SLOTS_BYTES
 
 
-def advice(state_bytes: int, *, tolerate: int, keep_steps: int) -> str:
-    """For whoever was refused: what the budget should be."""
+def advice(state_bytes: int, *, tolerate: int, keep_steps: int, job: str = "") -> str:
+    """For whoever was refused: what the budget should be, the node's or that of one job."""
     lean = lean_bytes(state_bytes, tolerate=tolerate, keep_steps=keep_steps)
     ample = ample_bytes(state_bytes, tolerate=tolerate, keep_steps=keep_steps)
+    whose, key = (
+        (f"job {job!r} on this node", "job_budget_bytes") if job else ("this node", "ram_budget_bytes")
+    )
     return (
-        f"the ranks of this node save {state_bytes} bytes per step: with tolerate {tolerate} and keep_steps "
-        f"{keep_steps} ram_budget_bytes should be at least {lean} where the codec makes steps a third of their "
+        f"the ranks of {whose} save {state_bytes} bytes per step: with tolerate {tolerate} and keep_steps "
+        f"{keep_steps} {key} should be at least {lean} where the codec makes steps a third of their "
         f"size, and {ample} where it does not"
     )

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
+
+from fastcheck_proto.conventions import TOKEN_METADATA_KEY
 
 from ..errors import DeniedError, FastCheckdError, InvalidRequestError
 from ..log import Complaints
@@ -40,17 +42,47 @@ _KINDS: dict[tuple[bool, bool], tuple[str, Any]] = {
 }
 
 
+class _Tokens(Protocol):
+    def subject(self, token: str) -> str:
+        """Whom a token names; DeniedError if it does not pass."""
+
+    def advice(self) -> str:
+        """What a trainer needs."""
+
+
+def bearer(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
+    """The token that a call shows; None: it shows none.
+
+    Raises:
+        DeniedError: it shows something else there, or several.
+    """
+    shown = [value for key, value in metadata or () if key == TOKEN_METADATA_KEY]
+    if not shown:
+        return None
+    scheme, _, token = shown[0].partition(" ") if isinstance(shown[0], str) else ("", "", "")
+    if len(shown) != 1 or scheme.lower() != "bearer" or not token:
+        raise DeniedError(f"a call shows one token, as '{TOKEN_METADATA_KEY}: Bearer TOKEN'")
+    return token
+
+
 class Admission(grpc.aio.ServerInterceptor):
     """Lets a call through to its service if its caller may make it.
 
     Args:
         cluster_id: whose certificates count.
         voters: the nodes that pass on what others say.
+        tokens: whose trainers' tokens are; None: there are none, and one that is shown counts for nothing.
     """
 
-    def __init__(self, cluster_id: str, voters: Callable[[], Collection[str]] = tuple) -> None:
+    def __init__(
+        self,
+        cluster_id: str,
+        voters: Callable[[], Collection[str]] = tuple,
+        tokens: _Tokens | None = None,
+    ) -> None:
         self._cluster_id = cluster_id
         self._voters = voters
+        self._tokens = tokens
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """Put the checks before the method's handler."""
@@ -86,7 +118,7 @@ class Admission(grpc.aio.ServerInterceptor):
     async def _admit(self, method: str, request: Any, context: Context, *, stream: bool) -> Any:
         """The request, or the requests one by one, if the caller may make them; otherwise the call ends."""
         try:
-            who = self._caller(context)
+            who = self._by_token(self._caller(context), method, context)
             roles.check_method(who, method)
             CALLER.set(who)
             if stream:
@@ -111,6 +143,16 @@ class Admission(grpc.aio.ServerInterceptor):
             raise InvalidRequestError(f"what {who} sent to {method} is no request of it")
         if roles.names_a_speaker(method):
             roles.check_speaker(who, method, request, self._voters())
+    def _by_token(self, who: roles.Caller, method: str, context: Context) -> roles.Caller:
+        """Who calls, if a token may say so; a bad one is never taken for none."""
+        if self._tokens is None or not roles.may_show_token(who, method):
+            return who
+        token = bearer(context.invocation_metadata())
+        if token is not None:
+            return roles.Caller(roles.BEARER, self._tokens.subject(token))
+        if who == roles.LOCAL:
+            raise DeniedError(f"trainers show a token here: {self._tokens.advice()}")
+        return who
 
     def _caller(self, context: Context) -> roles.Caller:
         known = context.auth_context()

@@ -222,6 +222,15 @@ def _data_codes(
         )
     if stats is None:
         return
+    for job in stats.jobs:
+        if stats.job_budget_bytes and job.ram_used_bytes > MEMORY_NEAR_FULL_SHARE * stats.job_budget_bytes:
+            yield admin_pb2.HealthCode(
+                code="JOB_NEAR_BUDGET",
+                severity=OK,
+                detail=f"job {job.job} has {job.ram_used_bytes} of the {stats.job_budget_bytes} bytes that one job "
+                f"may have on {name} ({100 * job.ram_used_bytes // stats.job_budget_bytes} %); more is refused",
+                remedy="raise job_budget_bytes, lower keep_steps or max_in_flight, or spread the job over more nodes",
+            )
     if stats.lane.faster_interface:
         yield admin_pb2.HealthCode(
             code="LANE_SLOW_INTERFACE",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +34,8 @@ from .peer_upkeep import PeerUpkeep
 logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+#: Jobs that an answer tells of.
+JOBS_MAX = 32
 _KINDS = (pb.REPLICA_KIND_COPY, pb.REPLICA_KIND_OWNER)
 
 
@@ -183,7 +186,13 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
             scrub_age_ms=None if self._upkeep is None else self._upkeep.scrub_age_ms(),
             lane=None if self._lane_report is None else self._lane_report(),
             certificate=self._certificate(),
+            jobs=self._jobs(),
+            job_budget_bytes=self._store.job_budget_bytes,
         )
+
+    def _jobs(self) -> list[peer_pb2.JobMemory]:
+        most = heapq.nlargest(JOBS_MAX, self._store.job_bytes().items(), key=lambda item: item[1])
+        return [peer_pb2.JobMemory(job=job, ram_used_bytes=used) for job, used in most]
 
     def _certificate(self) -> peer_pb2.CertificateReport | None:
         if self._certificates is None:

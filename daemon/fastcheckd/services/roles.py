@@ -1,7 +1,8 @@
 """Who may call what: one table, and whom a caller may speak for. Pure.
 
-A caller is what its certificate names: `spiffe://CLUSTER/fastcheck/ROLE/NAME`. Who comes through a Unix socket, or
-to a daemon without certificates, is `LOCAL` and may do all that has a rule. What has no rule nobody may call.
+A caller is what its certificate names, `spiffe://CLUSTER/fastcheck/ROLE/NAME`, or, in a trainer's calls, whom its token
+names. Who comes through a Unix socket, or to a daemon without certificates, is `LOCAL` and may do all that has a rule,
+except that where tokens are configured a trainer needs one. What has no rule nobody may call.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 from ..errors import DeniedError
 
 NODE, ADMIN, TRAINER = "node", "admin", "trainer"
+#: Of who shows a token. No certificate gives it.
+BEARER = "token"
 _ROLES = frozenset({NODE, ADMIN, TRAINER})
 _SPIFFE = "spiffe://"
 
@@ -21,7 +24,7 @@ _SPIFFE = "spiffe://"
 class Caller:
     """Who makes a call."""
 
-    #: `node`, `admin`, `trainer`; empty: local.
+    #: `node`, `admin`, `trainer`, `token`; empty: local.
     role: str
     name: str
 
@@ -34,7 +37,7 @@ LOCAL = Caller("", "local")
 _ANY = _ROLES
 _NODES = frozenset({NODE})
 _ADMINS = frozenset({ADMIN})
-_TRAINERS = frozenset({TRAINER, ADMIN})
+_TRAINERS = frozenset({TRAINER, BEARER, ADMIN})
 _NOBODY: frozenset[str] = frozenset()
 
 #: Service → method → roles that may call it, besides `LOCAL`.
@@ -97,6 +100,11 @@ def names_a_speaker(method: str) -> bool:
     return method in _SPEAKER
 
 
+def may_show_token(who: Caller, method: str) -> bool:
+    """Whether a token says who makes a call, rather than what is known by the connection."""
+    return (who == LOCAL or who.role == TRAINER) and method.startswith("/fastcheck.v1.TrainerService/")
+
+
 def caller(uris: Sequence[str], cluster_id: str) -> Caller:
     """Whom a verified certificate with these URIs in its SAN names.
 
@@ -126,7 +134,7 @@ def check_method(who: Caller, method: str) -> None:
     if allowed is None:
         raise DeniedError(f"{method} has no rule, so nobody may call it")
     if who != LOCAL and who.role not in allowed:
-        wanted = " or ".join(sorted(allowed)) or "local"
+        wanted = " or ".join(sorted(allowed - {BEARER})) or "local"
         raise DeniedError(f"{who} may not call {method}: show a certificate with the role {wanted}")
 
 

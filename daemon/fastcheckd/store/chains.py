@@ -109,7 +109,9 @@ class Chains:
             wanted = path[0]
             if wanted.is_full:
                 return wanted
-            segment = books.pools.allocate(wanted.manifest.bytes, pool_of(wanted.manifest))
+            segment = books.pools.allocate(
+                wanted.manifest.bytes, pool_of(wanted.manifest), job=wanted.key.job
+            )
             try:
                 view = segment.view
                 self._decode(path, lambda index: _within(view, wanted, index))

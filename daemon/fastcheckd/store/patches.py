@@ -78,7 +78,7 @@ class Patch:
         """
         books, base = self._books, self.base
         self._bytes = base.segment.view[base.offset : base.offset + base.manifest.bytes]
-        self._way = WayBackFile.make(books.folder / "ways", books.pools, len(self.chunks))
+        self._way = WayBackFile.make(books.folder / "ways", books.pools, len(self.chunks), base.key.job)
         self._spare = books.pools.allocate(self.chunks.longest, SLOT_POOL)
         self._plain = self._resources.enter_context(books.staged(base))
         under_way = _with_way(base, self._way, self._step)

@@ -75,8 +75,9 @@ class RamStore:
         budget_bytes: int,
         counters: Counters,
         now_ms: Callable[[], int] = _unix_ms,
+        job_budget_bytes: int = 0,
     ) -> RamStore:
-        """Make or take over a RAM directory; `now_ms` gives Unix milliseconds.
+        """Make or take over a RAM directory; `now_ms` gives Unix milliseconds, `job_budget_bytes` 0 no limit.
 
         Raises:
             StoreError: another process has it, others may write to it, it is not a RAM directory,
@@ -103,7 +104,7 @@ class RamStore:
                     files.own_folder(folder)
                 for leftover in (directory / "tmp").iterdir():
                     files.discard(leftover)
-                pools = SegmentPools(directory / "segments", budget_bytes)
+                pools = SegmentPools(directory / "segments", budget_bytes, job_budget_bytes)
                 store = cls(directory, lock_fd, pools, counters, now_ms)
                 store._adopt()
             except BaseException:
@@ -115,11 +116,11 @@ class RamStore:
 
     def _adopt(self) -> None:
         shards, dropped = adopt(self.directory)
-        for segment in {shard.segment for shard in shards}:
-            self._pools.adopt(segment)
+        for segment, job in {shard.segment: shard.key.job for shard in shards}.items():
+            self._pools.adopt(segment, job)
         for shard in shards:
             if shard.way_back is not None:
-                self._pools.adopt(shard.way_back.file)
+                self._pools.adopt(shard.way_back.file, shard.key.job)
             self._pools.hold(memory_of(shard))
             self._books.shards[shard.id] = shard
         self._counters.add("manifests_adopted", len(shards))
@@ -152,25 +153,27 @@ class RamStore:
         self._pools.close()
         os.close(self._lock_fd)
 
-    def allocate(self, size_bytes: int, pool: str, *, wait_s: float = 0.0) -> Segment:
+    def allocate(self, size_bytes: int, pool: str, *, job: str = "", wait_s: float = 0.0) -> Segment:
         """A segment of at least `size_bytes` (0 is fine), the caller's own until `release`.
 
         Its content is what the last tenant of the same pool left. Allocating new memory takes about
-        0.2 s per GB. Where the budget is short, memory that comes back within `wait_s` will do.
+        0.2 s per GB. Where the budget is short, memory that comes back within `wait_s` will do. It counts for
+        `job`, or for the job of a staging pool.
 
         Raises:
+            JobBudgetError: the job has as much as it may.
             OverBudgetError: asked, used and budget are in the message.
             StoreFullError: the file system is full; nothing that was held is lost.
         """
-        return self._pools.allocate(size_bytes, pool, wait_s=wait_s)
+        return self._pools.allocate(size_bytes, pool, job=job, wait_s=wait_s)
 
-    def allocate_sparse(self, length_bytes: int, filled: Sequence[range]) -> SparseSegment:
+    def allocate_sparse(self, length_bytes: int, filled: Sequence[range], job: str = "") -> SparseSegment:
         """A file of that length of which only some stretches take memory and may be written; `discard` it.
 
         Raises:
             OverBudgetError, StoreFullError: as `allocate`, for those stretches.
         """
-        return SparseSegment.make(self.directory / "segments", self._pools, length_bytes, filled)
+        return SparseSegment.make(self.directory / "segments", self._pools, length_bytes, filled, job)
 
     def release(self, segment: Segment) -> None:
         """The caller of `allocate` is done with the segment; the shards published in it keep it."""
@@ -427,6 +430,15 @@ class RamStore:
         except StoreError as error:
             # The bytes are good, and the time in the file is only for people who look at it.
             logger.warning("cannot note in its manifest that %s was verified: %s", tuple(shard.id), error)
+
+    @property
+    def job_budget_bytes(self) -> int:
+        """Most that one job may have; 0: no limit of its own."""
+        return self._pools.job_budget_bytes
+
+    def job_bytes(self) -> dict[str, int]:
+        """What each job has at this moment: segments and ways back, not what is free."""
+        return self._pools.job_bytes()
 
     def usage(self) -> Usage:
         """Memory at this moment. Manifests (16 bytes per chunk) are not counted."""

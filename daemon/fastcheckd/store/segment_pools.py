@@ -2,7 +2,8 @@
 
 A segment is in use while anything refers to it: its allocation, published shards, pins. With the
 last reference it becomes free, for the same pool only, and stays warm. Free segments count
-against the budget like all others and are the first to go when it gets tight.
+against the budget like all others and are the first to go when it gets tight. What is in use for a job
+counts against the budget that each job has, too, if there is one; what is free counts for no job.
 
 One lock guards all of it and is never held during slow work: memory is accounted before it is
 allocated and until after it is unlinked, so the files never take more than the books say. Knows
@@ -12,17 +13,19 @@ nothing of shards and manifests, nor what is in a file that grows.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import InvalidRequestError, OverBudgetError, StoreError, StoreFullError
+from ..errors import InvalidRequestError, JobBudgetError, OverBudgetError, StoreError, StoreFullError
 from .directory import is_full
-from .segments import PooledFile, Segment, rounded
+from .segments import PooledFile, Segment, job_of_pool, rounded
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,8 @@ T = TypeVar("T")
 FREE_SEGMENTS_MIN = 4
 #: Longest wait for another thread that is unlinking what we need.
 UNLINK_WAIT_S = 30.0
+#: Threads that may wait at once for memory of one job that is at its limit: others' puts begin in the same threads.
+JOB_WAITERS_MAX = 2
 
 
 @dataclass(frozen=True)
@@ -69,9 +74,11 @@ def pick_victim(free: Sequence[PooledFile], lack_bytes: int) -> PooledFile:
 class SegmentPools:
     """All segments of one directory."""
 
-    def __init__(self, folder: Path, budget_bytes: int) -> None:
+    def __init__(self, folder: Path, budget_bytes: int, job_budget_bytes: int = 0) -> None:
         self._folder = folder
         self._budget_bytes = budget_bytes
+        #: Most that may be in use for one job; 0: no limit of its own.
+        self.job_budget_bytes = job_budget_bytes
         #: Guards everything below and the counts in the segments; notified when memory comes back.
         self._changed = threading.Condition()
         self._in_use: set[PooledFile] = set()
@@ -79,6 +86,9 @@ class SegmentPools:
         self._free: list[PooledFile] = []
         #: Files that exist, and those that a thread is about to make.
         self._used_bytes = 0
+        #: The part of `_used_bytes` that is in use for each job, or set aside for it; no job has 0.
+        self._job_bytes: Counter[str] = Counter()
+        self._job_waiters: Counter[str] = Counter()
         #: The part of `_used_bytes` that threads are unlinking right now.
         self._doomed_bytes = 0
         self._closed = False
@@ -87,18 +97,24 @@ class SegmentPools:
         #: How many times in a row `trim` has found that nothing was taken.
         self._unused: dict[str, int] = {}
 
-    def allocate(self, size_bytes: int, pool: str, *, recycle: bool = True, wait_s: float = 0.0) -> Segment:
+    def allocate(
+        self, size_bytes: int, pool: str, *, job: str = "", recycle: bool = True, wait_s: float = 0.0
+    ) -> Segment:
         """A segment of at least so many bytes, recycled if possible and wanted. The caller owns one reference.
+
+        It counts for `job`; a staging pool says itself whose it is.
 
         Raises:
             InvalidRequestError: the size is negative.
+            JobBudgetError: the job has as much as it may, and for `wait_s` had.
             OverBudgetError: the budget does not allow it, even without the free segments, and for `wait_s` did not.
             StoreFullError: the file system has no room, even without the free segments.
         """
         if size_bytes < 0:
             raise InvalidRequestError(f"a segment of {size_bytes} bytes was asked for")
         size = rounded(size_bytes)
-        recycled = self._recycle_or_reserve(size, pool, recycle, wait_s)
+        job = job_of_pool(pool) or job
+        recycled = self._recycle_or_reserve(size, pool, job, recycle=recycle, wait_s=wait_s)
         if recycled is not None:
             return recycled
         try:
@@ -108,23 +124,30 @@ class SegmentPools:
         except BaseException:
             with self._changed:
                 self._used_bytes -= size
+                self._charge(job, -size)
                 self._changed.notify_all()
             raise
         with self._changed:
             if not self._closed:
-                self._start_use(segment)
+                self._start_use(segment, job)
                 return segment
         segment.unlink()  # the next process does not know of it
         raise StoreError(f"the RAM store in {self._folder.parent} is closed")
 
-    def recycle(self, pool: str) -> PooledFile | None:
-        """The file of a pool that became free last, if there is one. The caller gets one reference, no allocation."""
+    def recycle(self, pool: str, job: str = "") -> PooledFile | None:
+        """The file of a pool that became free last, if there is one that the job may have.
+
+        The caller gets one reference, no allocation.
+        """
         with self._changed:
             self._check_open()
-            file = next((f for f in reversed(self._free) if f.pool == pool), None)
+            left = self._left_for(job)
+            file = next((f for f in reversed(self._free) if f.pool == pool and f.size_bytes <= left), None)
             if file is not None:
                 self._free.remove(file)
                 file.references = 1
+                file.job = job
+                self._charge(job, file.size_bytes)
                 self._in_use.add(file)
             self._note_taken(pool)
             return file
@@ -135,7 +158,7 @@ class SegmentPools:
         Raises:
             OverBudgetError: as `allocate`.
         """
-        self._recycle_or_reserve(more_bytes, "", recycle=False, wait_s=wait_s)
+        self._recycle_or_reserve(more_bytes, "", file.job, recycle=False, wait_s=wait_s)
         with self._changed:
             file.size_bytes += more_bytes
 
@@ -143,23 +166,32 @@ class SegmentPools:
         """A file in use needs no more than this of what was set aside for it."""
         with self._changed:
             self._used_bytes -= file.size_bytes - size_bytes
+            self._charge(file.job, size_bytes - file.size_bytes)
             file.size_bytes = size_bytes
             self._changed.notify_all()
 
-    def _recycle_or_reserve(self, size: int, pool: str, recycle: bool, wait_s: float) -> Segment | None:
-        """A free segment, or None with `size` bytes of the budget set aside for a new one."""
+    def _recycle_or_reserve(
+        self, size: int, pool: str, job: str, *, recycle: bool, wait_s: float
+    ) -> Segment | None:
+        """A free segment, or None with `size` bytes of the budgets set aside for a new one."""
         started_s = time.monotonic()
         while True:
             with self._changed:
                 self._check_open()
-                segment = best_fit((s for s in self._free if s.pool == pool), size)
+                left = self._left_for(job)
+                if size > left:
+                    self._await_job(job, size, wait_s - (time.monotonic() - started_s))
+                    continue
+                segment = best_fit((s for s in self._free if s.pool == pool and s.size_bytes <= left), size)
                 if segment is not None and recycle:
                     self._free.remove(segment)
-                    self._start_use(segment)
+                    self._charge(job, segment.size_bytes)
+                    self._start_use(segment, job)
                     return segment
                 lack = self._used_bytes + size - self._budget_bytes
                 if lack <= 0:
                     self._used_bytes += size
+                    self._charge(job, size)
                     return None
                 coming = lack <= self._doomed_bytes + sum(s.size_bytes for s in self._free)
                 waited_s = time.monotonic() - started_s
@@ -176,6 +208,35 @@ class SegmentPools:
                 victim = pick_victim(self._free, lack - self._doomed_bytes)
                 self._doom([victim])
             self._unlink([victim])
+
+    def _left_for(self, job: str) -> float:
+        """With the lock held: what a job may still have."""
+        limited = job and self.job_budget_bytes
+        return self.job_budget_bytes - self._job_bytes[job] if limited else math.inf
+
+    def _charge(self, job: str, size: int) -> None:
+        """With the lock held: so much more is in use for a job, or less."""
+        if job:
+            self._job_bytes[job] += size
+            assert self._job_bytes[job] >= 0, job
+            if not self._job_bytes[job]:
+                del self._job_bytes[job]
+
+    def _await_job(self, job: str, size: int, left_s: float) -> None:
+        """With the lock held: return when something has come back; raises JobBudgetError when the time is over."""
+        if left_s <= 0 or self._job_waiters[job] >= JOB_WAITERS_MAX:
+            raise JobBudgetError(
+                f"{size} bytes asked for, and job {job!r} has {self._job_bytes[job]} of the {self.job_budget_bytes} "
+                "bytes that one job may have on this node: raise job_budget_bytes, keep fewer steps, or spread its "
+                "ranks over more nodes"
+            )
+        self._job_waiters[job] += 1
+        try:
+            self._changed.wait(left_s)
+        finally:
+            self._job_waiters[job] -= 1
+            if not self._job_waiters[job]:
+                del self._job_waiters[job]
 
     def with_room(self, what: str, action: Callable[[], T]) -> T:
         """Run something that takes room; if there is none, unlink all free segments and run it once more.
@@ -203,9 +264,11 @@ class SegmentPools:
                 "that a trainer still has mapped take room as well"
             ) from None
 
-    def adopt(self, segment: PooledFile) -> None:
+    def adopt(self, segment: PooledFile, job: str) -> None:
         """Add a file of an earlier process, or one that is about to be made, without any reference yet."""
         with self._changed:
+            segment.job = job
+            self._charge(job, segment.size_bytes)
             self._used_bytes += segment.size_bytes
             self._in_use.add(segment)
 
@@ -310,6 +373,11 @@ class SegmentPools:
                 segments=sum(isinstance(s, Segment) for group in (self._in_use, self._free) for s in group),
             )
 
+    def job_bytes(self) -> dict[str, int]:
+        """What is in use for each job at this moment."""
+        with self._changed:
+            return dict(self._job_bytes)
+
     def close(self) -> None:
         """Unlink the free segments and leave the others to the next process."""
         self._unlink_free()
@@ -322,8 +390,9 @@ class SegmentPools:
         if self._closed:
             raise StoreError(f"the RAM store in {self._folder.parent} is closed")
 
-    def _start_use(self, segment: Segment) -> None:
+    def _start_use(self, segment: Segment, job: str) -> None:
         assert segment.references == 0 and not segment.allocated
+        segment.job = job
         segment.references = 1
         segment.allocated = True
         segment.tenants += 1
@@ -341,6 +410,8 @@ class SegmentPools:
         if segment.references:
             return []
         self._in_use.remove(segment)
+        self._charge(segment.job, -segment.size_bytes)
+        segment.job = ""
         self._free.append(segment)
         self._changed.notify_all()  # whoever waits for room may have it
         if not segment.recyclable or self._used_bytes > self._budget_bytes:

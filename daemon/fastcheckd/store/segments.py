@@ -33,6 +33,11 @@ def staging_pool(job: str, rank: int) -> str:
     return f"staging.{job}.{rank}"
 
 
+def job_of_pool(pool: str) -> str:
+    """Whose trainers copy into the segments of a pool; empty: nobody's alone."""
+    return pool.removeprefix("staging.").rpartition(".")[0] if is_staging(pool) else ""
+
+
 def is_staging(pool: str) -> bool:
     """Whether trainers copy into the segments of a pool."""
     return pool.startswith("staging.")
@@ -87,6 +92,8 @@ class PooledFile:
         #: What it counts for: never less than the memory that it takes.
         self.size_bytes = size_bytes
         self.pool = pool
+        #: For which job it is in use: its budget has the bytes. Empty: nobody's, or free.
+        self.job = ""
         #: One for whoever allocated it, one for what is published in it, one per pin. 0: free or gone.
         self.references = 0
         #: Whether `references` includes one of an allocation.

@@ -40,7 +40,7 @@ class SparseSegment(Segment):
 
     @classmethod
     def make(
-        cls, folder: Path, pools: SegmentPools, length_bytes: int, stretches: Sequence[range]
+        cls, folder: Path, pools: SegmentPools, length_bytes: int, stretches: Sequence[range], job: str = ""
     ) -> SparseSegment:
         """A file of at least that length with memory for these byte ranges; the caller gives it back to the pools.
 
@@ -53,7 +53,7 @@ class SparseSegment(Segment):
         size = sum(map(len, filled))
         made = cls(folder / f"{secrets.token_hex(16)}.seg", length)
         made.recyclable = False
-        pools.adopt(made)
+        pools.adopt(made, job)
         pools.take_again(made)
         try:
             pools.grow(made, size)

@@ -31,7 +31,7 @@ class Thinning:
         self._books = books
         self._lock = threading.Lock()
         self._way: WayBackFile | None = WayBackFile.make(
-            books.folder / "ways", books.pools, len(older.chunks)
+            books.folder / "ways", books.pools, len(older.chunks), older.key.job
         )
         self._added: set[int] = set()
         self._writers = 0

@@ -55,16 +55,18 @@ class WayBackFile(PooledFile):
         self._growing = threading.Lock()
 
     @classmethod
-    def make(cls, folder: Path, pools: SegmentPools, chunks: int) -> WayBackFile:
+    def make(cls, folder: Path, pools: SegmentPools, chunks: int, job: str = "") -> WayBackFile:
         """An empty one for so many chunks, recycled if possible; the caller has one reference (`let_go`).
+
+        It counts for `job`.
 
         Raises:
             OverBudgetError, StoreFullError, StoreError: as `SegmentPools.allocate`.
         """
-        file = pools.recycle(WAY_POOL)
+        file = pools.recycle(WAY_POOL, job)
         if file is None:
             file = cls(folder / f"{secrets.token_hex(16)}.way", 0, chunks, 0)
-            pools.adopt(file)
+            pools.adopt(file, job)
             pools.hold(file)
         assert isinstance(file, WayBackFile)
         file.chunks, file._end = chunks, _first_record(chunks)

@@ -21,7 +21,15 @@ from fastcheck_proto.v1 import peer_pb2
 from ..chunks import ChunkTable
 from ..counters import Counters
 from ..digests import shard_digest
-from ..errors import CorruptError, FastCheckdError, FencedError, NotHeldError, PeerError, StoreError
+from ..errors import (
+    CorruptError,
+    FastCheckdError,
+    FencedError,
+    JobBudgetError,
+    NotHeldError,
+    PeerError,
+    StoreError,
+)
 from ..store.provisional import drop_obsolete
 from ..store.ram_store import HeldShard, RamStore
 from ..store.segments import COPY_POOL
@@ -125,13 +133,16 @@ class PutDesk:
         Raises:
             NoLeaseError: this node has no lease, and the put is not a provisional one.
             FencedError, InvalidRequestError, OverBudgetError: see `check_put`.
+            JobBudgetError: its job has as much here as it may.
             OverBudgetError, StoreFullError: no room.
             PeerError: too many transfers are under way.
         """
         try:
             return self._begin(request)
-        except FastCheckdError:
+        except FastCheckdError as error:
             self._counters.add("puts_refused")
+            if isinstance(error, JobBudgetError):
+                self._counters.add("job_budget_refused")
             raise
 
     def finish(self, request: peer_pb2.FinishPutRequest) -> peer_pb2.FinishPutResponse:
@@ -282,7 +293,9 @@ class PutDesk:
                 return base, PatchTarget(patch, base, self._counters, step=step)
             except StoreError as error:
                 logger.info("shard %s comes whole: %s", tuple(base.id), error)
-        segment = self._store.allocate(table.shard_bytes, COPY_POOL, wait_s=ROOM_WAIT_S)
+        segment = self._store.allocate(
+            table.shard_bytes, COPY_POOL, job=request.manifest.key.job, wait_s=ROOM_WAIT_S
+        )
         return None, WholeTarget(self._store, segment, table, step=step)
 
     def _acceptable_base(self, request: peer_pb2.BeginPutRequest, table: ChunkTable) -> HeldShard | None:

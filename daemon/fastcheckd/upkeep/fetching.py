@@ -131,7 +131,9 @@ class FetchRoom:
     async def _fetch(self, request: peer_pb2.FetchReplicaRequest) -> peer_pb2.FetchReplicaResponse:
         if await self._is_here(request):
             return peer_pb2.FetchReplicaResponse(digest=request.digest, was_here=True)
-        segment = await _finished(asyncio.to_thread(self._store.allocate, request.bytes, COPY_POOL))
+        segment = await _finished(
+            asyncio.to_thread(self._store.allocate, request.bytes, COPY_POOL, job=request.key.job)
+        )
         try:
             manifest = await self._pull(request, segment)
             # What was true when it began may not be any more.

@@ -64,6 +64,8 @@ class _ErrorCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """Ranks that should hold the same state do not: the step is not committed."""
     ERROR_CODE_DENIED: _ErrorCode.ValueType  # 30
     """The caller is known, and may not do this."""
+    ERROR_CODE_JOB_BUDGET: _ErrorCode.ValueType  # 31
+    """The job has as much of the node's memory as one job may. Other jobs are not concerned."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """A stable reason that programs may branch on. It travels in the trailing
@@ -110,6 +112,8 @@ ERROR_CODE_REPLICAS_DISAGREE: ErrorCode.ValueType  # 20
 """Ranks that should hold the same state do not: the step is not committed."""
 ERROR_CODE_DENIED: ErrorCode.ValueType  # 30
 """The caller is known, and may not do this."""
+ERROR_CODE_JOB_BUDGET: ErrorCode.ValueType  # 31
+"""The job has as much of the node's memory as one job may. Other jobs are not concerned."""
 Global___ErrorCode: typing_extensions.TypeAlias = ErrorCode
 
 class _ReplicaKind:

@@ -532,10 +532,14 @@ class GetStatsResponse(google.protobuf.message.Message):
     SCRUB_AGE_MS_FIELD_NUMBER: builtins.int
     LANE_FIELD_NUMBER: builtins.int
     CERTIFICATE_FIELD_NUMBER: builtins.int
+    JOBS_FIELD_NUMBER: builtins.int
+    JOB_BUDGET_BYTES_FIELD_NUMBER: builtins.int
     ram_used_bytes: builtins.int
     ram_budget_bytes: builtins.int
     scrub_age_ms: builtins.int
     """How long ago the replica that waits longest was checked last; unset: nothing is held."""
+    job_budget_bytes: builtins.int
+    """Most that one job may have; 0: no limit of its own."""
     @property
     def counters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Names as in docs/architecture.md, "Counters"."""
@@ -546,6 +550,10 @@ class GetStatsResponse(google.protobuf.message.Message):
     def certificate(self) -> Global___CertificateReport:
         """Unset: the node has none, everything but perhaps Raft is plaintext."""
 
+    @property
+    def jobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___JobMemory]:
+        """Jobs that have memory here, those with the most first; at most 32."""
+
     def __init__(
         self,
         *,
@@ -555,12 +563,34 @@ class GetStatsResponse(google.protobuf.message.Message):
         scrub_age_ms: builtins.int | None = ...,
         lane: Global___LaneReport | None = ...,
         certificate: Global___CertificateReport | None = ...,
+        jobs: collections.abc.Iterable[Global___JobMemory] | None = ...,
+        job_budget_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_scrub_age_ms", b"_scrub_age_ms", "certificate", b"certificate", "lane", b"lane", "scrub_age_ms", b"scrub_age_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_scrub_age_ms", b"_scrub_age_ms", "certificate", b"certificate", "counters", b"counters", "lane", b"lane", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes", "scrub_age_ms", b"scrub_age_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_scrub_age_ms", b"_scrub_age_ms", "certificate", b"certificate", "counters", b"counters", "job_budget_bytes", b"job_budget_bytes", "jobs", b"jobs", "lane", b"lane", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes", "scrub_age_ms", b"scrub_age_ms"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_scrub_age_ms", b"_scrub_age_ms"]) -> typing.Literal["scrub_age_ms"] | None: ...
 
 Global___GetStatsResponse: typing_extensions.TypeAlias = GetStatsResponse
+
+@typing.final
+class JobMemory(google.protobuf.message.Message):
+    """What a job has of a node's memory: its own states' bytes, copies and ways back."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    RAM_USED_BYTES_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    ram_used_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        ram_used_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "ram_used_bytes", b"ram_used_bytes"]) -> None: ...
+
+Global___JobMemory: typing_extensions.TypeAlias = JobMemory
 
 @typing.final
 class CertificateReport(google.protobuf.message.Message):

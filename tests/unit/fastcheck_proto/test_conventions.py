@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheck_proto.conventions import check_name, default_address
+from fastcheck_proto.conventions import TOKEN_BYTES_MAX, check_name, check_token, default_address
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,20 @@ def test_a_name_that_passes_is_one_path_component(name):
 
 def test_the_default_address_is_a_unix_socket():
     assert default_address().startswith("unix:///") and default_address().endswith("fastcheckd.sock")
+
+
+@given(st.text(max_size=200))
+def test_what_passes_for_a_token_can_stand_in_metadata(token):
+    try:
+        check_token(token)
+    except ValueError as error:
+        assert len(token) < 8 or token not in str(error)
+    else:
+        assert token.isascii() and token.isprintable() and token.count(".") == 2 and " " not in token
+
+
+def test_a_token_is_bounded():
+    longest = "a.b." + "c" * (TOKEN_BYTES_MAX - 4)
+    assert check_token(longest) == longest
+    with pytest.raises(ValueError, match="at most"):
+        check_token(longest + "c")

@@ -90,6 +90,19 @@ def test_jobs_have_labels_up_to_a_bound_and_the_rest_shows_its_worst():
     assert found["fastcheck_job_saves_in_flight", others] == 40 - JOBS_MAX
 
 
+def test_the_memory_of_jobs_is_bounded_by_name_and_none_of_it_is_left_out():
+    sizes = {f"j{n:03}": 1000 - n for n in range(40)}
+    found = told(data_metrics.families(data_facts(job_ram_bytes=sizes)))
+    shown = {
+        labels[0][1]: v for (name, *labels), v in found.items() if name == "fastcheck_job_ram_used_bytes"
+    }
+    assert set(shown) == {f"j{n:03}" for n in range(JOBS_MAX)} | {OTHERS}
+    assert sum(shown.values()) == sum(sizes.values()) and shown["j000"] == 1000
+    assert found["fastcheck_job_ram_budget_bytes",] == 60
+    without = told(data_metrics.families(data_facts(job_ram_bytes={}, job_budget_bytes=0)))
+    assert not [name for name, *_ in without if name.startswith("fastcheck_job_ram")]
+
+
 def test_what_is_not_known_is_absent_rather_than_zero():
     unknown = job(replicated_step=None, committed_step=None, committed_age_s=None, interval_s=None)
     names = {name for name, *_ in told(data_metrics.families(data_facts(scrub_age_s=None, jobs=[unknown])))}

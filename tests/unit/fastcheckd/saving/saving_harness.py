@@ -92,20 +92,27 @@ class Node:
         self.counters = counters
 
     async def stage(
-        self, step: int, state: bytes, layout: layout_pb2.StateLayout | None = None, rank: int = 0
+        self,
+        step: int,
+        state: bytes,
+        layout: layout_pb2.StateLayout | None = None,
+        rank: int = 0,
+        job: str = "gpt",
     ) -> Save:
         """What a trainer does: begin, fill, seal."""
         request = tpb.BeginSaveRequest(
-            job="gpt", rank=rank, world_size=2, session=1, step=step, state_bytes=len(state)
+            job=job, rank=rank, world_size=2, session=1, step=step, state_bytes=len(state)
         )
         save, _ = await self.room.begin(request)
         save.segment.view[: len(state)] = state
         seal = tpb.SealSaveRequest(header_offset=len(state) - 10, header_bytes=10, layout=layout)
         return await self.room.seal(save.save_id, seal)
 
-    async def save(self, step: int, state: bytes, layout: layout_pb2.StateLayout | None = None) -> Save:
+    async def save(
+        self, step: int, state: bytes, layout: layout_pb2.StateLayout | None = None, job: str = "gpt"
+    ) -> Save:
         """Stage it and wait for the commit."""
-        save = await self.stage(step, state, layout)
+        save = await self.stage(step, state, layout, job=job)
         await self.done(save)
         return save
 
@@ -123,11 +130,15 @@ async def running_node(directory: Path, registry: Registry, **settings: object) 
     config = Config(
         node_id="owner",
         chunk_bytes=CHUNK,
-        quarantine_s=0.1,
-        **{"codec": "always", "ram_budget_bytes": BUDGET, **settings},  # type: ignore[arg-type]
+        **{"codec": "always", "ram_budget_bytes": BUDGET, "quarantine_s": 0.1, **settings},  # type: ignore[arg-type]
     )
     counters = Counters()
-    store = RamStore.open(directory / "owner", budget_bytes=BUDGET, counters=counters)
+    store = RamStore.open(
+        directory / "owner",
+        budget_bytes=BUDGET,
+        job_budget_bytes=config.job_budget_bytes,
+        counters=counters,
+    )
     identity = Identity("owner")
     identity.assume(1)
     pool = CodecPool(2, 1)
@@ -153,14 +164,16 @@ async def running_node(directory: Path, registry: Registry, **settings: object) 
 
 @contextlib.asynccontextmanager
 async def running_world(
-    directory: Path, holders: int = 2, **settings: object
+    directory: Path, holders: int = 2, holders_job_budget_bytes: int = 0, **settings: object
 ) -> AsyncIterator[tuple[Node, Registry, list[Holder]]]:
     """A node and its holders `node-1`, `node-2`, ..."""
     async with contextlib.AsyncExitStack() as stack:
         found = []
         refs = []
         for index in range(1, holders + 1):
-            holder = await stack.enter_async_context(running_holder(directory / f"node-{index}"))
+            holder = await stack.enter_async_context(
+                running_holder(directory / f"node-{index}", job_budget_bytes=holders_job_budget_bytes)
+            )
             ref = holder.ref()
             ref.node.node_id = f"node-{index}"
             found.append(holder)

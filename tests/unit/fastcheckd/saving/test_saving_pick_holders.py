@@ -49,10 +49,12 @@ def test_never_twice_never_taken_never_too_many(shard, wanted, taken, holders):
 
 
 def test_a_quarantined_peer_rests_and_comes_back():
-    assert Quarantine(rest_s=60).members() == []
+    assert Quarantine(rest_s=60).members("j") == []
     quarantine = Quarantine(rest_s=60)
     quarantine.add("a")
-    assert quarantine.members() == ["a"]
+    assert quarantine.members("j") == ["a"]
+    quarantine.add("b", "j")
+    assert quarantine.members("j") == ["a", "b"] and quarantine.members("k") == ["a"]
     brief = Quarantine(rest_s=0)
     brief.add("a")
-    assert brief.members() == []
+    assert brief.members("j") == []

@@ -97,6 +97,18 @@ def test_memory_is_near_full_above_nine_tenths(used, expected):
     assert names(codes(view(a=UP), stats=stats)) == expected
 
 
+@pytest.mark.parametrize(("limit", "expected"), [(0, []), (200, []), (100, [("JOB_NEAR_BUDGET", "OK")])])
+def test_a_job_near_what_one_job_may_have_is_told_and_wakes_nobody(limit, expected):
+    jobs = [peer_pb2.JobMemory(job="big", ram_used_bytes=91), peer_pb2.JobMemory(job="ok", ram_used_bytes=90)]
+    stats = peer_pb2.GetStatsResponse(
+        ram_used_bytes=181, ram_budget_bytes=1000, jobs=jobs, job_budget_bytes=limit
+    )
+    found = codes(view(a=UP), stats={"a": stats})
+    assert names(found) == expected
+    assert worst(found) == admin_pb2.HEALTH_OK
+    assert not expected or "job big has 91 of the 100 bytes" in found[0].detail
+
+
 def test_a_lane_on_the_slower_of_two_interfaces_is_told_and_wakes_nobody():
     lane = peer_pb2.LaneReport(interface="eth0", speed_mbit_per_s=1000)
     assert codes(view(a=UP), stats={"a": peer_pb2.GetStatsResponse(lane=lane)}) == []

@@ -8,7 +8,17 @@ from grpc_health.v1 import health_pb2
 from fastcheck_proto.v1 import admin_pb2, node_pb2, observe_pb2, peer_pb2, registry_pb2, trainer_pb2
 from fastcheckd.errors import DeniedError
 from fastcheckd.services import roles
-from fastcheckd.services.roles import ADMIN, LOCAL, NODE, TRAINER, Caller, caller, check_method, check_speaker
+from fastcheckd.services.roles import (
+    ADMIN,
+    BEARER,
+    LOCAL,
+    NODE,
+    TRAINER,
+    Caller,
+    caller,
+    check_method,
+    check_speaker,
+)
 
 MODULES = (admin_pb2, node_pb2, observe_pb2, peer_pb2, registry_pb2, trainer_pb2, health_pb2)
 SERVICES = [service for module in MODULES for service in module.DESCRIPTOR.services_by_name.values()]
@@ -44,6 +54,7 @@ def test_roles_get_their_own_services_only():
     assert of(NODE) == common | {"/fastcheck.v1.RegistryService", "/fastcheck.v1.PeerService"}
     assert of(TRAINER) == common | {"/fastcheck.v1.TrainerService"}
     assert of(ADMIN) == common | {"/fastcheck.v1.TrainerService", "/fastcheck.v1.AdminService"}
+    assert of(BEARER) == {"/fastcheck.v1.TrainerService"}
     for role in (TRAINER, ADMIN):
         assert [m for m in METHODS if "NodeService" in m and may(Caller(role, "x"), m)] == [
             "/fastcheck.v1.NodeService/Describe"
@@ -73,6 +84,7 @@ def test_a_request_that_names_a_node_as_its_speaker_is_checked():
         ["spiffe://d/fastcheck/node/a"],
         ["spiffe://c/other/node/a"],
         ["spiffe://c/fastcheck/root/a"],
+        ["spiffe://c/fastcheck/token/a"],
         ["spiffe://c/fastcheck/node/"],
         ["spiffe://c/fastcheck/node/a/b"],
         ["spiffe://c/fastcheck/node"],

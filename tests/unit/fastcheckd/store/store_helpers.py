@@ -49,7 +49,7 @@ def make_manifest(
 def put(store: RamStore, data: bytes, **key) -> HeldShard:
     """Allocate, fill, publish and release, as a holder does."""
     manifest = make_manifest(data, **key)
-    segment = store.allocate(len(data), pool_of(manifest))
+    segment = store.allocate(len(data), pool_of(manifest), job=manifest.key.job)
     segment.view[: len(data)] = data
     held = store.publish(manifest, segment, 0, verified=True)
     store.release(segment)
@@ -110,9 +110,14 @@ def put_patch(store: RamStore, base: HeldShard, data: bytes, step: int) -> HeldS
     return patch.publish(newer_manifest(base, data, step))
 
 
-def open_store(directory: Path, budget_bytes: int = 1 << 20) -> tuple[RamStore, Counters]:
+def open_store(
+    directory: Path, budget_bytes: int = 1 << 20, job_budget_bytes: int = 0
+) -> tuple[RamStore, Counters]:
     counters = Counters()
-    return RamStore.open(directory, budget_bytes=budget_bytes, counters=counters), counters
+    store = RamStore.open(
+        directory, budget_bytes=budget_bytes, job_budget_bytes=job_budget_bytes, counters=counters
+    )
+    return store, counters
 
 
 def segment_files(directory: Path) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 from hypothesis import settings
@@ -28,7 +29,7 @@ from fastcheckd.errors import NotHeldError, OverBudgetError
 from fastcheckd.store import books, chains
 from fastcheckd.store import way_back as ways
 from fastcheckd.store.manifests import decode
-from fastcheckd.store.segments import COPY_POOL, pool_of, staging_pool
+from fastcheckd.store.segments import COPY_POOL, SLOT_POOL, pool_of, staging_pool
 
 PAGE = 4096
 BUDGET = 40 * PAGE
@@ -80,7 +81,7 @@ class StoreMachine(RuleBasedStateMachine):
     def allocate(self, pages, pool):
         before = self.store.usage()
         try:
-            segment = self.store.allocate(pages * PAGE, pool)
+            segment = self.store.allocate(pages * PAGE, pool, job="gpt")
         except OverBudgetError:
             assert before.used_bytes - before.free_bytes + max(1, pages) * PAGE > BUDGET
             assert self.store.usage() == before
@@ -88,7 +89,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert segment.pool == pool
         assert segment.size_bytes >= pages * PAGE
         assert segment not in self.allocated
-        assert all(segment is not value.segment for value in self.values.values())
+        # By what is held now: `full` moves bytes, and the values here are from before.
+        assert all(segment is not held.segment for held in self.store.held())
         # What others look at must not change under them.
         segment.view[:] = b"\xee" * segment.size_bytes
         self.allocated.add(segment)
@@ -211,7 +213,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(target=shards, step=st.integers(1, 5), size=st.sampled_from([PAGE - 1, 3 * PAGE + 5]))
     def put_whole(self, step, size):
         try:
-            segment = self.store.allocate(size, COPY_POOL)
+            segment = self.store.allocate(size, COPY_POOL, job="gpt")
         except OverBudgetError:
             return multiple()
         self.allocated.add(segment)
@@ -424,6 +426,13 @@ class StoreMachine(RuleBasedStateMachine):
             and len(manifest_files(self.store.directory)) == len(held)
         ):
             assert usage.used_bytes - usage.free_bytes == sum(needed.values())
+        # What is in use, for each job, slots apart: they are nobody's.
+        in_use = Counter()
+        for file in self.store._pools._in_use:
+            in_use[file.job] += file.size_bytes
+            assert (file.job == "") == (file.pool == SLOT_POOL)
+        del in_use[""]
+        assert self.store.job_bytes() == in_use
 
 
 StoreMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -137,10 +137,17 @@ class Holder:
 
 @contextlib.asynccontextmanager
 async def running_holder(
-    directory: Path, *, timeout_s: float = 5.0, codec: str = "auto", **lane_options: Any
+    directory: Path,
+    *,
+    timeout_s: float = 5.0,
+    codec: str = "auto",
+    job_budget_bytes: int = 0,
+    **lane_options: Any,
 ) -> AsyncIterator[Holder]:
     counters = Counters()
-    store = RamStore.open(directory / "ram", budget_bytes=BUDGET, counters=counters)
+    store = RamStore.open(
+        directory / "ram", budget_bytes=BUDGET, job_budget_bytes=job_budget_bytes, counters=counters
+    )
     tickets = TicketOffice()
     holder: Holder
     lease = LeaseHolder("holder", lambda: holder.incarnation)

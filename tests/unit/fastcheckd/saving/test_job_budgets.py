@@ -1,0 +1,176 @@
+"""A job that may have no more of a node is refused while others' steps commit. Jobs that are over are forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.unit.fastcheckd.saving import saving_harness
+from tests.unit.fastcheckd.saving.saving_harness import CHUNK, next_step, noise, running_world
+
+from fastcheck_proto.v1 import registry_pb2 as rpb
+from fastcheckd.errors import JobBudgetError
+from fastcheckd.saving import room as room_module
+from fastcheckd.store.segments import rounded
+
+STATE = noise(8 * CHUNK)
+#: Of one rank's steps: room for two of them as they are.
+LIMIT = 2 * len(STATE) + 4 * CHUNK
+
+
+def drop_older(store, job, step):
+    """As retention would, once a step is committed."""
+    for held in store.held(job):
+        if held.key.step < step:
+            store.drop(held)
+
+
+async def until_idle(room):
+    for saves in list(room._ranks.values()):
+        while saves.busy():
+            await asyncio.sleep(0.01)
+
+
+def in_world(tmp_path, body, **options):
+    async def run():
+        async with running_world(tmp_path, codec="never", **options) as (node, registry, holders):
+            await body(node, registry, holders)
+
+    asyncio.run(run())
+
+
+def test_a_job_at_its_limit_does_not_stop_anothers_commits(tmp_path):
+    """Rank after rank of one job until it is refused; then again, while another's steps commit between."""
+
+    async def body(node, registry, holders):
+        ranks = 0
+        with pytest.raises(JobBudgetError) as refused:
+            while ranks < 10:
+                await node.done(await node.stage(1 + ranks, STATE, rank=ranks, job="greedy"))
+                ranks += 1
+        assert ranks == LIMIT // rounded(len(STATE))
+        told = str(refused.value)
+        assert "job 'greedy' has" in told and f"of the {LIMIT} bytes" in told
+        assert f"job 'greedy' on this node save {(ranks + 1) * len(STATE)} bytes" in told
+        assert "job_budget_bytes should be at least" in told
+        state = STATE
+        for step in range(1, 6):
+            with pytest.raises(JobBudgetError):
+                await node.stage(50 + step, STATE, rank=ranks, job="greedy")
+            state = next_step(state)
+            await node.save(step, state, job="modest")
+            drop_older(node.store, "modest", step)
+        assert node.counters.get("saves_committed") == ranks + 5
+        assert node.counters.get("job_budget_refused") == 6
+        assert node.store.job_bytes()["greedy"] <= LIMIT
+        # What it has stays: a refusal costs nobody's committed step.
+        assert {held.key.rank for held in node.store.held("greedy")} == set(range(ranks))
+
+    in_world(tmp_path, body, job_budget_bytes=LIMIT)
+
+
+def test_a_step_that_is_more_than_a_job_may_have_is_refused_before_anything_gives_way(tmp_path):
+    async def body(node, registry, holders):
+        await node.save(1, STATE)
+        with pytest.raises(JobBudgetError, match=f"{3 * len(STATE)} bytes, and one job may have {LIMIT}"):
+            await node.stage(2, 3 * STATE)
+        assert [held.key.step for held in node.store.held("gpt")] == [1] * len(node.store.held("gpt"))
+        assert node.counters.get("own_steps_dropped") == 0
+
+    in_world(tmp_path, body, job_budget_bytes=LIMIT)
+
+
+def test_a_holder_that_is_full_for_one_job_holds_for_another(tmp_path):
+    """It is left alone for the one and not for the other: a rest for all would make one job's limit everybody's."""
+
+    limit = len(STATE) + 4 * CHUNK
+
+    async def body(node, registry, holders):
+        (holder,) = holders
+        await node.save(1, STATE, job="greedy")
+        over = await node.stage(2, STATE, rank=1, job="greedy")
+        while not node.counters.get("peers_quarantined"):
+            await asyncio.sleep(0.01)
+        assert holder.counters.get("job_budget_refused")
+        assert node.room._replicator._quarantine.members("greedy") == ["node-1"]
+        assert node.room._replicator._quarantine.members("modest") == []
+        state = STATE[: 4 * CHUNK]
+        for step in range(1, 4):
+            state = next_step(state)
+            await node.save(step, state, job="modest")
+            drop_older(holder.store, "modest", step)
+        assert not over.done and isinstance(over.stalled_because, JobBudgetError)
+        assert "job 'greedy' has" in str(over.stalled_because)
+        assert holder.store.job_bytes()["greedy"] <= limit
+        # Its turn comes when there is room again.
+        for held in holder.store.held("greedy"):
+            if held.key.rank == 0:
+                holder.store.drop(held)
+        await node.done(over)
+
+    in_world(tmp_path, body, holders=1, holders_job_budget_bytes=limit, quarantine_s=5.0)
+
+
+def test_a_job_that_is_short_is_lean_and_others_are_not(tmp_path):
+    async def body(node, registry, holders):
+        first = await node.stage(1, STATE, job="tight")
+        await node.done(first)
+        other = await node.stage(1, STATE[:CHUNK], job="small")
+        await node.done(other)
+        assert first.lean and not other.lean
+
+    in_world(tmp_path, body, job_budget_bytes=LIMIT)
+
+
+def view_of(**void: int) -> rpb.ClusterView:
+    return rpb.ClusterView(
+        version=1,
+        jobs=[rpb.JobView(job=job, void_below_session=below, next_session=99) for job, below in void.items()],
+    )
+
+
+def test_ranks_of_deleted_jobs_are_forgotten_and_others_are_bounded(tmp_path, monkeypatch):
+    async def body(node, registry, holders):
+        room = node.room
+        for job in ("gone", "kept"):
+            await node.save(1, STATE, job=job)
+        await until_idle(room)
+        room._view.view = view_of(gone=1, kept=1)  # sessions below 1: none
+        room.forget()
+        assert {job for job, _ in room._ranks} == {"gone", "kept"}
+        room._view.view = view_of(gone=9, kept=1)
+        room.forget()
+        for known in (room._ranks, room.memory._state_bytes, room.memory._overlaps):
+            assert {job for job, _ in known} == {"kept"}
+        assert set(room._committed) == set(room._committed_at) == {"kept"}
+        assert room.seats == 1 and [job.job for job in room.progress()] == ["kept"]
+
+        # A save under way is nobody's to forget, deleted or not.
+        registry.waiting = True
+        busy = await node.stage(2, STATE, job="kept")
+        room._view.view = view_of(kept=9)
+        room.forget()
+        assert ("kept", 0) in room._ranks
+        registry.waiting = False
+        await node.done(busy)
+        await until_idle(room)
+        room.forget()
+        assert not room._ranks and not room._committed and not room._committed_at
+
+        # Jobs that nobody deletes: the ones that were taken first go.
+        monkeypatch.setattr(room_module, "RANKS_MAX", 3)
+        room._view.view = rpb.ClusterView()
+        for number in range(6):
+            await node.save(1, STATE[:CHUNK], job=f"j{number}")
+            for held in node.store.held(f"j{number}"):
+                node.store.drop(held)
+        await until_idle(room)
+        room.forget()
+        assert [job for job, _ in room._ranks] == ["j3", "j4", "j5"]
+        assert set(room._committed) == set(room._committed_at) == {"j3", "j4", "j5"}
+        await node.save(2, STATE[:CHUNK], job="j0")  # who comes back is known again
+
+    in_world(tmp_path, body)
+
+
+assert saving_harness.BUDGET > 8 * LIMIT  # the node's own budget is not what refuses
