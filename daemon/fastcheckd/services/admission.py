@@ -143,6 +143,7 @@ class Admission(grpc.aio.ServerInterceptor):
             raise InvalidRequestError(f"what {who} sent to {method} is no request of it")
         if roles.names_a_speaker(method):
             roles.check_speaker(who, method, request, self._voters())
+
     def _by_token(self, who: roles.Caller, method: str, context: Context) -> roles.Caller:
         """Who calls, if a token may say so; a bad one is never taken for none."""
         if self._tokens is None or not roles.may_show_token(who, method):
