@@ -119,7 +119,7 @@ LAST = "DataControlService"
 def test_any_request_gets_an_answer(target: Target, service: ServiceDescriptor) -> None:
     outcomes: set[grpc.StatusCode] = set()
 
-    @examples(40)
+    @examples(25)
     @given(st.data())
     def any_request(data: st.DataObject) -> None:
         address = data.draw(st.sampled_from(sorted(channels)))

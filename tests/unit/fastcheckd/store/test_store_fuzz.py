@@ -29,7 +29,7 @@ def sealed(stored: Message) -> bytes:
     return body + chunk_digest(body)
 
 
-@examples(100)
+@examples(40)
 @given(stored_shards)
 def test_any_manifest_is_whole_or_refused(stored):
     try:
