@@ -170,7 +170,7 @@ def _shown(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if key.endswith("_bytes"):
-        return f"`{value >> 20}MiB`" if value % (1 << 20) == 0 else f"`{value}`"
+        return f"`{value >> 20}MiB`" if value and value % (1 << 20) == 0 else f"`{value}`"
     return f"`{value}`"
 
 
