@@ -19,8 +19,8 @@ from .handle import SaveHandle, as_save_error
 #: A daemon that is away for longer than this does not come back in time to matter.
 _AWAY_S_MAX = 30.0
 _REATTACH_INTERVAL_S = 0.5
-#: A watch that held this long was a good one, even if it said nothing. No attempt to reach a daemon that is away takes so
-#: long, also where cores are busy: it would count as a watch, and the handle would never end.
+#: A watch that held this long was a good one, even if it said nothing. No attempt to reach a daemon that is away takes
+#: so long, also where cores are busy: it would count as a watch, and the handle would never end.
 _HELD_S = 15.0
 
 
