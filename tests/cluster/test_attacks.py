@@ -46,7 +46,8 @@ from fastcheckd.transfer.frames import FrameHeader, Hello, Kind, pack_frame, pac
 VICTIM = "node-1"
 #: A node may say about an attack this much, however long it lasts.
 LINES_MAX = 60
-RSS_MAX = 96 << 20
+#: Calls that are taken cost what they cost, a thousand at once on a connection; what is only announced is gigabytes.
+RSS_MAX = 256 << 20
 #: All ports end who says nothing after 5 or 10 s.
 SILENCE_S_MAX = 40.0
 
