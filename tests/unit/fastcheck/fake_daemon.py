@@ -232,11 +232,13 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServiceServicer, node_pb2_grpc.NodeServ
                 yield pb.LoadResponse(segment=news)
             else:
                 yield pb.LoadResponse(progress=news)
-        yield pb.LoadResponse(ready=ready)
-        self.calls.append("Load open")
-        while context.is_active() and not self._stopping.is_set():
-            time.sleep(0.01)
-        self.calls.append("Load closed")
+        try:
+            yield pb.LoadResponse(ready=ready)
+            self.calls.append("Load open")
+            while context.is_active() and not self._stopping.is_set():
+                time.sleep(0.01)
+        finally:  # gRPC drops a stream whose caller has gone before it was asked for more
+            self.calls.append("Load closed")
 
     def Read(self, request, context):
         self._enter("Read", context)
