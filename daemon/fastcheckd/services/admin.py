@@ -28,7 +28,7 @@ from .survival import survival
 logger = logging.getLogger(__name__)
 
 #: For all that `Status` asks: whoever calls for it wants it within 2 s, and a command needs some of them to start.
-STATUS_S = 1.5
+STATUS_S = 1.2
 
 
 class AdminService(AdminUpkeep):
