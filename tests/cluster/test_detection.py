@@ -184,6 +184,8 @@ def test_a_frozen_registry_process_is_started_anew_when_it_stays_so(make_cluster
     cluster = make_cluster(3, data_hung_after_s=1.0)
     job = Job(cluster, ["node-1", "node-2"])
     frozen = process_of(cluster, "node-2", "registry")
+    # Its signs of life come once a second, and one that has given none yet is believed to be starting.
+    until(lambda: time.time() - frozen.create_time() > 4, "the process to have given signs of life")
     with paused(frozen):
         job.commit(1)  # two voters are a majority
         until(lambda: not frozen.is_running(), "its agent to end the frozen process")
