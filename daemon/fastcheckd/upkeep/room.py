@@ -15,7 +15,7 @@ from ..counters import Counters
 from ..identity import Identity
 from ..registry.client import RegistryClient
 from ..store.ram_store import HeldShard, RamStore
-from ..transfer.pacing import TRICKLE_SHARE, Gate, Pacer
+from ..transfer.pacing import Gate, Pacer
 from ..transfer.peer_client import PeerClient
 from ..view import ViewFollower
 from .checking import Checker
@@ -26,6 +26,9 @@ from .scrub import Scrubber
 
 logger = logging.getLogger(__name__)
 
+#: A repair that has to wait for this node's saves and puts moves a chunk this often: they may never end, and a job that
+#: saves no more would stay without its copies. For a load it waits longer, at its source.
+TRICKLE_S = 1.0
 BURST_S = 0.1
 RESTART_S = 1.0
 #: How often free memory that nobody has needed meanwhile is given back.
@@ -62,7 +65,7 @@ class UpkeepRoom:
         pacer = Pacer(
             rate,
             burst_bytes=max(config.chunk_bytes, int(rate * BURST_S)),
-            trickle_s=TRICKLE_SHARE * config.transfer_timeout_s,
+            trickle_s=min(TRICKLE_S, config.transfer_timeout_s / 4),
         )
         self._fetches = FetchRoom(
             config=config, identity=identity, store=store, peers=peers, counters=counters,
