@@ -58,7 +58,7 @@ def plan_deletion(state: Json, job_name: str, step: int | None) -> Deletion:
     deleted = tuple(steps) if step is None else (step,)
     kept = tuple(each for each in steps if each not in deleted)
     # What is under way and was never committed goes with all of a job.
-    ends = job.get("void", 0) < job["next_session"] if step is None else step == steps[-1]
+    ends = bool(steps) or job.get("void", 0) < job["next_session"] if step is None else step == steps[-1]
     objection = ""
     if ends and running:
         ranks = ", ".join(map(str, running[:NAMED_MAX])) + (", ..." if len(running) > NAMED_MAX else "")

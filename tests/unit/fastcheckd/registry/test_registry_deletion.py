@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.unit.fastcheckd.registry.small_cluster import (
     RANKS,
@@ -212,6 +212,7 @@ actions = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(actions, max_size=40))
+@example([("commit", 0, 1), ("commit", 1, 1), ("delete", 1, True), ("delete", None, False)])
 def test_whatever_happens_what_is_deleted_stays_so_and_nothing_else_goes(sequence):
     state = agreed()
     lives = {f"n{i}": i + 1 for i in range(3)}
