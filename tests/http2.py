@@ -41,19 +41,6 @@ def message(data: bytes, stream: int = 1, *, announced: int | None = None) -> by
     return frame(DATA, 0, stream, struct.pack(">BI", 0, size) + data)
 
 
-def ends(sock: socket.socket, timeout_s: float = 30.0) -> bool:
-    """Whether the other side closes in time, whatever it says before."""
-    sock.settimeout(timeout_s)
-    try:
-        while sock.recv(1 << 16):
-            pass
-    except TimeoutError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
 def is_answered(sock: socket.socket, timeout_s: float = 30.0) -> bool:
     """Whether the other side ends the call, or all of the connection, in time."""
     sock.settimeout(timeout_s)

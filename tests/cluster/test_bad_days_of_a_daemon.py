@@ -8,6 +8,8 @@ import pytest
 import yaml
 from tests.cluster.harness import Job, counters, node_states, run_module
 
+from fastcheck.local.ports import find_free_ports
+
 
 def daemon(*arguments, **environment):
     return run_module("fastcheckd", *arguments, **environment)
@@ -57,23 +59,27 @@ def test_sigterm_leaves_the_cluster_at_once_and_exits_with_zero(make_cluster):
     assert node_states(cluster, "node-0")["node-3"] == "DOWN"
 
 
+def elsewhere(config, *keys):
+    """The same configuration with other ports for these keys, and a registry of its own."""
+    registry, raft, *ports = find_free_ports(2 + len(keys))
+    voter = {
+        "node_id": config["node_id"],
+        "registry_address": f"127.0.0.1:{registry}",
+        "raft_address": f"127.0.0.1:{raft}",
+    }
+    return config | dict(zip(keys, ports, strict=True)) | {"voters": [voter], "metrics_address": ""}
+
+
 def test_a_port_in_use_is_named(make_cluster, tmp_path):
     cluster = make_cluster(1)
     config = yaml.safe_load(config_of(cluster, "node-0").read_text())
-    config |= {k: str(tmp_path / k) for k in ("runtime_dir", "ram_dir")} | {
-        "voters": [],
-        "metrics_address": "",
-    }
+    config |= {k: str(tmp_path / k) for k in ("runtime_dir", "ram_dir")}
     second = tmp_path / "second.yaml"
     for key in ("agent_port", "data_port", "lane_port"):
         # A folder of its own each time: a voter's state_dir remembers its address.
         config |= {"state_dir": str(tmp_path / key)}
-        with socket.socket() as a, socket.socket() as b:
-            a.bind(("127.0.0.1", 0))
-            b.bind(("127.0.0.1", 0))
-            free = [a.getsockname()[1], b.getsockname()[1]]
         others = [k for k in ("agent_port", "data_port", "lane_port") if k != key]
-        second.write_text(yaml.safe_dump(config | dict(zip(others, free, strict=True))))
+        second.write_text(yaml.safe_dump(elsewhere(config, *others)))
         done = daemon("run", "--config", second)
         assert done.returncode == 78
         assert key in done.stderr and "Traceback" not in done.stderr
@@ -100,13 +106,8 @@ def test_validate_says_what_it_read(tmp_path):
 def test_a_second_daemon_on_the_same_ram_directory_is_refused(make_cluster, tmp_path):
     cluster = make_cluster(1)
     config = yaml.safe_load(config_of(cluster, "node-0").read_text())
-    with socket.socket() as a, socket.socket() as b, socket.socket() as c:
-        for s in (a, b, c):
-            s.bind(("127.0.0.1", 0))
-        free = [s.getsockname()[1] for s in (a, b, c)]
-    config |= dict(zip(("agent_port", "data_port", "lane_port"), free, strict=True))
+    config = elsewhere(config, "agent_port", "data_port", "lane_port")
     config |= {k: str(tmp_path / k) for k in ("runtime_dir", "state_dir")}
-    config |= {"voters": [], "metrics_address": ""}
     path = tmp_path / "second.yaml"
     path.write_text(yaml.safe_dump(config))
     done = daemon("run", "--config", path)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from tests.cluster.registry_actors import Node, Rank, connected, eventually, nodes
 from tests.cluster.registry_process import RegistryCluster
+from tests.sockets import ends
 
 from fastcheck_proto.v1 import common_pb2, registry_pb2
 from fastcheckd.config import split_address
@@ -224,16 +225,9 @@ def hostile_inputs(tmp_path):
 def send(address, data):
     """Send and report whether the other side has closed soon."""
     with socket.create_connection(split_address(address), timeout=5) as s:
-        s.settimeout(0.3)
-        try:
+        with contextlib.suppress(OSError):  # it has closed already, as is found out next
             s.sendall(data)
-            while s.recv(65536):
-                pass
-        except TimeoutError:
-            return False
-        except OSError:
-            return True
-        return True
+        return ends(s, 0.3)
 
 
 def connect_often(address):

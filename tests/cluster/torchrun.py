@@ -13,18 +13,11 @@ from pathlib import Path
 
 import psutil
 
-from fastcheck.local.ports import find_free_ports
-
 #: What torchrun with gloo needs to start workers anew: torch 2.13 keeps the first attempt's store otherwise, in which
 #: gloo finds the addresses of dead workers and waits for them (docs/guides/fsdp2.md).
 STORE_PER_ATTEMPT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["torch.distributed.run", "torch.distributed.fsdp", "torch._dynamo", "grpc"])
-
-
-def free_port() -> int:
-    """One that no connection is given meanwhile."""
-    return find_free_ports(1)[0]
 
 
 class Launcher:

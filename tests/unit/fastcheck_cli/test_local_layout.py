@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,36 @@ def test_taken_and_avoided_ports_are_not_handed_out(monkeypatch):
         assert find_free_ports(1, avoid=frozenset(free[:1])) == [free[1]]
         with pytest.raises(OSError, match="only 2 of 3 ports"):
             find_free_ports(3)
+
+
+def test_who_asks_next_is_not_given_what_was_just_handed_out(monkeypatch, tmp_path):
+    """Nobody is bound yet to what was: its daemons are still importing."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ask = "from fastcheck.local.ports import find_free_ports; print(*find_free_ports(50))"
+    askers = [
+        subprocess.Popen(
+            [sys.executable, "-c", ask], stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": str(tmp_path)}
+        )
+        for _ in range(4)
+    ]
+    handed_out = [int(port) for asker in askers for port in asker.communicate(timeout=60)[0].split()]
+    handed_out += find_free_ports(50)
+    assert len(handed_out) == len(set(handed_out)) == 250
+
+
+def leave_rubbish(path):
+    path.write_text("rubbish")
+
+
+def leave_a_link(path):
+    path.symlink_to("/dev/null")
+
+
+@pytest.mark.parametrize("leave", [leave_rubbish, os.mkfifo, os.mkdir, leave_a_link])
+def test_ports_are_found_whatever_lies_where_turns_are_kept(monkeypatch, tmp_path, leave):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    leave(tmp_path / f"fastcheck-ports-{os.getuid()}")
+    assert len(set(find_free_ports(20))) == 20
 
 
 def test_a_huge_ephemeral_range_still_leaves_candidates():

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from tests import http2
 from tests.certificates import Authority
+from tests.sockets import ends
 
 from fastcheck_proto.v1 import node_pb2, node_pb2_grpc
 from fastcheckd import rpc
@@ -82,7 +83,7 @@ def test_a_port_takes_so_many_connections_and_room_comes_back(monkeypatch: pytes
                 assert stack.enter_context(dial(port, http2.GREETING)).recv(9), "it is greeted"
             for _ in range(20):
                 with dial(port, http2.GREETING) as one_more:
-                    assert http2.ends(one_more)
+                    assert ends(one_more)
 
     against_a_port(attack)
 
@@ -97,7 +98,7 @@ def test_who_says_nothing_or_drips_is_closed(
 
     def attack(port: int) -> None:
         with dial(port) as silent:
-            assert http2.ends(silent)
+            assert ends(silent)
         with dial(port) as dripping:
             dripping.settimeout(0.1)
             assert any(gone(dripping, byte) for byte in drops())

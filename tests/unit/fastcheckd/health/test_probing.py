@@ -6,6 +6,7 @@ import socket
 
 import grpc.aio
 import pytest
+from tests.sockets import free_address
 
 from fastcheck_proto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from fastcheckd.config import Config
@@ -38,12 +39,6 @@ def mute():
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         yield f"127.0.0.1:{listener.getsockname()[1]}"
-
-
-def free_address():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{s.getsockname()[1]}"
 
 
 @pytest.mark.parametrize(

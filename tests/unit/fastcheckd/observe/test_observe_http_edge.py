@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 from http import HTTPStatus
 
 import grpc
@@ -11,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from tests import http2
+from tests.sockets import free_port
 
 from fastcheckd.errors import ConfigError
 from fastcheckd.observe import http_edge
@@ -33,12 +33,6 @@ async def serving(grpc_socket=None):
         yield edge, edge._server.sockets[0].getsockname()[1]
     finally:
         await edge.stop()
-
-
-def free_port():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 async def ask(port, request):

@@ -6,12 +6,12 @@ import dataclasses
 import json
 import pickle
 import pickletools
-import socket
 import time
 
 import pysyncobj.pickle
 import pysyncobj.tcp_connection
 import pytest
+from tests.sockets import free_address
 
 from fastcheckd.config import Config, Voter
 from fastcheckd.errors import ConfigError, InvalidRequestError, NoQuorumError
@@ -20,12 +20,6 @@ from fastcheckd.registry import raft as raft_module
 from fastcheckd.registry import state as state_module
 from fastcheckd.registry.raft import Raft
 from fastcheckd.registry.state import SCHEMA, snapshot
-
-
-def free_address():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{s.getsockname()[1]}"
 
 
 @pytest.fixture
@@ -46,7 +40,7 @@ def register(node_id, life_id="x" * 8):
     return {"type": "register", "node": node, "life_id": life_id}
 
 
-async def eventually(condition, deadline_s=10.0):
+async def eventually(condition, deadline_s=30.0):
     end = asyncio.get_running_loop().time() + deadline_s
     while not condition():
         assert asyncio.get_running_loop().time() < end, "did not come true"
@@ -301,8 +295,9 @@ def test_a_voter_that_was_away_gets_the_snapshot_and_large_commands(voter):
                 raft.start()
             await eventually(lambda: any(r.is_leader for r in rafts))
             leader = next(r for r in rafts if r.is_leader)
-            await asyncio.gather(*(leader.propose(register(f"n{i}", "x" * 100)) for i in range(600)))
-            assert (await leader.propose({"type": "noop", "x": "x" * (7 << 20)}))["ok"]
+            many = (leader.propose(register(f"n{i}", "x" * 100), timeout_s=30) for i in range(600))
+            await asyncio.gather(*many)
+            assert (await leader.propose({"type": "noop", "x": "x" * (7 << 20)}, timeout_s=30))["ok"]
             for raft in rafts:
                 raft._engine.forceLogCompaction()
                 await eventually(lambda raft=raft: len(raft._engine.journal) <= 3)

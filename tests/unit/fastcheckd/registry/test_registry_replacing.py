@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-import socket
 
 import pytest
+from tests.sockets import free_address
 
 from fastcheck_proto.v1 import registry_pb2
 from fastcheckd.config import Config, Voter
@@ -14,12 +14,6 @@ from fastcheckd.registry.membership import Change, enough_without, voter_to_list
 from fastcheckd.registry.raft import Raft
 from fastcheckd.registry.replacing import plan, replace_voter
 from fastcheckd.registry.state import snapshot
-
-
-def free_address():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{s.getsockname()[1]}"
 
 
 async def eventually(condition, deadline_s=20.0):

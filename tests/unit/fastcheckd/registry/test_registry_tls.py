@@ -14,6 +14,7 @@ import zlib
 
 import pytest
 from tests.certificates import Authority
+from tests.sockets import ends, free_address
 
 from fastcheckd.certificates import Certificates
 from fastcheckd.config import Config, Voter, split_address
@@ -21,12 +22,6 @@ from fastcheckd.errors import ConfigError
 from fastcheckd.registry import raft_transport
 from fastcheckd.registry.raft import Raft
 from fastcheckd.registry.tls import Tls, named_node, node_uri
-
-
-def free_address():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{s.getsockname()[1]}"
 
 
 async def eventually(condition, deadline_s=20.0):
@@ -248,19 +243,6 @@ def frame(value):
     return struct.pack("i", len(data)) + data
 
 
-def closed(sock, deadline_s=10.0):
-    """Whether the other side closes; what it says on the way is of no interest."""
-    sock.settimeout(deadline_s)
-    try:
-        while sock.recv(65536):
-            pass
-    except TimeoutError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
 def dial(address):
     return socket.create_connection(split_address(address), timeout=10)
 
@@ -319,7 +301,7 @@ def attacks(voters, target, tmp_path):
                     sock.sendall(data)
                 except OSError:
                     return True
-                return closed(sock)
+                return ends(sock, 10)
             return True  # not even the handshake went through
 
         return attack
@@ -328,7 +310,7 @@ def attacks(voters, target, tmp_path):
         def attack():
             with dial(address) as sock:
                 sock.sendall(data)
-                return closed(sock)
+                return ends(sock, 10)
 
         return attack
 
@@ -429,7 +411,7 @@ def test_slow_and_many_handshakes_are_cut_off(voters, monkeypatch, caplog):
             await voters.commit()
             for sock in sockets:
                 with sock:
-                    assert await asyncio.to_thread(closed, sock), "idle strangers are sent away"
+                    assert await asyncio.to_thread(ends, sock, 10), "idle strangers are sent away"
             await voters.commit()
             assert voters.leader is leader and leader.term == term
 
@@ -456,7 +438,7 @@ def test_a_crowd_that_says_nothing_keeps_no_voter_out(voters, monkeypatch):
                     return any(conn.authenticated for conn in back)
 
                 await eventually(is_back)
-                assert await asyncio.to_thread(closed, crowd[0]), "the oldest made room"
+                assert await asyncio.to_thread(ends, crowd[0], 10), "the oldest made room"
                 assert len(transport._unknownConnections) <= 8
                 await voters.commit()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from pysyncobj.monotonic import monotonic
+from tests.sockets import free_address
 
 from fastcheckd.config import Config, Voter, split_address
 from fastcheckd.registry import raft as raft_module
@@ -22,12 +23,6 @@ from fastcheckd.registry.raft import Raft
 from fastcheckd.registry.sealing import Seal, derive_key
 
 ROOT = Path(__file__).resolve().parents[4]
-
-
-def free_address():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{s.getsockname()[1]}"
 
 
 async def eventually(condition, deadline_s=20.0):
