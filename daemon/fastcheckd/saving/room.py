@@ -39,6 +39,7 @@ from ..store.ram_store import RamStore
 from ..store.segments import Segment, staging_pool
 from ..view import ViewFollower
 from .ahead import Ahead, read
+from .committed import Committed
 from .content import NOTHING
 from .memory import ROOM_WAIT_S, StepMemory
 from .of_rank import RankSaves
@@ -85,10 +86,7 @@ class SavingRoom:
         self._durations = durations
         self._replicator = replicator
         self._ranks: dict[tuple[str, int], RankSaves] = {}
-        #: Newest session of a job of which a step was committed from here, and its newest such step: the view may lag.
-        self._committed: dict[str, tuple[int, int]] = {}
-        #: When that was, by the monotonic clock.
-        self._committed_at: dict[str, float] = {}
+        self._committed = Committed(store, view)
         self._reserved: dict[str, Save] = {}
         self.memory = StepMemory(
             config=config, store=store, view=view, counters=counters, short_of_room=replicator.short_of_room
@@ -130,8 +128,8 @@ class SavingRoom:
         """How far each job has come here."""
         return job_progress(
             {rank: known.saves for rank, known in self._ranks.items()},
-            newest=self._newest,
-            committed_at=self._committed_at,
+            newest=self._committed.newest,
+            committed_at=self._committed.seen_at,
             interval_s=self._replicator.rhythm.interval_s,
             now=time.monotonic(),
         )
@@ -191,10 +189,7 @@ class SavingRoom:
             self.memory.forget(rank)
             self._replicator.short_of_room.discard(rank)
         if gone:
-            jobs = {job for job, _ in self._ranks}
-            for known in (self._committed, self._committed_at):
-                for job in known.keys() - jobs:
-                    del known[job]
+            self._committed.forget_except({job for job, _ in self._ranks})
 
     # --- one save --------------------------------------------------------------------------------
 
@@ -241,7 +236,7 @@ class SavingRoom:
             )
         pool = staging_pool(*rank)
         if not self._store.free_segments(pool):
-            await self.memory.until_tidy(request.job, self._newest_seen(request.job))
+            await self.memory.until_tidy(request.job, self._committed.newest_seen(request.job))
         while True:
             # Without any segment yet there is nothing that could come back.
             wait_s = ROOM_WAIT_S if self._store.count_segments(pool) else 0.0
@@ -253,7 +248,9 @@ class SavingRoom:
                     await self._give_up(waiting[0], waiting[-1].key.step)
                 elif under_way := len(self._of(*rank).under_way()):
                     await self._wait_for_room(request, under_way)
-                elif await asyncio.to_thread(self.memory.give_up_older, *rank, self._newest(request.job)):
+                elif await asyncio.to_thread(
+                    self.memory.give_up_older, *rank, self._committed.newest(request.job)
+                ):
                     continue
                 elif isinstance(error, JobBudgetError):
                     raise self._too_much(request, f"{error}; ") from None
@@ -276,17 +273,8 @@ class SavingRoom:
             logger.warning("%s was reserved but never sealed; taking its segment back", save.key)
             self.abandon(save.save_id)
 
-    def _newest(self, job: str) -> int:
-        """Newest committed step that is known of; -1: none."""
-        return max(self._view.newest_step(job) or -1, self._newest_seen(job))
-
-    def _newest_seen(self, job: str) -> int:
-        """Newest step that was seen being committed here, unless it may have been deleted since."""
-        session, step = self._committed.get(job, (0, -1))
-        return -1 if self._view.is_void(job, session) else step
-
     def _check_newer(self, request: tpb.BeginSaveRequest) -> None:
-        newest = self._newest(request.job)
+        newest = self._committed.newest(request.job)
         # Where steps were deleted that an older view still shows, the registry says when it is asked for a place.
         if request.step <= newest and self._view.speaks_of(request.job, request.session):
             raise NotNewerError(
@@ -466,9 +454,7 @@ class SavingRoom:
             self._of(save.key.job, save.key.rank).starved = False
             self._durations.add("save_replicate", save.replicate_s)
             self._durations.add("save_commit", save.commit_s)
-            self._committed_at[save.key.job] = time.monotonic()
-            seen = self._committed.get(save.key.job, (0, -1))
-            self._committed[save.key.job] = max(seen, (save.session, save.key.step))
+            self._committed.saw(save.key, save.session, time.monotonic())
             save.advance(tpb.SAVE_STATE_COMMITTED)
         else:
             self._counters.add("saves_failed")
@@ -497,11 +483,18 @@ class SavingRoom:
                 self._store.drop(held)
 
     async def find(self, request: tpb.WatchSaveRequest) -> Save:
-        """The save that a trainer follows; NotHeldError when this process does not know it.
+        """The save that a trainer follows. A process that was just restarted first looks what its earlier life staged.
 
-        A process that was just restarted first looks which steps its earlier life had staged.
+        Raises:
+            NotHeldError: this process does not know it.
+            FencedError: nor need it: a deletion has ended the trainer's session meanwhile.
         """
         save = self._known(request)
+        if save is None and self._view.is_void(request.job, request.session):
+            raise FencedError(
+                f"step {request.step} of rank {request.rank} is not kept: steps of job {request.job!r} were deleted "
+                "meanwhile, which ended the sessions of all its trainers; start the trainer again"
+            )
         if save is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RESUME_PATIENCE_S):
@@ -528,21 +521,12 @@ class SavingRoom:
         try:
             save = await self.find(request)
         except NotHeldError:
-            if not self._was_committed(request):
+            if not self._committed.by_an_earlier_life(request):
                 raise
             yield tpb.WatchSaveResponse(state=tpb.SAVE_STATE_COMMITTED)
             return
         async for response in save.watch():
             yield response
-
-    def _was_committed(self, request: tpb.WatchSaveRequest) -> bool:
-        """Whether an earlier life of this process had the step committed, and could not say so any more."""
-        return request.step in self._view.kept_steps().get(request.job, ()) and any(
-            held.kind == pb.REPLICA_KIND_OWNER
-            and held.key.rank == request.rank
-            and held.manifest.session == request.session
-            for held in self._store.held(request.job, request.step)
-        )
 
     # --- restart and stop ------------------------------------------------------------------------
 

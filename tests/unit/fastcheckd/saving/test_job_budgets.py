@@ -9,7 +9,8 @@ from tests.unit.fastcheckd.saving import saving_harness
 from tests.unit.fastcheckd.saving.saving_harness import CHUNK, next_step, noise, running_world
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheckd.errors import JobBudgetError
+from fastcheck_proto.v1 import trainer_pb2 as tpb
+from fastcheckd.errors import FencedError, JobBudgetError
 from fastcheckd.saving import room as room_module
 from fastcheckd.store.segments import rounded
 
@@ -142,8 +143,12 @@ def test_ranks_of_deleted_jobs_are_forgotten_and_others_are_bounded(tmp_path, mo
         room.forget()
         for known in (room._ranks, room.memory._state_bytes, room.memory._overlaps):
             assert {job for job, _ in known} == {"kept"}
-        assert set(room._committed) == set(room._committed_at) == {"kept"}
+        assert set(room._committed.seen_at) == {"kept"}
         assert room.seats == 1 and [job.job for job in room.progress()] == ["kept"]
+
+        # Who still follows a step of the deleted job is told so, and not that it may have been a restart.
+        with pytest.raises(FencedError, match="were deleted"):
+            await room.find(tpb.WatchSaveRequest(job="gone", rank=0, session=1, step=2))
 
         # A save under way is nobody's to forget, deleted or not.
         registry.waiting = True
@@ -155,7 +160,7 @@ def test_ranks_of_deleted_jobs_are_forgotten_and_others_are_bounded(tmp_path, mo
         await node.done(busy)
         await until_idle(room)
         room.forget()
-        assert not room._ranks and not room._committed and not room._committed_at
+        assert not room._ranks and not room._committed.seen_at
 
         # Jobs that nobody deletes: the ones that were taken first go.
         monkeypatch.setattr(room_module, "RANKS_MAX", 3)
@@ -167,7 +172,7 @@ def test_ranks_of_deleted_jobs_are_forgotten_and_others_are_bounded(tmp_path, mo
         await until_idle(room)
         room.forget()
         assert [job for job, _ in room._ranks] == ["j3", "j4", "j5"]
-        assert set(room._committed) == set(room._committed_at) == {"j3", "j4", "j5"}
+        assert set(room._committed.seen_at) == {"j3", "j4", "j5"}
         await node.save(2, STATE[:CHUNK], job="j0")  # who comes back is known again
 
     in_world(tmp_path, body)
