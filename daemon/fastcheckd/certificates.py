@@ -22,6 +22,7 @@ import grpc
 
 from .config import Config
 from .errors import ConfigError
+from .file_changes import Signature, signature
 
 logger = logging.getLogger(__name__)
 
@@ -116,16 +117,8 @@ class Certificates:
         self.refresh()
         return self.newest.not_after_s
 
-    def _signature(self) -> list[tuple[int, ...] | None]:
-        found: list[tuple[int, ...] | None] = []
-        for path in (self._cert, self._key, self._ca):
-            try:
-                status = path.stat()
-            except OSError:
-                found.append(None)
-            else:
-                found.append((status.st_mtime_ns, status.st_size, status.st_ino))
-        return found
+    def _signature(self) -> Signature:
+        return signature(self._cert, self._key, self._ca)
 
     def refresh(self) -> None:
         """Look whether the files have changed, and take them if they are good."""

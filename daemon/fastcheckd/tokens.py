@@ -21,6 +21,7 @@ from fastcheck_proto.conventions import check_token
 
 from .config import Config
 from .errors import ConfigError, DeniedError
+from .file_changes import signature
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Tokens:
         self._path = config.token_jwks_file
         self._issuer = config.token_issuer
         self._audience = config.token_audience
-        self._seen = self._signature()
+        self._seen = signature(self._path)
         self._keys = _read_keys(self._path)
 
     def advice(self) -> str:
@@ -112,16 +113,9 @@ class Tokens:
     def _denied(self, why: str) -> DeniedError:
         return DeniedError(f"this token does not pass: {why}; {self.advice()}")
 
-    def _signature(self) -> tuple[int, ...] | None:
-        try:
-            status = self._path.stat()
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_size, status.st_ino
-
     def _refresh(self) -> None:
         """Take the file's keys if it has changed and they are good."""
-        seen = self._signature()
+        seen = signature(self._path)
         if seen == self._seen:
             return
         self._seen = seen

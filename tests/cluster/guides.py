@@ -85,6 +85,14 @@ def losses_in(lines: list[str]) -> dict[int, str]:
     return {int(m[1]): m[2] for line in lines if (m := re.search(r"\bstep (\d+) loss (\S+)$", line))}
 
 
+def begun(lines: list[str], ranks: int) -> dict[int, int]:
+    """By pid: the step that each rank of an example under torchrun says it begins after, once all have said so."""
+    found = [re.search(r"rank \d+ pid (\d+) begins after step (\d+)$", line) for line in lines]
+    said = {int(match[1]): int(match[2]) for match in found if match}
+    assert len(said) <= ranks
+    return said if len(said) == ranks else {}
+
+
 def newest_commit(cluster: LocalCluster, job: str) -> int:
     """The newest committed step, -1 without one."""
     with AdminClient(cluster.address(NODE), timeout_s=5) as admin:

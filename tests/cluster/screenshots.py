@@ -24,7 +24,10 @@ from tests.cluster.harness import Job, node_states, until
 
 from fastcheck.local import LocalCluster
 
-FOLDER = Path(__file__).parents[2] / "docs" / "screenshots"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "screenshots"
+#: What asks no daemon shows the configuration to begin with: one of this cluster names this machine's paths.
+EXAMPLE = ROOT / "deploy" / "example"
 NODES = 4
 #: Name → columns of the terminal and the command, while all is well and the job trains.
 WELL = {
@@ -35,7 +38,7 @@ WELL = {
     "checkpoints": (100, "checkpoints gpt"),
     "replicas": (150, "replicas gpt"),
     "safe-to-stop": (100, "safe-to-stop node-1"),
-    "config": (110, "config show --origin --config config.yaml --set pacing=off"),
+    "config": (110, "config show --origin --config node.yaml --set pacing=off"),
     "plan": (100, "plan --nodes 1000 --tolerate 1 --domains 50"),
 }
 #: The same, after a node was killed and its memory lost; `STEP` is the newest committed step.
@@ -103,7 +106,7 @@ def take(cluster: LocalCluster, name: str, columns: int, command: str) -> None:
     }
     done = subprocess.run(
         [sys.executable, "-m", "fastcheck", *command.split()],
-        cwd=cluster.dir / "node-0",  # where its config.yaml is
+        cwd=EXAMPLE,
         env=environment,
         capture_output=True,
         text=True,

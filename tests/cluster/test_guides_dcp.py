@@ -8,7 +8,7 @@ import shlex
 import signal
 from pathlib import Path
 
-from tests.cluster.guides import NODE, losses_in, newest_commit
+from tests.cluster.guides import NODE, begun, losses_in, newest_commit
 from tests.cluster.harness import until
 from tests.cluster.torchrun import Launcher
 
@@ -25,13 +25,6 @@ def options() -> list[object]:
     return [*words, REPOSITORY / script]
 
 
-def begun(lines: list[str]) -> dict[int, int]:
-    """By pid: the step that each rank says it begins after, once both have said so."""
-    found = [re.search(r"rank \d+ pid (\d+) begins after step (\d+)$", line) for line in lines]
-    said = {int(match[1]): int(match[2]) for match in found if match}
-    return said if len(said) == 2 else {}
-
-
 def test_the_dcp_example_is_killed_resumed_and_left_without_a_daemon(make_cluster, tmp_path):
     cluster = make_cluster(2)
     at_home = {"FASTCHECK_ADDRESS": cluster.address(NODE)}
@@ -46,18 +39,18 @@ def test_the_dcp_example_is_killed_resumed_and_left_without_a_daemon(make_cluste
         whole_run = launch("whole", FASTCHECK_DISABLE="1")
         first = launch("first", **at_home)
         until(lambda: 14 in losses_in(first.lines), "the first run to be in its midst", 120)
-        pids = begun(first.lines)
+        pids = begun(first.lines, 2)
         os.kill(max(pids), signal.SIGSTOP)  # the other one waits for it in its next collective
         until(lambda: newest_commit(cluster, "dcp") >= 10, "a commit from step 10 on")
         first.kill()
         whole_run.finish()
         whole = losses_in(whole_run.lines)
-        assert set(begun(whole_run.lines).values()) == {0} == set(pids.values())
+        assert set(begun(whole_run.lines, 2).values()) == {0} == set(pids.values())
         assert list(whole) == list(range(1, STEPS + 1))
         assert losses_in(first.lines).items() <= whole.items()
 
         second = launch("second", **at_home)
-        pids = until(lambda: begun(second.lines), "both ranks to have loaded", 120)
+        pids = until(lambda: begun(second.lines, 2), "both ranks to have loaded", 120)
         (resumed_at,) = set(pids.values())
         assert resumed_at >= 10
         for pid in pids:

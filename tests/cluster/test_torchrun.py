@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster import torchrun_trainer
-from tests.cluster.guides import NODE, Example, losses_in, newest_commit
+from tests.cluster.guides import NODE, Example, begun, losses_in, newest_commit
 from tests.cluster.harness import until
-from tests.cluster.torchrun import Launcher, free_port
+from tests.cluster.torchrun import Launcher
+from tests.sockets import free_port
 
 from fastcheck import Checkpointer, FencedError, SupersededError
 from fastcheck.local import LocalCluster
@@ -142,13 +143,6 @@ def test_the_fsdp2_example_is_killed_resumed_left_without_a_daemon_and_given_ano
         *words, script = shlex.split(line.replace("--nproc-per-node 2", f"--nproc-per-node {ranks}"))
         assert script == "docs/guides/examples/fsdp2.py"
         return [*words, REPOSITORY / script]
-
-    def begun(lines: list[str], ranks: int) -> dict[int, int]:
-        """By pid: the step that each rank says it begins after, once all have said so."""
-        found = [re.search(r"rank \d+ pid (\d+) begins after step (\d+)$", line) for line in lines]
-        said = {int(match[1]): int(match[2]) for match in found if match}
-        assert len(said) <= ranks
-        return said if len(said) == ranks else {}
 
     # Turned off by one variable: what it computes then is what the others have to.
     launchers = [Launcher(tmp_path / "whole.log", *options(2), FASTCHECK_DISABLE="1")]
