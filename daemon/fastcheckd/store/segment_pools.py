@@ -13,18 +13,17 @@ nothing of shards and manifests, nor what is in a file that grows.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import InvalidRequestError, JobBudgetError, OverBudgetError, StoreError, StoreFullError
+from ..errors import InvalidRequestError, OverBudgetError, StoreError, StoreFullError
 from .directory import is_full
+from .job_shares import JobShares
 from .segments import PooledFile, Segment, job_of_pool, rounded
 
 logger = logging.getLogger(__name__)
@@ -36,8 +35,6 @@ T = TypeVar("T")
 FREE_SEGMENTS_MIN = 4
 #: Longest wait for another thread that is unlinking what we need.
 UNLINK_WAIT_S = 30.0
-#: Threads that may wait at once for memory of one job that is at its limit: others' puts begin in the same threads.
-JOB_WAITERS_MAX = 2
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,6 @@ class SegmentPools:
     def __init__(self, folder: Path, budget_bytes: int, job_budget_bytes: int = 0) -> None:
         self._folder = folder
         self._budget_bytes = budget_bytes
-        #: Most that may be in use for one job; 0: no limit of its own.
-        self.job_budget_bytes = job_budget_bytes
         #: Guards everything below and the counts in the segments; notified when memory comes back.
         self._changed = threading.Condition()
         self._in_use: set[PooledFile] = set()
@@ -86,9 +81,8 @@ class SegmentPools:
         self._free: list[PooledFile] = []
         #: Files that exist, and those that a thread is about to make.
         self._used_bytes = 0
-        #: The part of `_used_bytes` that is in use for each job, or set aside for it; no job has 0.
-        self._job_bytes: Counter[str] = Counter()
-        self._job_waiters: Counter[str] = Counter()
+        #: The part of `_used_bytes` that is in use for each job, or set aside for it.
+        self._jobs = JobShares(job_budget_bytes, self._changed)
         #: The part of `_used_bytes` that threads are unlinking right now.
         self._doomed_bytes = 0
         self._closed = False
@@ -96,6 +90,11 @@ class SegmentPools:
         self._least_free: dict[str, int] = {}
         #: How many times in a row `trim` has found that nothing was taken.
         self._unused: dict[str, int] = {}
+
+    @property
+    def job_budget_bytes(self) -> int:
+        """Most that may be in use for one job; 0: no limit of its own."""
+        return self._jobs.budget_bytes
 
     def allocate(
         self, size_bytes: int, pool: str, *, job: str = "", recycle: bool = True, wait_s: float = 0.0
@@ -124,7 +123,7 @@ class SegmentPools:
         except BaseException:
             with self._changed:
                 self._used_bytes -= size
-                self._charge(job, -size)
+                self._jobs.charge(job, -size)
                 self._changed.notify_all()
             raise
         with self._changed:
@@ -141,13 +140,13 @@ class SegmentPools:
         """
         with self._changed:
             self._check_open()
-            left = self._left_for(job)
+            left = self._jobs.left_for(job)
             file = next((f for f in reversed(self._free) if f.pool == pool and f.size_bytes <= left), None)
             if file is not None:
                 self._free.remove(file)
                 file.references = 1
                 file.job = job
-                self._charge(job, file.size_bytes)
+                self._jobs.charge(job, file.size_bytes)
                 self._in_use.add(file)
             self._note_taken(pool)
             return file
@@ -166,7 +165,7 @@ class SegmentPools:
         """A file in use needs no more than this of what was set aside for it."""
         with self._changed:
             self._used_bytes -= file.size_bytes - size_bytes
-            self._charge(file.job, size_bytes - file.size_bytes)
+            self._jobs.charge(file.job, size_bytes - file.size_bytes)
             file.size_bytes = size_bytes
             self._changed.notify_all()
 
@@ -178,20 +177,20 @@ class SegmentPools:
         while True:
             with self._changed:
                 self._check_open()
-                left = self._left_for(job)
+                left = self._jobs.left_for(job)
                 if size > left:
-                    self._await_job(job, size, wait_s - (time.monotonic() - started_s))
+                    self._jobs.wait(job, size, wait_s - (time.monotonic() - started_s))
                     continue
                 segment = best_fit((s for s in self._free if s.pool == pool and s.size_bytes <= left), size)
                 if segment is not None and recycle:
                     self._free.remove(segment)
-                    self._charge(job, segment.size_bytes)
+                    self._jobs.charge(job, segment.size_bytes)
                     self._start_use(segment, job)
                     return segment
                 lack = self._used_bytes + size - self._budget_bytes
                 if lack <= 0:
                     self._used_bytes += size
-                    self._charge(job, size)
+                    self._jobs.charge(job, size)
                     return None
                 coming = lack <= self._doomed_bytes + sum(s.size_bytes for s in self._free)
                 waited_s = time.monotonic() - started_s
@@ -208,35 +207,6 @@ class SegmentPools:
                 victim = pick_victim(self._free, lack - self._doomed_bytes)
                 self._doom([victim])
             self._unlink([victim])
-
-    def _left_for(self, job: str) -> float:
-        """With the lock held: what a job may still have."""
-        limited = job and self.job_budget_bytes
-        return self.job_budget_bytes - self._job_bytes[job] if limited else math.inf
-
-    def _charge(self, job: str, size: int) -> None:
-        """With the lock held: so much more is in use for a job, or less."""
-        if job:
-            self._job_bytes[job] += size
-            assert self._job_bytes[job] >= 0, job
-            if not self._job_bytes[job]:
-                del self._job_bytes[job]
-
-    def _await_job(self, job: str, size: int, left_s: float) -> None:
-        """With the lock held: return when something has come back; raises JobBudgetError when the time is over."""
-        if left_s <= 0 or self._job_waiters[job] >= JOB_WAITERS_MAX:
-            raise JobBudgetError(
-                f"{size} bytes asked for, and job {job!r} has {self._job_bytes[job]} of the {self.job_budget_bytes} "
-                "bytes that one job may have on this node: raise job_budget_bytes, keep fewer steps, or spread its "
-                "ranks over more nodes"
-            )
-        self._job_waiters[job] += 1
-        try:
-            self._changed.wait(left_s)
-        finally:
-            self._job_waiters[job] -= 1
-            if not self._job_waiters[job]:
-                del self._job_waiters[job]
 
     def with_room(self, what: str, action: Callable[[], T]) -> T:
         """Run something that takes room; if there is none, unlink all free segments and run it once more.
@@ -268,7 +238,7 @@ class SegmentPools:
         """Add a file of an earlier process, or one that is about to be made, without any reference yet."""
         with self._changed:
             segment.job = job
-            self._charge(job, segment.size_bytes)
+            self._jobs.charge(job, segment.size_bytes)
             self._used_bytes += segment.size_bytes
             self._in_use.add(segment)
 
@@ -376,7 +346,7 @@ class SegmentPools:
     def job_bytes(self) -> dict[str, int]:
         """What is in use for each job at this moment."""
         with self._changed:
-            return dict(self._job_bytes)
+            return self._jobs.in_use()
 
     def close(self) -> None:
         """Unlink the free segments and leave the others to the next process."""
@@ -410,7 +380,7 @@ class SegmentPools:
         if segment.references:
             return []
         self._in_use.remove(segment)
-        self._charge(segment.job, -segment.size_bytes)
+        self._jobs.charge(segment.job, -segment.size_bytes)
         segment.job = ""
         self._free.append(segment)
         self._changed.notify_all()  # whoever waits for room may have it

@@ -8,7 +8,8 @@ import pytest
 from store_helpers import changed, open_store, payload, put, put_patch
 
 from fastcheckd.errors import JobBudgetError, OverBudgetError, StoreFullError
-from fastcheckd.store.segment_pools import JOB_WAITERS_MAX, SegmentPools
+from fastcheckd.store.job_shares import WAITERS_MAX
+from fastcheckd.store.segment_pools import SegmentPools
 from fastcheckd.store.segments import COPY_POOL, Segment, job_of_pool, staging_pool
 
 PAGE = 4096
@@ -144,12 +145,12 @@ def test_few_wait_for_one_job_and_none_of_them_in_anothers_way(tmp_path):
     first = pools.allocate(LIMIT, A)
     waiting = [
         threading.Thread(target=lambda: pools.allocate(PAGE, COPY_POOL, job="a", wait_s=20.0))
-        for _ in range(JOB_WAITERS_MAX)
+        for _ in range(WAITERS_MAX)
     ]
     for thread in waiting:
         thread.start()
     patience = threading.Event()
-    while sum(pools._job_waiters.values()) < JOB_WAITERS_MAX:
+    while sum(pools._jobs._waiters.values()) < WAITERS_MAX:
         assert not patience.wait(0.01)
     with pytest.raises(JobBudgetError):
         pools.allocate(PAGE, COPY_POOL, job="a", wait_s=20.0)
@@ -157,4 +158,4 @@ def test_few_wait_for_one_job_and_none_of_them_in_anothers_way(tmp_path):
     pools.give_back(first)
     for thread in waiting:
         thread.join(20)
-    assert pools.job_bytes() == {"a": JOB_WAITERS_MAX * PAGE, "b": LIMIT} and not pools._job_waiters
+    assert pools.job_bytes() == {"a": WAITERS_MAX * PAGE, "b": LIMIT} and not pools._jobs._waiters
