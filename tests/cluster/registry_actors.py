@@ -21,7 +21,7 @@ from fastcheckd.registry.client import RegistryClient
 CHUNK_BYTES = 4096
 
 
-async def eventually(condition, deadline_s=15.0, what="it"):
+async def eventually(condition, deadline_s=60.0, what="it"):
     """Wait for `condition()` (may be a coroutine function) to be true; returns its value.
 
     A registry that does not answer yet is none that says so.

@@ -26,7 +26,7 @@ def free_ports(count: int) -> list[int]:
     return find_free_ports(count)
 
 
-def wait_until(condition: Callable[[], object], deadline_s: float = 15.0, what: str = "condition") -> object:
+def wait_until(condition: Callable[[], object], deadline_s: float = 60.0, what: str = "condition") -> object:
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         if (value := condition()) not in (None, False):

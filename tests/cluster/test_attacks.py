@@ -302,7 +302,7 @@ def test_no_text_of_a_request_leaves_the_store(cluster: LocalCluster, tmp_path: 
         for job in (*texts, ".", "", "a/b"):
             for call, request in opening(ports["data"], job):
                 with pytest.raises(grpc.RpcError) as refused:
-                    call(request, timeout=10)
+                    call(request, timeout=60)
                 assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, (job, request)
     assert asked > 200
     config = config_of(cluster)
@@ -367,7 +367,7 @@ def test_huge_sizes_are_refused_before_there_is_memory_for_them(cluster: LocalCl
             )
             for call, request in ((peer.BeginPut, put), (trainer.BeginSave, save)):
                 with pytest.raises(grpc.RpcError) as refused:
-                    call(request, timeout=10)
+                    call(request, timeout=60)
                 assert refused.value.code() in {
                     grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT,
                 }, refused.value  # fmt: skip
@@ -387,11 +387,11 @@ def test_a_replayed_ticket_opens_nothing(cluster: LocalCluster) -> None:
         grpc.insecure_channel(f"127.0.0.1:{ports['data']}") as channel,
     ):
         peer = peer_pb2_grpc.PeerServiceStub(channel)
-        held = peer.ListReplicas(peer_pb2.ListReplicasRequest(job="replayed"), timeout=10).replicas[0]
+        held = peer.ListReplicas(peer_pb2.ListReplicasRequest(job="replayed"), timeout=60).replicas[0]
         get = peer_pb2.BeginGetRequest(
             cluster_id=config_of(cluster)["cluster_id"], key=held.key, digest=held.digest, streams=1
         )
-        (ticket,) = peer.BeginGet(get, timeout=10).tickets
+        (ticket,) = peer.BeginGet(get, timeout=60).tickets
         before = counters(cluster, VICTIM)["lane_rejected"]
         assert len(said_by_lane(ports["lane"], ticket)) > held.bytes
         for _ in range(3):

@@ -34,7 +34,7 @@ def test_random_bytes_on_every_port_are_closed_and_the_daemon_lives(make_cluster
     noise = random.Random(1)
     for port in ports_of(cluster, "node-0"):
         for size in (0, 1, 7, 64, 4096, 1 << 20):
-            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
                 connection.settimeout(10)
                 try:
                     connection.sendall(noise.randbytes(size))
@@ -54,7 +54,7 @@ def test_sigterm_leaves_the_cluster_at_once_and_exits_with_zero(make_cluster):
     cluster = make_cluster(4)
     agent, *children = (psutil.Process(pid) for pid in cluster.pids("node-3"))
     agent.terminate()
-    assert agent.wait(timeout=15) == 0
+    assert agent.wait(timeout=30) == 0
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
     assert node_states(cluster, "node-0")["node-3"] == "DOWN"
 

@@ -169,7 +169,7 @@ def test_a_killed_data_process_makes_its_node_suspect_and_never_down(make_cluste
     before = lives(cluster, "node-0")
     old = process_of(cluster, "node-1", "data")
     old.kill()
-    old.wait(timeout=10)
+    old.wait(timeout=60)
     seen = []
 
     def is_back():

@@ -30,7 +30,7 @@ def test_a_killed_data_process_is_restarted_by_its_agent(make_cluster):
     job.commit(1)
     data = process_of(cluster, "node-2", "data")
     data.kill()
-    data.wait(timeout=10)
+    data.wait(timeout=60)
     until(lambda: counters(cluster, "node-2").get("manifests_adopted"), "the data process to adopt its RAM")
     assert job.load() == 1
     job.commit(2)

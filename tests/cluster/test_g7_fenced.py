@@ -48,7 +48,7 @@ class Holder:
         )
         with grpc.insecure_channel(self.address) as channel:
             try:
-                return peer_pb2_grpc.PeerServiceStub(channel).BeginPut(request, timeout=10)
+                return peer_pb2_grpc.PeerServiceStub(channel).BeginPut(request, timeout=60)
             except grpc.RpcError as error:
                 name = str(dict(error.trailing_metadata()).get(ERROR_METADATA_KEY, error.details()))
                 assert name in {"ERROR_CODE_NO_LEASE", "ERROR_CODE_FENCED"}, error.details()

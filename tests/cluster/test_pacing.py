@@ -62,15 +62,15 @@ def slow_reader(cluster, node, ready):
         address = next(n for n in admin.nodes()["nodes"] if n["node_id"] == node)["lane_address"]
         found = admin.replicas("gpt", step=1)["replicas"][0]
     with grpc.insecure_channel(cluster.address(node)) as channel:
-        who = node_pb2_grpc.NodeServiceStub(channel).Describe(node_pb2.DescribeRequest(), timeout=10)
+        who = node_pb2_grpc.NodeServiceStub(channel).Describe(node_pb2.DescribeRequest(), timeout=60)
     request = peer_pb2.BeginGetRequest(
         cluster_id=who.cluster_id, digest=bytes.fromhex(found["digest"]), streams=1,
         key=common_pb2.ShardKey(job="gpt", step=1, rank=0, shard=found["shard"]),
     )  # fmt: skip
     with grpc.insecure_channel(who.data_address) as channel:
-        begun = peer_pb2_grpc.PeerServiceStub(channel).BeginGet(request, timeout=10)
+        begun = peer_pb2_grpc.PeerServiceStub(channel).BeginGet(request, timeout=60)
     host, port = address.rsplit(":", 1)
-    with socket.create_connection((host, int(port)), timeout=10) as sock:
+    with socket.create_connection((host, int(port)), timeout=60) as sock:
         sock.sendall(pack_hello(Hello(first=0, stride=1, ticket=begun.tickets[0])))
         assert sock.recv(1)
         stop = threading.Event()

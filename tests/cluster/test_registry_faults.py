@@ -224,7 +224,7 @@ def hostile_inputs(tmp_path):
 
 def send(address, data):
     """Send and report whether the other side has closed soon."""
-    with socket.create_connection(split_address(address), timeout=5) as s:
+    with socket.create_connection(split_address(address), timeout=60) as s:
         with contextlib.suppress(OSError):  # it has closed already, as is found out next
             s.sendall(data)
         return ends(s, 0.3)

@@ -97,7 +97,7 @@ def test_nobody_relays_without_being_asked_nor_what_was_relayed(cluster):
             stubs = GrpcStubs()
             request = registry_pb2.LookupRequest(job="x")
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stubs(follower).Lookup(request, timeout=5)
+                await stubs(follower).Lookup(request, timeout=60)
             trailing = dict(refused.value.trailing_metadata())
             assert trailing[LEADER_METADATA_KEY] == leader
             assert trailing[ERROR_METADATA_KEY] == "ERROR_CODE_NO_QUORUM"

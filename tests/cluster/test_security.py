@@ -120,7 +120,7 @@ def test_every_port_refuses_strangers(cluster: LocalCluster, tmp_path: Path, por
     ):
         with channel, pytest.raises(grpc.RpcError) as refused:
             # Unknown there or not: before it was let in, nobody is told.
-            admin_pb2_grpc.AdminServiceStub(channel).Status(admin_pb2.StatusRequest(), timeout=10)
+            admin_pb2_grpc.AdminServiceStub(channel).Status(admin_pb2.StatusRequest(), timeout=60)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -132,7 +132,7 @@ def test_failed_handshakes_do_not_fill_the_log(cluster: LocalCluster) -> None:
     host, _, port = port_of(cluster, "node-0").rpartition(":")
     for _ in range(200):
         with (
-            socket.create_connection((host, int(port)), timeout=10) as stranger,
+            socket.create_connection((host, int(port)), timeout=60) as stranger,
             contextlib.suppress(OSError),
         ):
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -180,7 +180,7 @@ def channel_as(cluster: LocalCluster, name: str, address: str, to: str) -> Itera
 
 def denied(call: Any, *arguments: Any) -> str:
     with pytest.raises(grpc.RpcError) as refused:
-        answer = call(*arguments, timeout=10)
+        answer = call(*arguments, timeout=60)
         if hasattr(answer, "__next__"):
             next(answer)
     assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED, refused.value
@@ -213,7 +213,7 @@ def test_nobody_makes_anothers_calls(cluster: LocalCluster) -> None:
     with channel_as(cluster, "node-node-1", data, "node-0") as channel:
         assert "admin or trainer" in denied(trainer_pb2_grpc.TrainerServiceStub(channel).ListSteps, job)
     with channel_as(cluster, "trainer-local", data, "node-0") as channel:
-        trainer_pb2_grpc.TrainerServiceStub(channel).ListSteps(job, timeout=10)
+        trainer_pb2_grpc.TrainerServiceStub(channel).ListSteps(job, timeout=60)
 
 
 def test_a_node_speaks_for_no_other_node(cluster: LocalCluster) -> None:
@@ -283,9 +283,9 @@ def test_a_job_is_its_owners_alone(cluster: LocalCluster, monkeypatch: pytest.Mo
             assert "belongs to trainer/alice" in denied(call, request)
     with channel_as(cluster, "trainer-alice", data, "node-1") as alices:
         session = trainer_pb2.OpenSessionRequest(**rank, client_id="alice")
-        opened = trainer_pb2_grpc.TrainerServiceStub(alices).OpenSession(session, timeout=10)
+        opened = trainer_pb2_grpc.TrainerServiceStub(alices).OpenSession(session, timeout=60)
         begin.session = opened.session
-        begun = trainer_pb2_grpc.TrainerServiceStub(alices).BeginSave(begin, timeout=10)
+        begun = trainer_pb2_grpc.TrainerServiceStub(alices).BeginSave(begin, timeout=60)
         with channel_as(cluster, "trainer-bob", data, "node-1") as channel:
             trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
             for call, request in (

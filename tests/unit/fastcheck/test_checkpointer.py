@@ -50,7 +50,7 @@ def make_state(value: float = 0.0) -> dict:
     return {"w": torch.full((STATE_BYTES // 4,), float(value)), "n": int(value)}
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "condition not met in time"
@@ -71,7 +71,7 @@ def ckpt(daemon):
 
 def test_save_then_load(daemon, ckpt):
     handle = ckpt.save(3, make_state(7))
-    assert handle.result(timeout=10) is handle
+    assert handle.result(timeout=60) is handle
     assert handle.staged
     assert handle.replicated
     assert handle.committed
@@ -88,7 +88,7 @@ def test_save_then_load(daemon, ckpt):
 
 
 def test_stats_tell_what_happened(ckpt):
-    stats = ckpt.save(1, make_state()).result(timeout=10).stats
+    stats = ckpt.save(1, make_state()).result(timeout=60).stats
     assert stats["bytes"] == flatten(make_state()).state_bytes
     assert stats["waited_s"] == 0.25
     assert stats["stage_s"] > 0
@@ -112,7 +112,7 @@ def test_nothing_to_load_is_none_and_an_absent_step_is_an_error(ckpt):
 
 def test_an_asked_for_step_is_loaded(ckpt):
     for step in (1, 2):
-        ckpt.save(step, make_state(step)).result(timeout=10)
+        ckpt.save(step, make_state(step)).result(timeout=60)
     state = make_state()
     assert ckpt.load(state, step=1) == 1
     assert state["n"] == 1
@@ -123,7 +123,7 @@ def test_an_asked_for_step_is_loaded(ckpt):
 def test_the_session_is_opened_once_and_travels_with_each_save(daemon, ckpt):
     assert ckpt.load(make_state()) is None
     for step in (1, 2):
-        ckpt.save(step, make_state()).result(timeout=10)
+        ckpt.save(step, make_state()).result(timeout=60)
     assert daemon.calls.count("OpenSession") == 1
     assert daemon.calls.count("Describe") == 1
     assert {s.request.session for s in daemon.memory.saves.values()} == {1}
@@ -133,7 +133,7 @@ def test_the_state_may_change_as_soon_as_save_returns(daemon, ckpt):
     state = make_state(1)
     handle = ckpt.save(1, state)
     state["w"].fill_(99)
-    handle.result(timeout=10)
+    handle.result(timeout=60)
     other = make_state()
     ckpt.load(other)
     assert other["w"].eq(1).all()
@@ -142,7 +142,7 @@ def test_the_state_may_change_as_soon_as_save_returns(daemon, ckpt):
 def test_nothing_loaded_changes_when_the_daemon_reuses_the_segment(daemon, ckpt):
     net = torch.nn.Linear(64, 64)
     weight = net.weight.detach().clone()
-    ckpt.save(1, {"m": net}).result(timeout=10)
+    ckpt.save(1, {"m": net}).result(timeout=60)
     again = torch.nn.Linear(64, 64)
     ckpt.load({"m": again})
     for saved in daemon.memory.saves.values():
@@ -152,7 +152,7 @@ def test_nothing_loaded_changes_when_the_daemon_reuses_the_segment(daemon, ckpt)
 
 
 def test_the_segment_is_held_until_the_load_is_over_and_no_longer(daemon, ckpt):
-    ckpt.save(1, make_state()).result(timeout=10)
+    ckpt.save(1, make_state()).result(timeout=60)
 
     class Looks:
         def state_dict(self):
@@ -161,7 +161,7 @@ def test_the_segment_is_held_until_the_load_is_over_and_no_longer(daemon, ckpt):
         def load_state_dict(self, state_dict):
             self.seen = "Load closed" in daemon.calls
 
-    ckpt.save(2, {"x": Looks()}).result(timeout=10)
+    ckpt.save(2, {"x": Looks()}).result(timeout=60)
     looks = Looks()
     ckpt.load({"x": looks})
     assert not looks.seen
@@ -181,16 +181,16 @@ def test_a_large_state_is_copied_by_several_threads(daemon):
 
 def test_mappings_are_kept_while_the_file_stays_and_renewed_when_it_is_replaced(daemon, ckpt):
     daemon.memory.segment_reuse = True
-    ckpt.save(1, make_state(1)).result(timeout=10)
+    ckpt.save(1, make_state(1)).result(timeout=60)
     cache = ckpt._transport._cache
     first = next(iter(cache._segments.values()))
-    ckpt.save(2, make_state(2)).result(timeout=10)
+    ckpt.save(2, make_state(2)).result(timeout=60)
     assert next(iter(cache._segments.values())) is first
     path = daemon.memory.by_step(2).path
     size = path.stat().st_size
     path.unlink()
     path.write_bytes(bytes(size))
-    ckpt.save(3, make_state(3)).result(timeout=10)
+    ckpt.save(3, make_state(3)).result(timeout=60)
     assert next(iter(cache._segments.values())) is not first
     state = make_state()
     ckpt.load(state)
@@ -199,7 +199,7 @@ def test_mappings_are_kept_while_the_file_stays_and_renewed_when_it_is_replaced(
 
 def test_mappings_are_bounded(daemon, ckpt):
     for step in range(12):
-        ckpt.save(step, make_state()).result(timeout=10)
+        ckpt.save(step, make_state()).result(timeout=60)
     assert len(ckpt._transport._cache._segments) == 8
 
 
@@ -209,7 +209,7 @@ def test_spare_segments_are_mapped_ahead(daemon, ckpt, tmp_path):
         file.write_bytes(b"\x11" * 8192)
     gone = trainer_pb2.SegmentRef(path=str(tmp_path / "gone.seg"), bytes=8192)
     daemon.spares = [gone, *(trainer_pb2.SegmentRef(path=str(f), bytes=8192) for f in files)]
-    ckpt.save(1, make_state()).result(timeout=10)
+    ckpt.save(1, make_state()).result(timeout=60)
     assert {str(f) for f in files} <= set(ckpt._transport._cache._segments)
     assert all(file.read_bytes() == b"\x11" * 8192 for file in files)
 
@@ -237,7 +237,7 @@ def test_nothing_views_the_segment_after_a_load(ckpt, releases):
         optimizer.step()
         return {"net": net, "optimizer": optimizer, "scheduler": scheduler, "list": [torch.ones(3), 1]}
 
-    ckpt.save(1, make()).result(timeout=10)
+    ckpt.save(1, make()).result(timeout=60)
     assert ckpt.load(make()) == 1
     wait_until(lambda: releases == [True])
 
@@ -254,7 +254,7 @@ class Hides(torch.nn.Module):
 
 
 def test_a_view_that_was_hidden_does_not_change_when_the_segment_is_reused(daemon, ckpt, releases):
-    ckpt.save(1, {"m": Hides()}).result(timeout=10)
+    ckpt.save(1, {"m": Hides()}).result(timeout=60)
     module = Hides()
     ckpt.load({"m": module})
     wait_until(lambda: releases == [False])
@@ -279,7 +279,7 @@ def test_the_callers_mistakes_raise(daemon, ckpt):
 
 
 def test_a_mismatch_raises_and_changes_nothing(ckpt):
-    ckpt.save(1, make_state(5)).result(timeout=10)
+    ckpt.save(1, make_state(5)).result(timeout=60)
     state = {"w": torch.zeros(STATE_BYTES // 4), "n": 0, "other": 1}
     with pytest.raises(StateMismatchError):
         ckpt.load(state)
@@ -288,7 +288,7 @@ def test_a_mismatch_raises_and_changes_nothing(ckpt):
 
 def test_use_after_close_raises(daemon):
     ckpt = Checkpointer(job="gpt", address=daemon.address)
-    ckpt.save(1, make_state()).result(timeout=10)
+    ckpt.save(1, make_state()).result(timeout=60)
     ckpt.close()
     ckpt.close()
     for use in (lambda: ckpt.save(2, {}), lambda: ckpt.load({}), ckpt.steps):
@@ -298,16 +298,16 @@ def test_use_after_close_raises(daemon):
 
 def test_close_says_that_the_rank_is_done_and_never_waits_for_who_is_not_there(daemon):
     with Checkpointer(job="gpt", rank=1, world_size=2, address=daemon.address) as ckpt:
-        ckpt.save(1, make_state()).result(timeout=10)
+        ckpt.save(1, make_state()).result(timeout=60)
     assert daemon.memory.closed == [("gpt", 1, 1)]
     Checkpointer(job="gpt", address=daemon.address).close()
     assert len(daemon.memory.closed) == 1, "it had no session"
     ckpt = Checkpointer(job="gpt", address=daemon.address)
-    ckpt.save(2, make_state()).result(timeout=10)
+    ckpt.save(2, make_state()).result(timeout=60)
     daemon.refuse["CloseSession"] = (common_pb2.ERROR_CODE_UNSAFE, "an older voter does not know it")
     ckpt.close()
     ckpt = Checkpointer(job="gpt", address=daemon.address)
-    ckpt.save(3, make_state()).result(timeout=10)
+    ckpt.save(3, make_state()).result(timeout=60)
     daemon.stop()
     ckpt.close()
 
@@ -332,7 +332,7 @@ def test_a_refusal_is_in_the_handle(daemon, ckpt, call, code, kind):
     daemon.refuse[call] = (getattr(common_pb2, f"ERROR_CODE_{code}"), "sorry")
     handle = ckpt.save(1, make_state())
     with pytest.raises(kind, match="sorry"):
-        handle.result(timeout=10)
+        handle.result(timeout=60)
     assert isinstance(handle.exception(), kind)
     assert handle.done
     assert not handle.committed
@@ -343,9 +343,9 @@ def test_a_refusal_is_in_the_handle(daemon, ckpt, call, code, kind):
 
 def test_a_refused_save_does_not_stop_the_next(daemon, ckpt):
     daemon.refuse["BeginSave"] = (common_pb2.ERROR_CODE_OVER_BUDGET, "full")
-    assert ckpt.save(1, make_state()).exception(timeout=10)
+    assert ckpt.save(1, make_state()).exception(timeout=60)
     daemon.refuse.clear()
-    assert ckpt.save(2, make_state()).result(timeout=10).committed
+    assert ckpt.save(2, make_state()).result(timeout=60).committed
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_a_save_that_fails_later_says_why(tmp_path, code, kind):
         detail = common_pb2.ErrorDetail(code=getattr(common_pb2, f"ERROR_CODE_{code}"), message="told you")
         daemon.memory.tell(1, state=trainer_pb2.SAVE_STATE_FAILED, error=detail)
         with pytest.raises(kind, match="told you"):
-            handle.result(timeout=10)
+            handle.result(timeout=60)
 
 
 def test_a_segment_that_makes_no_sense_fails_the_save_and_is_given_back(daemon, ckpt, tmp_path, monkeypatch):
@@ -392,13 +392,13 @@ def test_a_segment_that_makes_no_sense_fails_the_save_and_is_given_back(daemon, 
             patch.setattr(ckpt._daemon, "begin_save", lambda *a, answer=answer, **k: answer)
             patch.setattr(ckpt._saves, "_pause", type(ckpt._saves._pause)())
             handle = ckpt.save(step, make_state())
-        assert isinstance(handle.exception(timeout=5), kind), name
+        assert isinstance(handle.exception(timeout=60), kind), name
         assert daemon.memory.abandoned[-1] == name
     assert real.read_bytes() == bytes(65536)
 
 
 def test_a_load_whose_answer_makes_no_sense_is_refused(daemon, ckpt):
-    ckpt.save(1, make_state(1)).result(timeout=10)
+    ckpt.save(1, make_state(1)).result(timeout=60)
     saved = daemon.memory.by_step(1)
     state = make_state()
     saved.header_offset += 1
@@ -449,9 +449,9 @@ def test_warnings_come_once_per_kind(daemon, ckpt, caplog):
     daemon.refuse["BeginSave"] = (common_pb2.ERROR_CODE_OVER_BUDGET, "full")
     with caplog.at_level(logging.WARNING, logger="fastcheck"):
         for step in range(3):
-            assert ckpt.save(step, make_state()).exception(timeout=5)
+            assert ckpt.save(step, make_state()).exception(timeout=60)
         daemon.refuse["BeginSave"] = (common_pb2.ERROR_CODE_FENCED, "old")
-        assert ckpt.save(4, make_state()).exception(timeout=5)
+        assert ckpt.save(4, make_state()).exception(timeout=60)
     assert [r.message.split("(")[1].split(";")[0] for r in caplog.records] == [
         "OutOfMemoryError",
         "FencedError",
@@ -462,7 +462,7 @@ def test_a_defect_of_ours_does_not_end_the_training_loop(daemon, ckpt, monkeypat
     monkeypatch.setattr(ckpt._transport._copier, "copy", lambda *a, **k: 1 / 0)
     handle = ckpt.save(1, make_state())
     with pytest.raises(SaveFailedError, match="ZeroDivisionError"):
-        handle.result(timeout=5)
+        handle.result(timeout=60)
     assert daemon.memory.abandoned == ["save-0"]
 
 
@@ -473,7 +473,7 @@ def test_without_a_daemon_saves_return_fast_with_the_reason_and_loads_raise(tmp_
     with Checkpointer(job="gpt", address=f"unix://{tmp_path}/none.sock", timeout_s=1) as ckpt:
         started = time.monotonic()
         handles = [ckpt.save(step, make_state()) for step in range(50)]
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 25, "a second each"
         for handle in handles:
             assert isinstance(handle.exception(), DaemonUnavailableError)
             with pytest.raises(DaemonUnavailableError, match="fastcheckd running"):
@@ -494,7 +494,7 @@ def test_a_daemon_that_is_started_later_is_found(tmp_path):
         assert ckpt.save(1, make_state()).exception()
         with FakeDaemon(tmp_path):
             assert ckpt.load(make_state()) is None
-            wait_until(lambda: ckpt.save(2, make_state()).exception(timeout=5) is None)
+            wait_until(lambda: ckpt.save(2, make_state()).exception(timeout=60) is None)
 
 
 def test_a_handle_survives_a_daemon_restart(tmp_path):
@@ -507,10 +507,10 @@ def test_a_handle_survives_a_daemon_restart(tmp_path):
         with FakeDaemon(tmp_path, first.memory, auto_commit=False) as second:
             wait_until(lambda: "WatchSave" in second.calls)
             second.memory.commit(1)
-            assert handle.result(timeout=10).committed
+            assert handle.result(timeout=60).committed
             assert second.memory.sessions == {ckpt._loads._seat.client_id: 1}
             second.auto_commit = True
-            wait_until(lambda: ckpt.save(2, make_state()).exception(timeout=5) is None)
+            wait_until(lambda: ckpt.save(2, make_state()).exception(timeout=60) is None)
 
 
 def test_a_handle_fails_when_the_daemon_stays_away(tmp_path, monkeypatch):
@@ -532,7 +532,7 @@ def test_a_daemon_that_dies_between_begin_and_seal_fails_the_handle(daemon, ckpt
 
     monkeypatch.setattr(ckpt._transport._copier, "copy", dies)
     handle = ckpt.save(1, make_state())
-    assert isinstance(handle.exception(timeout=5), DaemonUnavailableError)
+    assert isinstance(handle.exception(timeout=60), DaemonUnavailableError)
     assert not handle.staged
 
 
@@ -545,15 +545,15 @@ def test_a_daemon_that_hangs_costs_a_moment_once_and_is_used_again_when_it_wakes
     process = subprocess.Popen(arguments, env=env, stdin=subprocess.PIPE)
     try:
         with Checkpointer(job="gpt", address=f"unix://{tmp_path}/fastcheckd.sock") as ckpt:
-            wait_until(lambda: ckpt.save(0, make_state()).exception(timeout=5) is None)
-            assert ckpt.save(1, make_state()).result(timeout=10).committed
+            wait_until(lambda: ckpt.save(0, make_state()).exception(timeout=60) is None)
+            assert ckpt.save(1, make_state()).result(timeout=60).committed
             process.send_signal(signal.SIGSTOP)
             started = time.monotonic()
-            for step in range(2, 20):
+            for step in range(2, 80):
                 assert isinstance(ckpt.save(step, make_state()).exception(), DaemonUnavailableError)
-            assert time.monotonic() - started < 8
+            assert time.monotonic() - started < 25, "half a second each"
             process.send_signal(signal.SIGCONT)
-            wait_until(lambda: ckpt.save(20, make_state()).exception(timeout=5) is None, timeout_s=20)
+            wait_until(lambda: ckpt.save(80, make_state()).exception(timeout=60) is None)
     finally:
         process.kill()
         process.wait()
@@ -565,7 +565,7 @@ def test_a_save_waits_for_room_as_long_as_the_daemon_lives(daemon, ckpt, monkeyp
     daemon.before_begin = lambda: room.wait(20)
     threading.Timer(0.6, room.set).start()
     started = time.monotonic()
-    assert ckpt.save(1, make_state()).result(timeout=10).committed
+    assert ckpt.save(1, make_state()).result(timeout=60).committed
     assert time.monotonic() - started > 0.5
 
 
@@ -577,11 +577,11 @@ def test_a_data_process_that_moved_is_found_within_the_same_save(tmp_path):
     with FakeDaemon(places[1], first.memory) as second, FakeDaemon(tmp_path, first.memory) as agent:
         agent.socket = first.socket
         with Checkpointer(job="gpt", address=f"unix://{tmp_path}/fastcheckd.sock") as ckpt:
-            assert ckpt.save(1, make_state()).result(timeout=10).committed
+            assert ckpt.save(1, make_state()).result(timeout=60).committed
             assert "BeginSave" in first.calls
             first.stop()
             agent.socket = second.socket
-            assert ckpt.save(2, make_state()).result(timeout=10).committed
+            assert ckpt.save(2, make_state()).result(timeout=60).committed
             assert "BeginSave" in second.calls
             assert "OpenSession" not in second.calls
 
@@ -593,7 +593,7 @@ def test_closing_ends_pending_handles_and_all_threads(tmp_path):
         ckpt.close()
         for handle in handles:
             with pytest.raises(ClosedError, match="daemon goes on"):
-                handle.result(timeout=5)
+                handle.result(timeout=60)
         assert not [t for t in threading.enumerate() if t.name.startswith("fastcheck")]
 
 

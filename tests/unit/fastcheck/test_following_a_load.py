@@ -41,7 +41,7 @@ def state(value=0.0):
 
 
 def test_progress_reaches_the_callback_in_order_and_stats_say_how_it_went(daemon, ckpt):
-    ckpt.save(1, state(1)).result(timeout=10)
+    ckpt.save(1, state(1)).result(timeout=60)
     assert not ckpt.load_stats
     daemon.news = list(PROGRESS)
     heard, into = [], state()
@@ -59,7 +59,7 @@ def test_progress_reaches_the_callback_in_order_and_stats_say_how_it_went(daemon
 
 @pytest.mark.parametrize("kind", [KeyError, ValueError])
 def test_what_a_callback_raises_ends_the_load_and_changes_nothing(daemon, ckpt, kind):
-    ckpt.save(1, state(1)).result(timeout=10)
+    ckpt.save(1, state(1)).result(timeout=60)
     daemon.news = list(PROGRESS)
 
     def refuse(progress):
@@ -84,7 +84,7 @@ def maps(monkeypatch):
 
 
 def test_a_segment_named_ahead_is_mapped_once(daemon, near, monkeypatch):
-    near.save(1, state(1)).result(timeout=10)
+    near.save(1, state(1)).result(timeout=60)
     path = daemon.memory.by_step(1).path
     daemon.news = [pb.LoadSegment(segment=pb.SegmentRef(path=str(path), bytes=path.stat().st_size))]
     mapped, into = maps(monkeypatch), state()
@@ -94,8 +94,8 @@ def test_a_segment_named_ahead_is_mapped_once(daemon, near, monkeypatch):
 
 
 def test_a_wrong_guess_is_forgotten_and_a_file_that_is_gone_is_no_matter(daemon, near, monkeypatch):
-    near.save(1, state(1)).result(timeout=10)
-    near.save(2, state(2)).result(timeout=10)
+    near.save(1, state(1)).result(timeout=60)
+    near.save(2, state(2)).result(timeout=60)
     other = daemon.memory.by_step(1).path
     daemon.news = [
         pb.LoadSegment(segment=pb.SegmentRef(path=str(daemon.folder / "gone.seg"), bytes=4096)),
@@ -109,7 +109,7 @@ def test_a_wrong_guess_is_forgotten_and_a_file_that_is_gone_is_no_matter(daemon,
 
 @pytest.mark.parametrize("when", ["good", "changed since", "unreadable", "of another size"])
 def test_a_header_parsed_ahead_counts_only_if_it_is_the_one_that_was_checked(daemon, near, monkeypatch, when):
-    near.save(1, {"number": 1, **state(1)}).result(timeout=10)
+    near.save(1, {"number": 1, **state(1)}).result(timeout=60)
     saved = daemon.memory.by_step(1)
     path, good = saved.path, saved.path.read_bytes()
     at, size = saved.header_offset, saved.header_bytes
@@ -163,7 +163,7 @@ def test_a_module_is_filled_in_place_and_a_hook_sees_what_was_there_before(near)
         "t": torch.randn(7, 5).t(),
         "tensor": torch.ones(9),
     }
-    near.save(1, source).result(timeout=10)
+    near.save(1, source).result(timeout=60)
     into = {
         "plain": torch.nn.Linear(50, 50),
         "hooked": Doubles(),

@@ -148,7 +148,7 @@ def test_a_lazy_copy_waits_for_work_before_it_and_the_next_step_waits_on_the_dev
     state["o"].step()  # the device is still busy: had the host waited, this would hang
     assert not handle.staged
     busy.set()
-    assert handle.result(timeout=10).committed
+    assert handle.result(timeout=60).committed
     gpu.current.mark().wait(10)
     assert state["w"].eq(3).all()
     ckpt.load({**state, "o": Optimizer(state["w"], gpu)})
@@ -172,17 +172,17 @@ def test_a_device_that_fails_costs_the_save_and_holds_nothing_up(daemon, ckpt, g
     gpu.fail_after = 0
     handle = ckpt.save(1, state, lazy=lazy)
     state["o"].step()
-    assert "out of memory on the device" in str(handle.exception(timeout=10))
+    assert "out of memory on the device" in str(handle.exception(timeout=60))
     assert daemon.memory.abandoned == ["save-0"]
     gpu.fail_after = None
-    assert ckpt.save(2, state, lazy=lazy).result(timeout=10).committed
+    assert ckpt.save(2, state, lazy=lazy).result(timeout=60).committed
 
 
 def test_segments_are_page_locked_once_and_let_go_with_their_mapping(daemon, ckpt, gpu):
     daemon.memory.segment_reuse = True
     state = make(gpu)
     for step in (1, 2, 3):
-        ckpt.save(step, state, lazy=True).result(timeout=10)
+        ckpt.save(step, state, lazy=True).result(timeout=60)
         assert len(gpu.locked) == 1
     ckpt.close()
     gc.collect()
@@ -190,7 +190,7 @@ def test_segments_are_page_locked_once_and_let_go_with_their_mapping(daemon, ckp
 
 
 def test_a_state_without_tensors_on_a_gpu_locks_nothing(daemon, ckpt, gpu):
-    ckpt.save(1, {"v": torch.ones(10)}).result(timeout=10)
+    ckpt.save(1, {"v": torch.ones(10)}).result(timeout=60)
     assert gpu.locked == {}
 
 
@@ -199,7 +199,7 @@ def test_a_machine_that_refuses_page_locks_is_told_of_once_and_saves_go_on(daemo
     state = make(gpu)
     with caplog.at_level(logging.WARNING, "fastcheck"):
         for step in range(1, 7):
-            ckpt.save(step, state).result(timeout=10)
+            ckpt.save(step, state).result(timeout=60)
     assert [r.message for r in caplog.records if "page-lock" in r.message and "answered 2" in r.message]
     assert len([r for r in caplog.records if "page-lock" in r.message]) == 1
     assert ckpt._transport._pinner.refusals == 3

@@ -129,7 +129,7 @@ def test_a_step_waits_for_the_copy_and_the_saved_state_is_the_one_before_it(
     gate.wait()
     assert not handle.staged
     train(state)
-    assert handle.result(timeout=10).committed
+    assert handle.result(timeout=60).committed
     assert handle.stats["lazy_bytes"] > 0
     assert handle.stats["stage_s"] > 0
     assert not same(bits(state), wanted)
@@ -157,7 +157,7 @@ def test_without_the_fence_the_change_is_found_and_nothing_is_sealed(daemon, ckp
         state["net"][3].weight.add_(1)  # nobody asked
     gate.open()
     with pytest.raises(StateChangedError, match=r"net\.3\.weight.*fence\(\)") as caught:
-        handle.result(timeout=10)
+        handle.result(timeout=60)
     assert caught.value.names == ("net.3.weight",)
     assert not handle.staged
     assert daemon.memory.abandoned == ["save-0"]
@@ -167,7 +167,7 @@ def test_without_the_fence_the_change_is_found_and_nothing_is_sealed(daemon, ckp
     handle = ckpt.save(6, state, lazy=True)
     with torch.no_grad():
         state["net"][3].weight.add_(1)
-    handle.result(timeout=10)
+    handle.result(timeout=60)
     assert same(loaded(ckpt, 6, state), wanted)
 
 
@@ -185,7 +185,7 @@ def test_a_torn_state_would_be_seen_if_neither_fence_nor_check_were_there(daemon
     train(state)
     after = bits(state)
     gate.open()
-    handle.result(timeout=10)
+    handle.result(timeout=60)
     found = loaded(ckpt, 5, state)
     assert same(found, before) == fenced
     if not fenced:
@@ -213,7 +213,7 @@ def test_only_what_a_step_changes_is_left_for_later(daemon, ckpt, monkeypatch):
     rate.zero_()
     whole["step"] = 77
     gate.open()
-    handle.result(timeout=10)
+    handle.result(timeout=60)
     other = {
         **make(99),
         "frozen": torch.nn.Linear(64, 64),
@@ -261,7 +261,7 @@ def test_gradient_accumulation_waits_only_at_the_step(daemon, ckpt, monkeypatch)
     assert not handle.staged
     assert handle.stats["blocked_s"] > 0
     state["optimizer"].step()
-    handle.result(timeout=10)
+    handle.result(timeout=60)
     found = loaded(ckpt, 5, state)
     assert all(torch.equal(found[f"net.{name}"], wanted[f"net.{name}"]) for name in parameters)
 
@@ -282,7 +282,7 @@ def test_the_first_step_of_several_optimizers_waits_also_of_one_that_is_not_in_t
             gate.wait()
             for optimizer in (first, one, two, outside):
                 optimizer.step()
-            handle.result(timeout=10)
+            handle.result(timeout=60)
         again = {"net": copy.deepcopy(net), "one": torch.optim.AdamW(net[0].parameters()), "two": two}
         del again["one"], again["two"]
         saved = {"net": copy.deepcopy(net), "one": copy.deepcopy(one), "two": copy.deepcopy(two)}
@@ -334,7 +334,7 @@ def test_the_loop_may_fence_by_itself_or_wait_for_the_handle(daemon, ckpt, monke
             with torch.no_grad():
                 for parameter in state["net"].parameters():
                     parameter.zero_()
-            handle.result(timeout=10)
+            handle.result(timeout=60)
         assert same(loaded(ckpt, step, state), wanted)
 
 
@@ -342,7 +342,7 @@ def test_the_next_save_a_load_and_close_come_after_the_copy(daemon, monkeypatch)
     state = make(1)
     for step, action in enumerate(("save", "load", "close"), start=1):
         ckpt = Checkpointer(job=f"gpt{step}", address=daemon.address)
-        ckpt.save(1, make(7)).result(timeout=10)
+        ckpt.save(1, make(7)).result(timeout=60)
         train(state)
         wanted = bits(state)
         with monkeypatch.context() as patch:
@@ -379,7 +379,7 @@ def test_a_failure_of_the_copy_or_the_seal_is_in_the_handle_and_not_in_the_step(
     daemon.refuse["SealSave"] = (common_pb2.ERROR_CODE_OVER_BUDGET, "full")
     handle = ckpt.save(1, state, lazy=True)
     train(state)
-    assert "full" in str(handle.exception(timeout=10))
+    assert "full" in str(handle.exception(timeout=60))
     daemon.refuse.clear()
 
     def broken(*move: int) -> None:
@@ -389,9 +389,9 @@ def test_a_failure_of_the_copy_or_the_seal_is_in_the_handle_and_not_in_the_step(
         patch.setattr(copying_module, "move_bytes", broken)
         handle = ckpt.save(2, {**state, "net": torch.nn.Identity()}, lazy=True)
         train(state)
-        assert "defect" in str(handle.exception(timeout=10))
+        assert "defect" in str(handle.exception(timeout=60))
     assert daemon.memory.abandoned == ["save-0", "save-1"]
-    assert ckpt.save(3, state, lazy=True).result(timeout=10).committed
+    assert ckpt.save(3, state, lazy=True).result(timeout=60).committed
 
 
 def test_a_fence_that_is_broken_off_by_the_user_fails_the_save_and_the_next_one_is_whole(
@@ -412,10 +412,10 @@ def test_a_fence_that_is_broken_off_by_the_user_fails_the_save_and_the_next_one_
         with torch.no_grad():
             state["net"][0].weight.zero_()
         gate.open()
-        assert "broken off: KeyboardInterrupt" in str(handle.exception(timeout=10))
+        assert "broken off: KeyboardInterrupt" in str(handle.exception(timeout=60))
     assert daemon.memory.by_step(1) is None
     wanted = bits(state)
-    ckpt.save(2, state, lazy=True).result(timeout=10)
+    ckpt.save(2, state, lazy=True).result(timeout=60)
     assert same(loaded(ckpt, 2, state), wanted)
 
 
@@ -440,7 +440,7 @@ def test_a_helping_thread_that_fails_fails_the_save(daemon, monkeypatch):
     monkeypatch.setattr(copying_module.Moves, "spoil", seen)
     with Checkpointer(job="gpt", address=daemon.address, copy_threads=2) as ckpt:
         handle = ckpt.save(1, state)
-        assert "in a helper" in str(handle.exception(timeout=10))
+        assert "in a helper" in str(handle.exception(timeout=60))
     assert daemon.memory.abandoned == ["save-0"]
 
 
@@ -452,8 +452,8 @@ def test_a_daemon_that_dies_meanwhile_costs_the_save_and_nothing_else(tmp_path, 
         gate.wait()
         daemon.stop()
         train(state)
-        assert isinstance(handle.exception(timeout=10), DaemonUnavailableError)
-        assert ckpt.save(2, state, lazy=True).exception(timeout=10)
+        assert isinstance(handle.exception(timeout=60), DaemonUnavailableError)
+        assert ckpt.save(2, state, lazy=True).exception(timeout=60)
 
 
 def test_the_hook_is_gone_after_close_and_after_a_checkpointer_that_nobody_closed(daemon):
@@ -465,7 +465,7 @@ def test_the_hook_is_gone_after_close_and_after_a_checkpointer_that_nobody_close
         assert len(hooks) == before + 1
     assert len(hooks) == before
     ckpt = Checkpointer(job="gpt2", address=daemon.address)
-    ckpt.save(1, state, lazy=True).result(timeout=10)
+    ckpt.save(1, state, lazy=True).result(timeout=60)
     wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("fastcheck-step")])
     del ckpt
     gc.collect()
@@ -494,5 +494,5 @@ def test_through_another_host_a_lazy_save_is_a_plain_one(daemon):
         handle = ckpt.save(1, state, lazy=True)
         assert handle.staged
         train(state)
-        handle.result(timeout=10)
+        handle.result(timeout=60)
         assert same(loaded(ckpt, 1, state), wanted)

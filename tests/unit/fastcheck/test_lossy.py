@@ -59,7 +59,7 @@ def test_other_words_for_weights_are_refused(weights):
 def test_a_lossy_step_is_loaded_only_by_who_allows_it(daemon, way):
     address = getattr(daemon, way)
     with Checkpointer(job="gpt", address=address, momentum="index8", weights="bounded(1e-2)") as lossy:
-        lossy.save(1, make_state(1)).result(timeout=10)
+        lossy.save(1, make_state(1)).result(timeout=60)
         precision = daemon.memory.by_step(1).layout.precision
         assert (precision.momentum, precision.weights_bound) == (pb.MOMENTUM_CODING_INDEX8, 1e-2)
         state = make_state(0)
@@ -75,7 +75,7 @@ def test_a_lossy_step_is_loaded_only_by_who_allows_it(daemon, way):
             exact.load(state)
         assert (state["n"], state["w"].any()) == (0, False)
         assert exact.load(state, allow_lossy=True) == 1
-        exact.save(2, make_state(2)).result(timeout=10)
+        exact.save(2, make_state(2)).result(timeout=60)
         assert not daemon.memory.by_step(2).layout.HasField("precision")
         assert exact.load(state) == 2
 
@@ -91,7 +91,7 @@ def test_the_layout_travels_with_the_seal_and_close_takes_the_hooks_off(daemon, 
         net(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         optimizer.param_groups[0]["lr"] = 7.0
-        ckpt.save(1, state).result(timeout=10)
+        ckpt.save(1, state).result(timeout=60)
         saved = daemon.memory.by_step(1)
         assert sum(chunk.bytes for chunk in saved.layout.chunks) == saved.request.state_bytes
         assert {run.role for run in saved.layout.chunks[0].runs} >= {pb.ROLE_PARAM, pb.ROLE_EXP_AVG}

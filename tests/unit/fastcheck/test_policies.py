@@ -74,7 +74,7 @@ def test_rank_0_is_asked_a_few_times_per_save_and_steps_that_become_slower_do_no
 
 def test_ranks_whose_clocks_differ_decide_alike_and_ask_at_the_same_steps():
     """Rank 0's word reaches all; a rank that asked at another step would wait for ever, here: time out."""
-    barrier = threading.Barrier(3, timeout=10)
+    barrier = threading.Barrier(3, timeout=60)
     told, found, errors = [None], {}, []
 
     def agree_for(rank):

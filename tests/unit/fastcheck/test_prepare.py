@@ -50,7 +50,7 @@ def test_the_first_save_finds_the_segment_that_prepare_had_touched(daemon, ckpt)
     (segment,) = ckpt._transport._cache._segments.values()
     wait_until(lambda: segment.warm)
     train(state)
-    assert ckpt.save(1, state).result(timeout=10).committed
+    assert ckpt.save(1, state).result(timeout=60).committed
     assert list(ckpt._transport._cache._segments.values()) == [segment]
 
 

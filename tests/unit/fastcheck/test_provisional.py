@@ -39,14 +39,14 @@ def test_a_provisional_step_is_replicated_and_not_done(daemon):
         with pytest.raises(TimeoutError, match="provisional"):
             handle.result(timeout=0.05)
         daemon.memory.commit(1)
-        assert handle.result(timeout=10).committed
+        assert handle.result(timeout=60).committed
         assert not handle.provisional and handle.stats["provisional"]
 
 
 @pytest.mark.parametrize("far", [False, True])
 def test_a_load_without_a_registry_has_to_be_asked_for(daemon, far, caplog):
     with trainer(daemon) as ckpt:
-        ckpt.save(3, state(3.0)).result(timeout=10)
+        ckpt.save(3, state(3.0)).result(timeout=60)
     daemon.without_quorum = True
     with trainer(daemon, far=far) as ckpt, caplog.at_level(logging.WARNING, logger="fastcheck"):
         mine = state(0.0)
@@ -63,7 +63,7 @@ def test_a_load_without_a_registry_has_to_be_asked_for(daemon, far, caplog):
 
 def test_one_of_several_ranks_needs_the_step_named(daemon):
     with trainer(daemon, world_size=2) as ckpt:
-        ckpt.save(3, state(3.0)).result(timeout=10)
+        ckpt.save(3, state(3.0)).result(timeout=60)
     daemon.without_quorum = True
     with trainer(daemon, world_size=2) as ckpt:
         with pytest.raises(InvalidArgumentError, match=r"step=.*3"):

@@ -64,7 +64,7 @@ def test_nothing_and_absent_steps(ckpt):
 def test_a_refused_push_is_in_the_handle(daemon, ckpt):
     daemon.refuse["Push"] = (common_pb2.ERROR_CODE_OVER_BUDGET, "full")
     with pytest.raises(OutOfMemoryError, match="full"):
-        ckpt.save(1, make_state(1)).result(timeout=10)
+        ckpt.save(1, make_state(1)).result(timeout=60)
 
 
 def test_the_stream_holds_exactly_what_a_segment_would():

@@ -41,7 +41,7 @@ def tree():
     agent.stdout.close()
 
 
-def until(condition, timeout_s=20):
+def until(condition, timeout_s=60):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

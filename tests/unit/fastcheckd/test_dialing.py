@@ -54,7 +54,7 @@ async def asked(channel: grpc.aio.Channel) -> str:
     """Whom the other side takes us for, or the status."""
     async with channel:
         try:
-            answer = await node_pb2_grpc.NodeServiceStub(channel).Probe(PROBE, timeout=5)
+            answer = await node_pb2_grpc.NodeServiceStub(channel).Probe(PROBE, timeout=60)
         except grpc.aio.AioRpcError as error:
             return error.code().name
         return str(answer.node_id)
@@ -126,7 +126,7 @@ def test_new_certificates_are_used_without_a_restart(tmp_path: Path, monkeypatch
             first = channels.to("a", address)
             assert channels.to("a", address) is first
             stub = node_pb2_grpc.NodeServiceStub(first)
-            assert (await stub.Probe(PROBE, timeout=5)).node_id == "b"
+            assert (await stub.Probe(PROBE, timeout=60)).node_id == "b"
             (tmp_path / "old" / "b.pem").write_text("half")
             assert channels.to("a", address) is first
             for node_id in ("a", "b"):
@@ -136,10 +136,10 @@ def test_new_certificates_are_used_without_a_restart(tmp_path: Path, monkeypatch
                 replace(certificate, tmp_path / "old" / certificate.name)
             second = channels.to("a", address)
             assert second is not first
-            answer = await node_pb2_grpc.NodeServiceStub(second).Probe(PROBE, timeout=5)
+            answer = await node_pb2_grpc.NodeServiceStub(second).Probe(PROBE, timeout=60)
             assert answer.node_id == "b"
             # A transfer that began on the old connection ends there.
-            assert (await stub.Probe(PROBE, timeout=5)).node_id == "b"
+            assert (await stub.Probe(PROBE, timeout=60)).node_id == "b"
             # Who knows the old authority alone is a stranger now.
             stranger = dialer_of(Authority(tmp_path / "third"), "b")
             assert await asked(stranger.channel("a", address)) == "UNAVAILABLE"

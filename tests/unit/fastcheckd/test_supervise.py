@@ -11,7 +11,7 @@ import psutil
 from fastcheckd.supervise import EXIT_CONFIG, Child
 
 
-async def until(condition, seconds=10.0):
+async def until(condition, seconds=60.0):
     async with asyncio.timeout(seconds):
         while not (result := condition()):
             await asyncio.sleep(0.01)
@@ -94,7 +94,7 @@ def test_a_child_dies_with_its_parent():
         assert lines[1] == "ready"
         grandchild = psutil.Process(int(lines[0]))
         process.kill()
-        assert grandchild.wait(timeout=10) is None or not grandchild.is_running()
+        assert grandchild.wait(timeout=60) is None or not grandchild.is_running()
 
 
 def test_signs_of_life_are_counted_and_a_child_that_is_stopped_gives_none():

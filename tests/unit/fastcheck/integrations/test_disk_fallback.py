@@ -18,7 +18,7 @@ def out_of_reach(tmp_path):
 @pytest.fixture
 def at_step_7(tmp_path):
     with FakeDaemon(tmp_path) as daemon, Checkpointer("gpt", address=daemon.address) as ckpt:
-        ckpt.save(7, {"w": torch.ones(2)}).result(timeout=10)
+        ckpt.save(7, {"w": torch.ones(2)}).result(timeout=60)
         yield ckpt
 
 

@@ -49,7 +49,7 @@ def decide(monkeypatch):
         def from_all(numbers, world_size):
             assert world_size == len(ranks)
             told[me.rank] = list(numbers)
-            everybody.wait(timeout=10)  # a rank that does not come breaks it, where a collective would hang
+            everybody.wait(timeout=60)  # a rank that does not come breaks it, where a collective would hang
             return [told[rank] for rank in range(world_size)]
 
         def one(number):
@@ -107,7 +107,7 @@ def test_one_rank_with_a_daemon_and_then_without_it(tmp_path, caplog):
     state, loaded = {"model": Kept({"w": torch.arange(5)})}, {"model": Kept()}
     with FakeDaemon(tmp_path) as daemon, Checkpointer("gpt", address=daemon.address) as ckpt:
         assert load_newer(ckpt, loaded, None) is None and not caplog.text
-        ckpt.save(7, state).result(timeout=10)
+        ckpt.save(7, state).result(timeout=60)
         assert load_newer(ckpt, loaded, 8) is None and not caplog.text
         assert load_newer(ckpt, loaded, 7) == 7
         assert torch.equal(loaded["model"].value["w"], torch.arange(5))

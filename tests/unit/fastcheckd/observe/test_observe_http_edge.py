@@ -178,12 +178,12 @@ def test_grpc_health_comes_through_the_same_port_and_nothing_else(tmp_path):
                 grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
             ):
                 stub = health_pb2_grpc.HealthStub(channel)
-                live = await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
-                ready = await stub.Check(health_pb2.HealthCheckRequest(service="ready"), timeout=10)
+                live = await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
+                ready = await stub.Check(health_pb2.HealthCheckRequest(service="ready"), timeout=60)
                 assert live.status == health_pb2.HealthCheckResponse.SERVING
                 assert ready.status == health_pb2.HealthCheckResponse.NOT_SERVING
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await channel.unary_unary("/fastcheck.v1.AdminService/Status")(b"", timeout=10)
+                    await channel.unary_unary("/fastcheck.v1.AdminService/Status")(b"", timeout=60)
                 assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
                 assert (await ask(port, b"GET /hello HTTP/1.1\r\n\r\n")).endswith(b"hello\n")
         finally:

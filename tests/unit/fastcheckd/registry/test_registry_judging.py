@@ -100,7 +100,7 @@ class Office:
     def lives(self) -> list[tuple[str, int]]:
         return [(node_id, node["incarnation"]) for node_id, node in self.engine.state["nodes"].items()]
 
-    async def judge_until(self, done: Callable[[], Any], within_s: float = 10.0) -> None:
+    async def judge_until(self, done: Callable[[], Any], within_s: float = 60.0) -> None:
         loop = asyncio.get_running_loop()
         end = loop.time() + within_s
         while not done():
@@ -230,11 +230,11 @@ def test_a_judge_that_resigns_has_no_opinion_and_asks_no_more():
 def test_a_broken_stream_ends_the_pause_at_once():
     async def story():
         office = Office()
-        office.judge._config = Config(suspect_after_s=40, down_after_s=80)  # a tick of ten seconds
+        office.judge._config = Config(suspect_after_s=400, down_after_s=800)  # a tick of 100 s
         loop = asyncio.get_running_loop()
         started = loop.time()
         loop.call_later(0.01, office.judge.wake)
         await office.judge.pause()
-        assert loop.time() - started < 5
+        assert loop.time() - started < 50
 
     asyncio.run(story())

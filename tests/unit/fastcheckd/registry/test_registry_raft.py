@@ -40,7 +40,7 @@ def register(node_id, life_id="x" * 8):
     return {"type": "register", "node": node, "life_id": life_id}
 
 
-async def eventually(condition, deadline_s=30.0):
+async def eventually(condition, deadline_s=60.0):
     end = asyncio.get_running_loop().time() + deadline_s
     while not condition():
         assert asyncio.get_running_loop().time() < end, "did not come true"

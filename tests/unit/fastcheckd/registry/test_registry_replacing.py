@@ -16,7 +16,7 @@ from fastcheckd.registry.replacing import plan, replace_voter
 from fastcheckd.registry.state import snapshot
 
 
-async def eventually(condition, deadline_s=20.0):
+async def eventually(condition, deadline_s=60.0):
     end = asyncio.get_running_loop().time() + deadline_s
     while not condition():
         assert asyncio.get_running_loop().time() < end, "did not come true"

@@ -24,7 +24,7 @@ from fastcheckd.registry.raft import Raft
 from fastcheckd.registry.tls import Tls, named_node, node_uri
 
 
-async def eventually(condition, deadline_s=20.0):
+async def eventually(condition, deadline_s=60.0):
     end = asyncio.get_running_loop().time() + deadline_s
     while not condition():
         assert asyncio.get_running_loop().time() < end, "did not come true"
@@ -87,10 +87,10 @@ async def be_patient(voters):
     """A voter that gets no core for a while is from now on no reason for an election: a new term is a doing."""
     for raft in voters.running.values():
         conf = raft._engine.conf
-        conf.raftMinTimeout, conf.raftMaxTimeout, conf.leaderFallbackTimeout = 30.0, 31.0, 30.0
+        conf.raftMinTimeout, conf.raftMaxTimeout, conf.leaderFallbackTimeout = 900.0, 901.0, 900.0
 
     def waits_long(raft):
-        return raft.is_leader or raft._engine._SyncObj__raftElectionDeadline > time.monotonic() + 20
+        return raft.is_leader or raft._engine._SyncObj__raftElectionDeadline > time.monotonic() + 600
 
     await eventually(lambda: voters.leader and all(map(waits_long, voters.running.values())))
 
@@ -244,7 +244,7 @@ def frame(value):
 
 
 def dial(address):
-    return socket.create_connection(split_address(address), timeout=10)
+    return socket.create_connection(split_address(address), timeout=60)
 
 
 def dial_tls(address, files=None, version=ssl.TLSVersion.TLSv1_3):

@@ -25,7 +25,7 @@ from fastcheckd.registry.sealing import Seal, derive_key
 ROOT = Path(__file__).resolve().parents[4]
 
 
-async def eventually(condition, deadline_s=20.0):
+async def eventually(condition, deadline_s=60.0):
     end = asyncio.get_running_loop().time() + deadline_s
     while not condition():
         assert asyncio.get_running_loop().time() < end, "did not come true"
@@ -208,7 +208,7 @@ class Stranger:
     """Has the key, and is no voter: it speaks as pysyncobj's other kinds of peers would."""
 
     def __init__(self, address):
-        self.sock = socket.create_connection(split_address(address), timeout=10)
+        self.sock = socket.create_connection(split_address(address), timeout=60)
         self.seal = Seal(derive_key(b"k" * 32, "test"))
         self.challenge = os.urandom(32)
         self.say(self.challenge)

@@ -292,7 +292,7 @@ def test_what_is_made_lossy_waits_for_the_seal(tmp_path):
         save = await begin(node, 1, STATE, said(STATE, layout_of(4 * CHUNK, 8 * CHUNK, precision=LOSSY)))
         fill(node, save, STATE, len(STATE))
         assert save.task is not None
-        await asyncio.wait({save.task}, timeout=5)
+        await asyncio.wait({save.task}, timeout=60)
         assert save.task.done() and not received(holders)
         await node.room.seal(save.save_id, None)
         await node.done(save)

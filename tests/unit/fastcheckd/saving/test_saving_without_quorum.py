@@ -48,7 +48,7 @@ def held_steps(store):
 
 async def provisional(node, step, state=None):
     save = await node.stage(step, state or state_of(step))
-    await eventually(lambda: save.sent, within_s=10)
+    await eventually(lambda: save.sent, within_s=60)
     assert save.provisional, save.error
     return save
 
@@ -102,7 +102,7 @@ def test_many_saves_in_a_row_do_not_wait_for_each_other(tmp_path):
             started = time.monotonic()
             saves.append(await node.stage(step, state_of(step)))
             assert time.monotonic() - started < 5
-        await eventually(lambda: saves[-1].provisional, within_s=10)
+        await eventually(lambda: saves[-1].provisional, within_s=60)
         for old in saves[:-3]:
             with pytest.raises(SupersededError, match="step"):
                 await node.done(old)
@@ -120,7 +120,7 @@ def test_a_reported_step_is_never_given_up_nor_dropped(tmp_path):
         registry.silent = True
         reported = await provisional(node, 2)
         registry.silent, registry.waiting = False, True
-        await eventually(lambda: reported.reported, within_s=10)
+        await eventually(lambda: reported.reported, within_s=60)
         registry.silent = True
         for step in range(3, 10):
             await provisional(node, step)
@@ -137,7 +137,7 @@ def test_a_replicated_step_whose_report_is_not_answered_becomes_provisional(tmp_
         save = await node.stage(1, STATE)
         await eventually(lambda: save.reported)
         registry.silent = True
-        await eventually(lambda: save.provisional, within_s=10)
+        await eventually(lambda: save.provisional, within_s=60)
         # However long it lasts.
         await eventually(lambda: save.idle_s() > 1.0)
         assert not save.done
@@ -171,7 +171,7 @@ def test_nobody_is_known_then_the_step_waits_as_before(tmp_path):
     async def body(node, registry, holders):
         registry.silent = True
         save = await node.stage(1, STATE)
-        await eventually(lambda: save.stalled_because is not None, within_s=10)
+        await eventually(lambda: save.stalled_because is not None, within_s=60)
         assert save.state == tpb.SAVE_STATE_STAGED
         registry.silent = False
         await node.done(save)

@@ -60,7 +60,7 @@ def play(tmp_path: Path, story: Story, **owner: Any) -> None:
 
     async def whole() -> None:
         async with (
-            running_holder(tmp_path, timeout_s=owner.get("timeout_s", 5.0)) as holder,
+            running_holder(tmp_path, timeout_s=owner.get("timeout_s", 20.0)) as holder,
             running_owner(**owner) as sender,
         ):
             await story(holder, sender)
@@ -508,7 +508,7 @@ def test_a_fenced_patch_is_refused_and_a_new_life_undoes_it(tmp_path: Path) -> N
             transfer_id=begun.transfer_id, chunk_digests=digests, digest=shard_digest(digests)
         )
         with pytest.raises(Exception, match="incarnation"):
-            await owner.client._stub("holder", holder.data_address).FinishPut(finish, timeout=5)
+            await owner.client._stub("holder", holder.data_address).FinishPut(finish, timeout=60)
         assert holder.counters.get("patches_undone") == 1
         assert copy_of(holder, first).view == first.data
 
@@ -530,14 +530,14 @@ async def begin(holder: Holder, owner: Owner, saved: Saved, base: Saved | None) 
     if base is not None:
         offered = base.as_base()
         request.bases.add(step=offered.step, digest=offered.digest)
-    return await owner.client._stub("holder", holder.data_address).BeginPut(request, timeout=5)
+    return await owner.client._stub("holder", holder.data_address).BeginPut(request, timeout=60)
 
 
 async def connected(
     holder: Holder, owner: Owner, saved: Saved, base: Saved | None
 ) -> tuple[socket.socket, bytes, peer_pb2.BeginPutResponse]:
     begun = await begin(holder, owner, saved, base)
-    sock = socket.create_connection(("127.0.0.1", holder.lane.port), timeout=5)
+    sock = socket.create_connection(("127.0.0.1", holder.lane.port), timeout=60)
     return sock, begun.tickets[0], begun
 
 

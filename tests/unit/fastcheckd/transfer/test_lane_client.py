@@ -39,7 +39,7 @@ def ahead(source: ShardSource, still_wanted: Callable[[], None] = lambda: None) 
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -152,7 +152,7 @@ def test_silent_slow_and_many_strangers_are_cut_off(tmp_path: Path, monkeypatch:
             strangers[2].sendall(b"\x16\x03\x01\x40\x00" + bytes(0x4000))  # noise
             for stranger in (*strangers, one_more):
                 assert await asyncio.to_thread(_ends, stranger)
-            assert time.monotonic() - started < 8
+            assert time.monotonic() - started < 18
         await eventually(lambda: holder.lane.connections == 0)
         assert holder.counters.get("lane_rejected") == 4
         await owner.put(holder.ref(), some_bytes(SIZE))

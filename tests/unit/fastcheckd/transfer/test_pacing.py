@@ -65,7 +65,7 @@ def test_a_gate_lets_threads_pass_when_the_foreground_is_done_and_counts_who_wai
 
     thread = threading.Thread(target=go)
     thread.start()
-    assert paused.acquire(timeout=10)
+    assert paused.acquire(timeout=60)
     assert not passed.is_set()
     busy.clear()
     assert passed.wait(10)

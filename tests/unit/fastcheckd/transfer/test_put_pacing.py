@@ -175,7 +175,7 @@ def test_a_node_that_restores_takes_the_copies_of_others_by_a_trickle(tmp_path: 
         async with running_holder(tmp_path, gate=gate) as holder, running_owner() as owner:
             put = asyncio.create_task(owner.put(holder.ref(), some_bytes(8 * CHUNK)))
             for _ in range(owner.client._config.lane_streams):
-                assert await asyncio.to_thread(paused.acquire, timeout=10)
+                assert await asyncio.to_thread(paused.acquire, timeout=60)
             assert holder.counters.get("bytes_received") == 0 and not put.done()
             assert not holder.lane.serving
             restoring.clear()
@@ -200,7 +200,7 @@ def test_a_copy_that_is_made_anew_waits_at_its_source_for_a_load(tmp_path: Path)
             key = manifest_of(len(data)).key
             get = partial(owner.client.get_shard, holder.ref(), key, digest)
             repair = asyncio.create_task(get(memoryview(copy), lambda _: None, streams=1, gate=unhurried))
-            assert await asyncio.to_thread(paused.acquire, timeout=10)
+            assert await asyncio.to_thread(paused.acquire, timeout=60)
             await get(memoryview(loaded), lambda _: None)
             assert loaded == data, "a load waits for no gate"
             assert not repair.done() and copy != data

@@ -62,7 +62,7 @@ def test_the_first_error_ends_the_others_and_is_raised_when_all_have_left() -> N
                     raise ZeroDivisionError
 
                 def ends_late() -> None:
-                    deadline = time.monotonic() + 5
+                    deadline = time.monotonic() + 60
                     while time.monotonic() < deadline:
                         try:
                             with crew.lane("127.0.0.1:1", "nobody", 1.0, ""):

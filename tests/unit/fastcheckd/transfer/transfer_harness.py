@@ -96,7 +96,7 @@ def codec_pool(threads: int = 2) -> Iterator[CodecPool]:
         pool.close()
 
 
-async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
@@ -139,7 +139,7 @@ class Holder:
 async def running_holder(
     directory: Path,
     *,
-    timeout_s: float = 5.0,
+    timeout_s: float = 20.0,
     codec: str = "auto",
     job_budget_bytes: int = 0,
     **lane_options: Any,
@@ -225,7 +225,7 @@ class Owner:
 async def running_owner(
     *,
     streams: int = 2,
-    timeout_s: float = 5.0,
+    timeout_s: float = 20.0,
     threads: int = 8,
     cluster_id: str = "fastcheck",
     decodes: bool = False,
