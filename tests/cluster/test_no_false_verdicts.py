@@ -6,6 +6,7 @@ from tests.benchmarks.detection import soak
 MINUTES = 2.0
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_nobody_is_called_down_in_two_minutes_of_saturated_cores():
     down, suspected = soak(MINUTES, say=print)

@@ -11,7 +11,7 @@ import threading
 import pytest
 from tests.cluster.harness import Job, assert_same, make_state, until
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("network_namespaces")]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(300), pytest.mark.usefixtures("network_namespaces")]
 
 MBIT_PER_S = 400
 MEGABYTES = 64

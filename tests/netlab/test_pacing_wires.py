@@ -9,7 +9,7 @@ import time
 import pytest
 from tests.netlab.lab import ROOT, Lab
 
-pytestmark = pytest.mark.usefixtures("network_namespaces")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("network_namespaces")]
 
 MBIT_PER_S = 200.0
 PORT = 7999

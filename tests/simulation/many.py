@@ -27,7 +27,11 @@ def run_seeds(
     """Run seeds; what is left is not run when the caller stops iterating. `plant` as in `run_seed`."""
     run = partial(run_seed, plant=plant)
     if jobs <= 1 or len(seeds) == 1:
-        yield from map(run, seeds)
+        _prepare()
+        try:
+            yield from map(run, seeds)
+        finally:
+            gc.unfreeze()
         return
     # gRPC has threads once imported, and forks badly.
     with multiprocessing.get_context("spawn").Pool(jobs, initializer=_prepare) as pool:

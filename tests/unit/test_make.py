@@ -6,13 +6,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_test_is_in_exactly_one_of_the_two_runs():
+def test_every_test_is_in_exactly_one_of_the_runs():
     text = (ROOT / "Makefile").read_text()
-    (clusters,) = re.findall(r"^CLUSTERS := (.+)$", text, re.MULTILINE)
-    assert all((ROOT / folder).is_dir() for folder in clusters.split())
+    (folders,) = re.findall(r"^CLUSTERS := (.+)$", text, re.MULTILINE)
+    assert all((ROOT / folder).is_dir() for folder in folders.split())
     runs = re.findall(r"^\t\$\(BIN\)/python -m pytest (.+)$", text, re.MULTILINE)
-    assert len(runs) == 2
-    assert runs[0].endswith(" $(CLUSTERS)"), "these folders and no other"
-    assert runs[1].endswith(" $(CLUSTERS:%=--ignore=%)"), "all but these folders"
+    rest, clusters, alone = runs
+    assert rest.endswith(" $(CLUSTERS:%=--ignore=%)") and "-m " not in rest, "all but these folders"
+    assert clusters.endswith(" -m 'not alone' $(CLUSTERS)"), "these folders and no other"
+    assert alone.endswith(" -m alone $(CLUSTERS)"), "and what that leaves out"
     (together,) = re.findall(r"^test: .*\n\t(.+)$", text, re.MULTILINE)
-    assert together.endswith(" test-clusters test-rest")
+    assert together.endswith(" test-rest test-clusters test-alone")
