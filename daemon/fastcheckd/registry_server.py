@@ -189,7 +189,7 @@ class RegistryServer:
             self._epoch = epoch
             self._detector.members(lives, asyncio.get_running_loop().time(), left)
             self.service.forget_except({node_id for node_id, _ in lives})
-            self._reports.membership_changed()
+            self._reports.recheck()
         self._leader.changed()
         self.service.changed()
         if self._raft.failure is not None and not self._failed.is_set():

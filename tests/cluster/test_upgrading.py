@@ -181,13 +181,13 @@ def test_nodes_are_upgraded_in_turn_under_a_job_and_may_go_back_until_the_last_v
             older_step, newest = ckpt.steps()
         until(lambda: not deleted(cluster, "node-0", older_step), "deletion, which all voters know now")
         until(
-            lambda: {kept_schema(cluster, node) for node in NODES} == {4},
+            lambda: {kept_schema(cluster, node) for node in NODES} == {5},
             "all voters to have kept the schema",
         )
         # So no voter goes back: it says so and does not start, instead of having a state of its own.
         stop(cluster, "node-2")
         done = older.run("fastcheck", "local", "start", "node-2", "--dir", cluster.dir)
-        assert done.returncode != 0 and "has schema 4, this version reads up to 3" in done.stderr
+        assert done.returncode != 0 and "has schema 5, this version reads up to 3" in done.stderr
         cluster.start("node-2")
         job.commit()
     # The trainers come last: the same steps for this build's SDK, bit for bit.

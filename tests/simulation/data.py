@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,17 @@ class Data:
             del self.replicas[(int(kind), key.job, key.step, key.rank, key.shard)]
         if drop:
             self.truth.check_survival(f"retention at {self.machine.name}")
+
+    def drop_own(
+        self, job: str, rank: int, session: int, below_step: int, kept_steps: Collection[int]
+    ) -> None:
+        """What this node's trainer of a rank made of steps that were ruled out goes at once."""
+        for key, replica in list(self.replicas.items()):
+            kind, of_job, step, of_rank, _ = key
+            own = (kind, of_job, of_rank) == (OWNER, job, rank) and replica.session <= session
+            if own and step < below_step and step not in kept_steps:
+                del self.replicas[key]
+        self.truth.check_survival(f"{job} below {below_step} was ruled out at {self.machine.name}")
 
     async def prune(self) -> None:
         """Now and then, as the real one: copies may arrive after the view that they are not needed by."""

@@ -93,7 +93,9 @@ def owner_as_holder() -> Any:
             return replace(plan, shards=tuple(map(on_owner, plan.shards)))
         return tuple(map(on_owner, plan))
 
-    def check_rank(states: Json, job: str, world_size: int, tolerate: int, record: Json) -> Json | None:
+    def check_rank(
+        states: Json, job: str, step: int, world_size: int, tolerate: int, record: Json
+    ) -> Json | None:
         if fenced := commits.check_session(states, job, record["rank"], record["session"], record["owner"]):
             return fenced
         if lost := commits.lost_holders(states, record):
@@ -148,6 +150,15 @@ def deleted_bytes_stay() -> Any:
     return _with([(retention.Kept, "of", of)])
 
 
+def superseded_steps_commit() -> Any:
+    """A step that was ruled out, and whose bytes may be gone since, is committed all the same."""
+
+    def never(*_: object) -> bool:
+        return False
+
+    return _with([(commits, "is_superseded", never)])
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "no_fence": no_fence,
     "commit_without_a_rank": commit_without_a_rank,
@@ -155,4 +166,5 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "repair_in_words_only": repair_in_words_only,
     "deletion_that_ends_no_session": deletion_that_ends_no_session,
     "deleted_bytes_stay": deleted_bytes_stay,
+    "superseded_steps_commit": superseded_steps_commit,
 }

@@ -226,6 +226,21 @@ class Save:
             raise from_code(response.error.code, response.error.message)
 
 
+async def rule_out(data: Data, job: str, rank: int, session: int, below_step: int) -> None:
+    """Have the registry rule out what a trainer has given up, and drop it here; once, as memory is asked for once."""
+    try:
+        await data.identity.until_known(REGISTRY_TIMEOUT_S)
+        request = rpb.SupersedeRequest(
+            job=job, rank=rank, session=session, owner=data.identity.ref(), below_step=below_step
+        )
+        answer = await data.client.supersede(request, timeout_s=REGISTRY_TIMEOUT_S)
+    except FastCheckdError as error:
+        data.truth.note(f"rule out {job} rank {rank} below {below_step}: {type(error).__name__}")
+        return
+    data.truth.note(f"rule out {job} rank {rank} below {below_step}")
+    data.drop_own(job, rank, session, below_step, answer.kept_steps)
+
+
 async def open_rank(data: Data, job: str, rank: int, world_size: int, client: str) -> int:
     """A session for a new trainer process."""
     while True:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.simulation.data import Data
 from tests.simulation.machine import Machine, World
-from tests.simulation.saving import Save, load, open_rank
+from tests.simulation.saving import Save, load, open_rank, rule_out
 
 IN_FLIGHT_MAX = 2
 #: A dead machine's rank is started elsewhere after so long a time.
@@ -133,7 +133,9 @@ class Job:
         if process is None:
             return
         if len(saves) >= IN_FLIGHT_MAX:
-            save, task = saves.pop(0)
-            save.data.process.call(task.cancel)
+            given_up, task = saves.pop(0)
+            given_up.data.process.call(task.cancel)
+            if self.rng.random() < 0.5:
+                process.start(rule_out(seat.data, self.name, rank, session, given_up.step + 1))
         save = Save(seat.data, self.name, step, rank, session, len(self.seats))
         saves.append((save, process.start(save.run())))

@@ -134,6 +134,12 @@ class RegistryClient:
         """The process of a session is done; UnsafeError while some voter may not know this call."""
         return await self._call("CloseRank", registry_pb2.CloseRankResponse, request, timeout_s)
 
+    async def supersede(
+        self, request: registry_pb2.SupersedeRequest, timeout_s: float
+    ) -> registry_pb2.SupersedeResponse:
+        """Rule out steps that are not committed; UnsafeError while some voter may not know this call."""
+        return await self._call("Supersede", registry_pb2.SupersedeResponse, request, timeout_s)
+
     async def delete_steps(
         self, request: registry_pb2.DeleteStepsRequest, timeout_s: float
     ) -> registry_pb2.DeleteStepsResponse:

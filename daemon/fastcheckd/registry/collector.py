@@ -186,13 +186,15 @@ class Collector:
         self._forget_empty(job)
         return voided
 
-    def recheck(self, check: Callable[[str, int, Json], Json | None]) -> list[tuple[str, int, int, Json]]:
-        """Drop what `check(job, world_size, record)` refuses; returns (job, step, rank, refusal) of each."""
+    def recheck(
+        self, check: Callable[[str, int, int, Json], Json | None]
+    ) -> list[tuple[str, int, int, Json]]:
+        """Drop what `check(job, step, world_size, record)` refuses; returns (job, step, rank, refusal) of each."""
         dropped = []
         for job, steps in self._jobs.items():
             for step, collection in steps.items():
                 for rank, record in list(collection.reports.items()):
-                    if refusal := check(job, collection.world_size, record):
+                    if refusal := check(job, step, collection.world_size, record):
                         del collection.reports[rank]
                         dropped.append((job, step, rank, refusal))
         return dropped

@@ -153,6 +153,18 @@ def close_rank(job: str, rank: int, session: int) -> Json:
     return {"type": "close_rank", "job": job, "rank": rank, "session": session}
 
 
+def supersede(job: str, rank: int, session: int, owner: Ref, below_step: int) -> Json:
+    """Steps of a job below `below_step` that are not committed never will be."""
+    return {
+        "type": "supersede",
+        "job": job,
+        "rank": rank,
+        "session": session,
+        "owner": list(owner),
+        "below_step": below_step,
+    }
+
+
 def upgrade(schema: int) -> Json:
     """All voters know a newer schema of the state."""
     return {"type": "upgrade", "schema": schema}

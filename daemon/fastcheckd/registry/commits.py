@@ -24,7 +24,7 @@ class Standing(Enum):
 
     OPEN = "open"
     COMMITTED = "committed"
-    #: A newer step was committed while the session was at work.
+    #: A newer step was committed while the session was at work, or some rank has given the step up.
     SUPERSEDED = "superseded"
     #: A newer step had been committed before the session began.
     NOT_NEWER = "not newer"
@@ -59,10 +59,17 @@ def copies_of(ranks: list[Json]) -> int:
     return min(len(shard["holders"]) for record in ranks for shard in record["shards"])
 
 
+def is_superseded(job: Json, step: int, session: int) -> bool:
+    """Whether a rank has given up the step of a session that was there then: see `superseded`."""
+    return any(step < below[0] and session < below[1] for below in job.get("superseded", ()))
+
+
 def standing(job: Json | None, step: int, rank: int, session: int, record: Json | None = None) -> Standing:
     """Whether a rank's step is still open; `record` proves for a kept step that it is the same one."""
-    if job is None or step > job["newest"]:
+    if job is None:
         return Standing.OPEN
+    if step > job["newest"]:
+        return Standing.SUPERSEDED if is_superseded(job, step, session) else Standing.OPEN
     if (kept := find_step(job, step)) is not None:
         mine = next((r for r in kept["ranks"] if r["rank"] == rank), None)
         if mine is not None and mine["session"] == session and (record is None or same_bytes(mine, record)):
@@ -112,11 +119,17 @@ def lost_holders(state: Json, record: Json) -> list[list[Any]]:
     return lost
 
 
-def check_rank(state: Json, job_name: str, world_size: int, tolerate: int, record: Json) -> Json | None:
-    """Refusal when a (well-formed) rank's record may not be part of a commit now."""
+def check_rank(
+    state: Json, job_name: str, step: int, world_size: int, tolerate: int, record: Json
+) -> Json | None:
+    """Refusal when a (well-formed) rank's record may not be part of a step's commit now."""
     rank = record["rank"]
     if fenced := check_session(state, job_name, rank, record["session"], record["owner"]):
         return fenced
+    if is_superseded(state["jobs"][job_name], step, record["session"]):
+        return refusal(
+            "SUPERSEDED", f"step {step} of job {job_name} was given up for a newer one", ranks=[rank]
+        )
     seat = state["jobs"][job_name]["ranks"][str(rank)]
     if seat["world_size"] != world_size:
         return refusal(
@@ -170,7 +183,9 @@ def commit(state: Json, command: Json) -> Json:
         ):
             return {"ok": True, "step": step}
         return refusal("NOT_NEWER", f"step {step} of job {job_name} is not newer than {job['newest']}")
-    refusals = [r for record in ranks if (r := check_rank(state, job_name, world_size, tolerate, record))]
+    refusals = [
+        r for record in ranks if (r := check_rank(state, job_name, step, world_size, tolerate, record))
+    ]
     if refusals:
         return _merge(refusals)
     if differ := replicas.parts_differ(ranks):
@@ -190,7 +205,7 @@ def commit(state: Json, command: Json) -> Json:
 
 def _merge(refusals: list[Json]) -> Json:
     """One answer for many refused ranks: of the gravest kind, with all ranks and holders of that kind."""
-    order = ["FENCED", "HOLDER_LOST", "WORLD_SIZE", "INVALID"]
+    order = ["FENCED", "SUPERSEDED", "HOLDER_LOST", "WORLD_SIZE", "INVALID"]
     first = min(refusals, key=lambda r: order.index(r["code"]))
     same = [r for r in refusals if r["code"] == first["code"]]
     lost: list[list[Any]] = []

@@ -134,6 +134,7 @@ def _go_back(job: Json) -> None:
         seat["closed"] = True
         job["next_session"] += 1
     job["void"] = job["next_session"]
+    job.pop("superseded", None)  # of sessions that are over
     job["newest"] = newest
     job["recent"] = [entry for entry in job["recent"] if entry[0] <= newest]
     if newest >= 0 and not job["recent"]:

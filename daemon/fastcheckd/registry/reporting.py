@@ -134,7 +134,7 @@ class Reports:
         if now_stands is Standing.NOT_NEWER:
             newest = state["jobs"][job]["newest"]
             return _refused(refusal("NOT_NEWER", f"step {step} of job {job} is not newer than {newest}"))
-        no = check_rank(state, job, world_size, self._config.tolerate, record)
+        no = check_rank(state, job, step, world_size, self._config.tolerate, record)
         return None if no is None else _refused(no)
 
     def opened(self, job: str, rank: int, session: int) -> None:
@@ -154,12 +154,14 @@ class Reports:
             for step in self.collector.opened(job, int(rank), seat["session"]):
                 self._settle(job, step, [int(rank)], fenced)
 
-    def membership_changed(self) -> None:
-        """Reports may name holders or owners that are gone: say so now, not when the last rank is in."""
+    def recheck(self) -> None:
+        """Reports may name holders or owners that are gone, or a step be superseded: say so before all ranks are in."""
         tolerate = self._config.tolerate
         dropped = self._raft.read(
             lambda state: self.collector.recheck(
-                lambda job, world_size, record: check_rank(state, job, world_size, tolerate, record)
+                lambda job, step, world_size, record: check_rank(
+                    state, job, step, world_size, tolerate, record
+                )
             )
         )
         for job, step, rank, no in dropped:

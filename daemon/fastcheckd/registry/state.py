@@ -8,7 +8,7 @@ the modules that it calls reads a clock, draws a random number, or raises. State
      "nodes": {node_id: {"incarnation", "state", "life_id", "agent_address", "data_address", "lane_address",
                          "voter", "ram_budget_bytes", "labels", "draining", "reason", "since_ms"}},
      "jobs":  {job: {"newest", "world_size", "next_session", "ranks": {rank: seat}, "steps", "recent", "owner"?,
-                    "void"?}},
+                    "void"?, "superseded"?}},
      "history": [[at_ms, epoch, node_id, incarnation, from or "", to or "", reason], ...],
      "denied": [[job, step, rank, shard, node_id, incarnation], ...],
      "voters": [[node_id, registry_address, raft_address], ...] or null,
@@ -22,6 +22,7 @@ while they are still those of the config. What commands look like is written in 
 that some voter does not run would become another one there. Schema 4 adds `delete` and `close_rank`, a job's `void`
 and a seat's `closed`; both are missing where they do not apply. A job's `owner` is missing where it is `local`, as in
 the states of versions that knew none: others need ports that ask for certificates, where such a version has no part.
+Schema 5 adds `supersede` and a job's `superseded`, which is missing where nothing was.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ from .members import forget, register, set_draining, set_state, set_voters
 from .migrating import migrate
 from .records import TOKEN_BYTES_MAX, Json, MalformedError, integer, text
 from .sessions import open_rank
+from .superseded import supersede
 
 #: The newest that this version knows, and what a new cluster begins with: what voters of the version before know.
-SCHEMA = 4
+SCHEMA = 5
 SCHEMA_FIRST = 3
 
 #: Proposers whose results are remembered, and results of each: more than one has in flight at once.
@@ -161,6 +163,7 @@ _HANDLERS: dict[str, Callable[[Json, Json], Json]] = {
     "commit": commit,
     "rehold": rehold,
     "deny": deny,
+    "supersede": supersede,
     "delete": delete,
     "close_rank": close_rank,
     "upgrade": _upgrade,

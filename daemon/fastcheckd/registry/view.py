@@ -61,6 +61,11 @@ def job_view(state: Json, name: str, job: Json) -> registry_pb2.JobView:
         void_below_session=job.get("void", 0),
         next_session=job["next_session"],
         running_ranks=len(running_ranks(state, job)),
+        superseded=[
+            registry_pb2.SupersededSteps(below_step=step, below_session=session)
+            for step, session in job.get("superseded", ())
+        ],
+        live_from_session=min((seat["session"] for seat in job["ranks"].values()), default=0),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container
 
 from fastcheck_proto.v1 import common_pb2 as pb
@@ -19,7 +19,7 @@ from ..errors import FastCheckdError, StoreError
 from ..store.ram_store import RamStore
 from ..store.segments import staging_pool
 from ..view import ViewFollower
-from .room_needed import advice, whole_bytes
+from .room_needed import Holding, advice, whole_bytes
 from .save import Save
 
 logger = logging.getLogger(__name__)
@@ -94,9 +94,32 @@ class StepMemory:
         return sum(size for (name, _), size in self._state_bytes.items() if job in {"", name})
 
     def advice(self, job: str = "") -> str:
-        """For whoever was refused: the budgets that would do, for all jobs or for one."""
-        config = self._config
-        return advice(self._saved_by(job), tolerate=config.tolerate, keep_steps=config.keep_steps, job=job)
+        """For whoever was refused: the budgets that would do and who has the memory, of all jobs or of one."""
+        config, store = self._config, self._store
+        return advice(
+            self._saved_by(job),
+            tolerate=config.tolerate,
+            keep_steps=config.keep_steps,
+            budget_bytes=store.job_budget_bytes if job else config.ram_budget_bytes,
+            holdings=self._holdings(job),
+            job=job,
+        )
+
+    def _holdings(self, job: str) -> list[Holding]:
+        """What each job has here, or the one that is named."""
+        kept = self._view.kept_steps()
+        uncommitted: Counter[str] = Counter()
+        copies: Counter[str] = Counter()
+        for held in self._store.held(job):
+            if held.kind == pb.REPLICA_KIND_COPY:
+                copies[held.key.job] += held.stored_bytes
+            elif held.key.step not in kept.get(held.key.job, ()):
+                uncommitted[held.key.job] += held.stored_bytes
+        return [
+            Holding(name, size, uncommitted[name], copies[name])
+            for name, size in self._store.job_bytes().items()
+            if job in {"", name}
+        ]
 
     async def make_spares(self, save: Save) -> None:
         """Have as many segments as this rank's steps take at once, before they are asked for.

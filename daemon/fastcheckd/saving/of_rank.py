@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..store.retention import PROVISIONAL_KEPT
 from .save import Save
@@ -18,6 +19,8 @@ from .save import Save
 FINISHED_KEPT = 4
 #: Steps given up before they were reported whose numbers are remembered for their holders.
 OBSOLETE_MAX = 8
+#: Likewise after they were reported. What is forgotten of them is ruled out with the next newer one.
+GIVEN_UP_MAX = 64
 
 
 @dataclass(eq=False)
@@ -33,7 +36,12 @@ class RankSaves:
     #: Its last steps could not be committed for want of a registry or of other ranks: until one is, its trainer does
     #: not wait for what only waits itself.
     starved: bool = False
-    #: Steps given up that nobody was told of: their provisional copies may go.
+    #: Steps of its session that ended uncommitted although the registry may have heard that this rank is replicated:
+    #: only the registry can say that they will never be committed (`given_up`).
+    given_up: deque[int] = field(default_factory=lambda: deque(maxlen=GIVEN_UP_MAX))
+    #: It is being asked to say so.
+    ruling_out: asyncio.Task[bool] | None = None
+    #: Steps of its session given up that nobody was told of: their provisional copies may go.
     obsolete: deque[int] = field(default_factory=lambda: deque(maxlen=OBSOLETE_MAX))
     #: Sending that was begun before the seal, and is just ending without one: its memory is not free yet.
     leaving: asyncio.Task[None] | None = None
@@ -55,6 +63,25 @@ class RankSaves:
     def may_report(self) -> bool:
         """Steps with undecided reports can never be dropped, so there are only so many."""
         return len([s for s in self.saves if s.reported and not s.done]) < PROVISIONAL_KEPT
+
+    def begin_session(self, session: int) -> None:
+        """A newer process speaks for the rank: what was remembered of the one before says nothing of its steps."""
+        self.session = session
+        self.obsolete.clear()
+        self.given_up.clear()
+
+    def below_step(self, keep: int) -> int:
+        """Below which step the registry may rule out all that was given up, but for the newest `keep`; 0: none."""
+        doomed = sorted(self.given_up)[: max(0, len(self.given_up) - keep)]
+        under_way = min((s.key.step for s in self.saves if not s.done), default=None)
+        if under_way is not None:
+            doomed = [step for step in doomed if step < under_way]
+        return doomed[-1] + 1 if doomed else 0
+
+    def settled(self, below_step: int) -> None:
+        """It is decided what became of the steps below `below_step`."""
+        for step in [step for step in self.given_up if step < below_step]:
+            self.given_up.remove(step)
 
     def find(self, step: int, session: int) -> Save | None:
         """A session's save, also one that ended lately."""
@@ -80,7 +107,8 @@ class RankSaves:
         """Whether a save of it has not ended, or something runs for it."""
         return any(not s.done for s in self.saves) or any(not task.done() for task in self.tasks())
 
-    def tasks(self) -> list[asyncio.Task[None]]:
+    def tasks(self) -> list[asyncio.Task[Any]]:
         """All that is running for it."""
-        found = [s.task for s in self.saves] + [self.leaving, self.making_spares]
+        found: list[asyncio.Task[Any] | None] = [s.task for s in self.saves]
+        found += [self.leaving, self.making_spares, self.ruling_out]
         return [task for task in found if task is not None]

@@ -36,11 +36,13 @@ from ..identity import Identity
 from ..registry.client import RegistryClient
 from ..registry.owning import LOCAL
 from ..store.ram_store import RamStore
+from ..store.retention import PROVISIONAL_KEPT
 from ..store.segments import Segment, staging_pool
 from ..view import ViewFollower
 from .ahead import Ahead, read
 from .committed import Committed
 from .content import NOTHING
+from .given_up import GivenUp
 from .memory import ROOM_WAIT_S, StepMemory
 from .of_rank import RankSaves
 from .progress import JobProgress, job_progress
@@ -91,6 +93,7 @@ class SavingRoom:
         self.memory = StepMemory(
             config=config, store=store, view=view, counters=counters, short_of_room=replicator.short_of_room
         )
+        self._given_up = GivenUp(identity=identity, store=store, registry=registry, view=view)
         self._ahead = Ahead(config=config, counters=counters, attach=self._attach, send=self._run)
         #: Set once the steps that an earlier life of this process staged are under way again.
         self._resumed = asyncio.Event()
@@ -166,7 +169,7 @@ class SavingRoom:
                 f"another process has taken over rank {rank} of job {job!r}; this one's saves are refused"
             )
         if session > saves.session:
-            saves.session = session
+            saves.begin_session(session)
             self._abandon_reserved(job, rank)
             # In the order in which they were taken: what there are too many of goes from the front.
             self._ranks[job, rank] = self._ranks.pop((job, rank))
@@ -243,10 +246,15 @@ class SavingRoom:
             try:
                 return await asyncio.to_thread(self._store.allocate, request.state_bytes, pool, wait_s=wait_s)
             except (OverBudgetError, StoreFullError) as error:
-                waiting = self._of(*rank).droppable()
+                saves = self._of(*rank)
+                waiting = saves.droppable()
+                if await self._given_up.rule_out(
+                    saves, keep=0
+                ) or await self._given_up.drop_of_earlier_sessions(saves):
+                    continue
                 if len(waiting) >= 2:
                     await self._give_up(waiting[0], waiting[-1].key.step)
-                elif under_way := len(self._of(*rank).under_way()):
+                elif under_way := len(saves.under_way()):
                     await self._wait_for_room(request, under_way)
                 elif await asyncio.to_thread(
                     self.memory.give_up_older, *rank, self._committed.newest(request.job)
@@ -451,7 +459,9 @@ class SavingRoom:
             return
         if error is None:
             self._counters.add("saves_committed")
-            self._of(save.key.job, save.key.rank).starved = False
+            saves = self._of(save.key.job, save.key.rank)
+            saves.starved = False
+            saves.settled(save.key.step)
             self._durations.add("save_replicate", save.replicate_s)
             self._durations.add("save_commit", save.commit_s)
             self._committed.saw(save.key, save.session, time.monotonic())
@@ -463,7 +473,9 @@ class SavingRoom:
                 isinstance(error, NotNewerError | SupersededError) and not save.provisional
             )
             save.advance(tpb.SAVE_STATE_FAILED, error)
-            if not may_be_committed:
+            if may_be_committed:
+                self._note_given_up(save)
+            else:
                 self._drop_own(save.key)
         # Finished saves are kept for a while, and these are large.
         save.content, save.after = NOTHING, None
@@ -471,6 +483,21 @@ class SavingRoom:
             self._store.release(save.segment)
         else:  # its threads read the bytes, or make them lossy, until it has ended
             save.task.add_done_callback(lambda _: self._store.release(save.segment))
+
+    def _note_given_up(self, save: Save) -> None:
+        """Keep the newest few such steps, in case that they are committed after all; have the others ruled out.
+
+        Where memory is short, here or at a holder, all of them are.
+        """
+        saves = self._of(save.key.job, save.key.rank)
+        if save.session != saves.session:
+            return  # what is left of it goes as soon as no rank's session is as old
+        saves.given_up.append(save.key.step)
+        keep = 0 if self.memory.is_lean((saves.job, saves.rank)) else PROVISIONAL_KEPT
+        if (saves.ruling_out is None or saves.ruling_out.done()) and saves.below_step(keep):
+            saves.ruling_out = asyncio.create_task(
+                self._given_up.rule_out(saves, keep=keep), name=f"rule-out-{save.key}"
+            )
 
     def _drop_own(self, key: SaveKey) -> None:
         """Forget the owner's bytes of a step that cannot be committed any more.

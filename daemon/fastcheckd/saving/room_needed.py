@@ -9,12 +9,17 @@ With S bytes of state saved per step on each node, and as many ranks elsewhere t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 #: For a margin beside whole steps.
 ROOM = 1.05
 #: For slots, a chunk for each thread that puts one in its place.
 SLOTS_BYTES = 64 << 20
 #: Of a step's bytes, what its way back from the next one takes: AdamW in fp32 measures 0.30 to 0.33. Only for advice.
 WAY_SHARE = 0.35
+#: Jobs that a refusal names.
+HOLDINGS_SHOWN_MAX = 3
 
 
 def whole_bytes(step_bytes: int, *, keep_steps: int) -> int:
@@ -33,15 +38,55 @@ def lean_bytes(state_bytes: int, *, tolerate: int, keep_steps: int) -> int:
     return round((2 + tolerate + (own_ways + tolerate * keep_steps) * WAY_SHARE) * state_bytes) + SLOTS_BYTES
 
 
-def advice(state_bytes: int, *, tolerate: int, keep_steps: int, job: str = "") -> str:
-    """For whoever was refused: what the budget should be, the node's or that of one job."""
+@dataclass(frozen=True)
+class Holding:
+    """What one job has in a node's memory."""
+
+    job: str
+    bytes: int
+    #: The parts of it in own ranks' steps that are not committed, and in copies for ranks of other nodes.
+    uncommitted_bytes: int = 0
+    copy_bytes: int = 0
+
+    def __str__(self) -> str:
+        parts = {
+            "in steps that are not committed": self.uncommitted_bytes,
+            "in copies for other nodes": self.copy_bytes,
+        }
+        told = ", ".join(f"{size} {where}" for where, size in parts.items() if size)
+        return f"job {self.job!r} {self.bytes}" + (f" ({told})" if told else "")
+
+
+def advice(
+    state_bytes: int,
+    *,
+    tolerate: int,
+    keep_steps: int,
+    budget_bytes: int,
+    holdings: Iterable[Holding],
+    job: str = "",
+) -> str:
+    """For whoever was refused: what the budget should be, the node's or that of one job, and who has the memory.
+
+    Args:
+        state_bytes: saved per step by the ranks here that count.
+        budget_bytes: as it is now.
+        holdings: what the jobs have that count.
+        job: only this one counts; empty: all do.
+    """
     lean = lean_bytes(state_bytes, tolerate=tolerate, keep_steps=keep_steps)
     ample = ample_bytes(state_bytes, tolerate=tolerate, keep_steps=keep_steps)
     whose, key = (
         (f"job {job!r} on this node", "job_budget_bytes") if job else ("this node", "ram_budget_bytes")
     )
-    return (
-        f"the ranks of {whose} save {state_bytes} bytes per step: with tolerate {tolerate} and keep_steps "
-        f"{keep_steps} {key} should be at least {lean} where the codec makes steps a third of their "
-        f"size, and {ample} where it does not"
-    )
+    words = f"the ranks of {whose} save {state_bytes} bytes per step: "
+    words += f"with tolerate {tolerate} and keep_steps {keep_steps} {key} "
+    third = "where the codec makes steps a third of their size"
+    if budget_bytes < lean < ample:
+        words += f"should be at least {lean} {third}, and {ample} where it does not"
+    elif lean <= budget_bytes < ample:
+        words += f"is enough {third}, and should be {ample} where it does not"
+    else:
+        words += f"should be at least {ample}" if budget_bytes < ample else "is enough for that"
+    largest = sorted(holdings, key=lambda h: h.bytes, reverse=True)[:HOLDINGS_SHOWN_MAX]
+    return words + "; bytes in use: " + ("; ".join(map(str, largest)) or "none")

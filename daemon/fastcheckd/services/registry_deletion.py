@@ -1,4 +1,5 @@
-"""The part of the registry's gRPC face that deletes: steps that nobody wants, and ranks that are done.
+"""The part of the registry's gRPC face that deletes: steps that nobody wants or that are given up, and ranks that are
+done.
 
 The leader's alone. It checks and translates; `registry.deletion` decides.
 """
@@ -15,7 +16,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..config import Config
 from ..errors import FastCheckdError
-from ..registry import commands
+from ..registry import commands, records, wire
 from ..registry.deletion import plan_deletion
 from ..registry.engine import Engine
 from ..registry.leading import Leader
@@ -48,6 +49,24 @@ class RegistryDeletion(Deciding):
         await self._leader.agree()
         await self._propose(commands.close_rank(request.job, request.rank, request.session))
         return rpb.CloseRankResponse()
+
+    @decides
+    async def Supersede(self, request: rpb.SupersedeRequest, context: Context) -> rpb.SupersedeResponse:
+        """Rule out steps that a rank has given up."""
+        with checking():
+            check_name("job", request.job)
+            if request.rank >= RANK_MAX or max(request.session, request.below_step) > STEP_MAX:
+                raise ValueError(
+                    f"rank {request.rank}, session {request.session} or step {request.below_step} is none"
+                )
+            owner = records.node_ref(wire.node_ref(request.owner), "the owner")
+        await self._need_leader(context)
+        await self._leader.agree()
+        result = await self._propose(
+            commands.supersede(request.job, request.rank, request.session, owner, request.below_step)
+        )
+        self._reports.recheck()
+        return rpb.SupersedeResponse(kept_steps=result["kept"])
 
     @decides
     async def DeleteSteps(self, request: rpb.DeleteStepsRequest, context: Context) -> rpb.DeleteStepsResponse:

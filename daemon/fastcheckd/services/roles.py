@@ -54,7 +54,7 @@ RULES: dict[str, dict[str, frozenset[str]]] = {
         (
             "Register", "Leave", "Heartbeat", "GetView", "WatchView", "OpenRank", "Place", "Report", "Lookup",
             "ListJobSteps", "ListJobs", "Corroborate", "ReportInventory", "SetDraining", "SafeToStop", "Forget",
-            "History", "GetRedundancy", "ReplaceVoter", "CloseRank", "DeleteSteps",
+            "History", "GetRedundancy", "ReplaceVoter", "CloseRank", "DeleteSteps", "Supersede",
         ),
         _NODES,
     ),
@@ -90,6 +90,7 @@ _SPEAKER: dict[str, Callable[[Any], str]] = {
     "/fastcheck.v1.RegistryService/OpenRank": lambda request: request.node.node_id,
     "/fastcheck.v1.RegistryService/Place": lambda request: request.owner.node_id,
     "/fastcheck.v1.RegistryService/Report": lambda request: request.record.owner.node_id,
+    "/fastcheck.v1.RegistryService/Supersede": lambda request: request.owner.node_id,
     "/fastcheck.v1.RegistryService/ReportInventory": lambda request: request.node.node_id,
     "/fastcheck.v1.PeerService/BeginPut": lambda request: request.owner.node_id,
 }

@@ -23,11 +23,24 @@ class Kept:
     void_below_session: int = 0
     #: The view says nothing of what sessions from this on made; 0: it is of a version that does not tell.
     next_session: int = 0
+    #: Pairs of a step and a session: nothing below both will be committed any more.
+    superseded: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, job: rpb.JobView) -> Kept:
         """From the view."""
-        return cls(frozenset(job.kept_steps), job.void_below_session, job.next_session)
+        return cls(
+            frozenset(job.kept_steps),
+            max(job.void_below_session, job.live_from_session),
+            job.next_session,
+            tuple((each.below_step, each.below_session) for each in job.superseded),
+        )
+
+    def rules_out(self, step: int, session: int) -> bool:
+        """Whether a step that is not kept can be committed no more."""
+        return session < self.void_below_session or any(
+            step < below_step and session < below_session for below_step, below_session in self.superseded
+        )
 
 
 #: A replica: kind, key, and the session that made it.
@@ -41,9 +54,10 @@ def what_to_drop(held: Iterable[Held], jobs: Mapping[str, Kept]) -> list[Held]:
         held: each replica that is held.
         jobs: what a view, perhaps an old one, says of each job that the registry knows.
 
-    Those of steps that are not kept, and either older than the job's newest committed step or made by a session that is
-    over for good. A newer step may be under way; a job that the registry does not know (yet) is left alone. After
-    a deletion lower numbers may be saved anew: by sessions that a view from before the deletion does not know.
+    Those of steps that are not kept, and either older than the job's newest committed step, or superseded, or made by
+    a session that is over for good. A newer step may be under way; a job that the registry does not know (yet) is
+    left alone. After a deletion lower numbers may be saved anew: by sessions that a view from before the deletion does
+    not know.
     """
     drop = []
     for replica in held:
@@ -53,7 +67,7 @@ def what_to_drop(held: Iterable[Held], jobs: Mapping[str, Kept]) -> list[Held]:
             continue
         known = not kept.next_session or session < kept.next_session
         passed = bool(kept.steps) and key.step < max(kept.steps) and known
-        if passed or session < kept.void_below_session:
+        if passed or kept.rules_out(key.step, session):
             drop.append(replica)
     return drop
 

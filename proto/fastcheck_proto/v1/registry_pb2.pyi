@@ -466,6 +466,8 @@ class JobView(google.protobuf.message.Message):
     VOID_BELOW_SESSION_FIELD_NUMBER: builtins.int
     NEXT_SESSION_FIELD_NUMBER: builtins.int
     RUNNING_RANKS_FIELD_NUMBER: builtins.int
+    SUPERSEDED_FIELD_NUMBER: builtins.int
+    LIVE_FROM_SESSION_FIELD_NUMBER: builtins.int
     job: builtins.str
     world_size: builtins.int
     owner: builtins.str
@@ -476,9 +478,15 @@ class JobView(google.protobuf.message.Message):
     """Sessions from this on are younger than this view, which says nothing of what they made. 0: not told."""
     running_ranks: builtins.int
     """Ranks whose trainers have not said that they are done, on nodes that are not DOWN. Unset: not told."""
+    live_from_session: builtins.int
+    """No session below this speaks for a rank any more: of what they made only the kept steps are needed. 0: not told."""
     @property
     def kept_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Committed steps that are kept, oldest first."""
+
+    @property
+    def superseded(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SupersededSteps]:
+        """Steps that were superseded before they were committed: of them nothing is needed."""
 
     def __init__(
         self,
@@ -490,12 +498,83 @@ class JobView(google.protobuf.message.Message):
         void_below_session: builtins.int = ...,
         next_session: builtins.int = ...,
         running_ranks: builtins.int | None = ...,
+        superseded: collections.abc.Iterable[Global___SupersededSteps] | None = ...,
+        live_from_session: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_running_ranks", b"_running_ranks", "running_ranks", b"running_ranks"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_running_ranks", b"_running_ranks", "job", b"job", "kept_steps", b"kept_steps", "next_session", b"next_session", "owner", b"owner", "running_ranks", b"running_ranks", "void_below_session", b"void_below_session", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_running_ranks", b"_running_ranks", "job", b"job", "kept_steps", b"kept_steps", "live_from_session", b"live_from_session", "next_session", b"next_session", "owner", b"owner", "running_ranks", b"running_ranks", "superseded", b"superseded", "void_below_session", b"void_below_session", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_running_ranks", b"_running_ranks"]) -> typing.Literal["running_ranks"] | None: ...
 
 Global___JobView: typing_extensions.TypeAlias = JobView
+
+@typing.final
+class SupersededSteps(google.protobuf.message.Message):
+    """The steps below `below_step` that sessions below `below_session` made: none of them will be committed any more."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BELOW_STEP_FIELD_NUMBER: builtins.int
+    BELOW_SESSION_FIELD_NUMBER: builtins.int
+    below_step: builtins.int
+    below_session: builtins.int
+    def __init__(
+        self,
+        *,
+        below_step: builtins.int = ...,
+        below_session: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["below_session", b"below_session", "below_step", b"below_step"]) -> None: ...
+
+Global___SupersededSteps: typing_extensions.TypeAlias = SupersededSteps
+
+@typing.final
+class SupersedeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    BELOW_STEP_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    rank: builtins.int
+    """Whose process gives them up: a step needs every rank."""
+    session: builtins.int
+    below_step: builtins.int
+    """Steps below it that are not committed never will be, of any session that there is now."""
+    @property
+    def owner(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        rank: builtins.int = ...,
+        session: builtins.int = ...,
+        owner: fastcheck_proto.v1.common_pb2.NodeRef | None = ...,
+        below_step: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["owner", b"owner"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["below_step", b"below_step", "job", b"job", "owner", b"owner", "rank", b"rank", "session", b"session"]) -> None: ...
+
+Global___SupersedeRequest: typing_extensions.TypeAlias = SupersedeRequest
+
+@typing.final
+class SupersedeResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEPT_STEPS_FIELD_NUMBER: builtins.int
+    @property
+    def kept_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Committed steps that are kept, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        kept_steps: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kept_steps", b"kept_steps"]) -> None: ...
+
+Global___SupersedeResponse: typing_extensions.TypeAlias = SupersedeResponse
 
 @typing.final
 class CloseRankRequest(google.protobuf.message.Message):

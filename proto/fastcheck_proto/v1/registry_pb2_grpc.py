@@ -99,6 +99,11 @@ class RegistryServiceStub(object):
                 request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsResponse.FromString,
                 _registered_method=True)
+        self.Supersede = channel.unary_unary(
+                '/fastcheck.v1.RegistryService/Supersede',
+                request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.SupersedeRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.SupersedeResponse.FromString,
+                _registered_method=True)
         self.DeleteSteps = channel.unary_unary(
                 '/fastcheck.v1.RegistryService/DeleteSteps',
                 request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.DeleteStepsRequest.SerializeToString,
@@ -232,6 +237,13 @@ class RegistryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Supersede(self, request, context):
+        """Steps of a job that are not committed never will be. Repeating it is harmless.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteSteps(self, request, context):
         """Committed steps are kept no more: one, or all of a job. Repeating it is harmless.
         """
@@ -359,6 +371,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.ListJobs,
                     request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsResponse.SerializeToString,
+            ),
+            'Supersede': grpc.unary_unary_rpc_method_handler(
+                    servicer.Supersede,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.SupersedeRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.SupersedeResponse.SerializeToString,
             ),
             'DeleteSteps': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteSteps,
@@ -729,6 +746,33 @@ class RegistryService(object):
             '/fastcheck.v1.RegistryService/ListJobs',
             fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsRequest.SerializeToString,
             fastcheck__proto_dot_v1_dot_registry__pb2.ListJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Supersede(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.RegistryService/Supersede',
+            fastcheck__proto_dot_v1_dot_registry__pb2.SupersedeRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_registry__pb2.SupersedeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -221,6 +221,22 @@ _RegistryServiceListJobsType = typing_extensions.TypeVar(
     ],
 )
 
+_RegistryServiceSupersedeType = typing_extensions.TypeVar(
+    '_RegistryServiceSupersedeType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.SupersedeRequest,
+        fastcheck_proto.v1.registry_pb2.SupersedeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.SupersedeRequest,
+        fastcheck_proto.v1.registry_pb2.SupersedeResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.SupersedeRequest,
+        fastcheck_proto.v1.registry_pb2.SupersedeResponse,
+    ],
+)
+
 _RegistryServiceDeleteStepsType = typing_extensions.TypeVar(
     '_RegistryServiceDeleteStepsType',
     grpc.UnaryUnaryMultiCallable[
@@ -365,7 +381,7 @@ _RegistryServiceReplaceVoterType = typing_extensions.TypeVar(
     ],
 )
 
-class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _RegistryServiceLeaveType, _RegistryServiceHeartbeatType, _RegistryServiceGetViewType, _RegistryServiceWatchViewType, _RegistryServiceOpenRankType, _RegistryServiceCloseRankType, _RegistryServicePlaceType, _RegistryServiceReportType, _RegistryServiceLookupType, _RegistryServiceListJobStepsType, _RegistryServiceListJobsType, _RegistryServiceDeleteStepsType, _RegistryServiceCorroborateType, _RegistryServiceReportInventoryType, _RegistryServiceSetDrainingType, _RegistryServiceSafeToStopType, _RegistryServiceForgetType, _RegistryServiceHistoryType, _RegistryServiceGetRedundancyType, _RegistryServiceReplaceVoterType]):
+class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _RegistryServiceLeaveType, _RegistryServiceHeartbeatType, _RegistryServiceGetViewType, _RegistryServiceWatchViewType, _RegistryServiceOpenRankType, _RegistryServiceCloseRankType, _RegistryServicePlaceType, _RegistryServiceReportType, _RegistryServiceLookupType, _RegistryServiceListJobStepsType, _RegistryServiceListJobsType, _RegistryServiceSupersedeType, _RegistryServiceDeleteStepsType, _RegistryServiceCorroborateType, _RegistryServiceReportInventoryType, _RegistryServiceSetDrainingType, _RegistryServiceSafeToStopType, _RegistryServiceForgetType, _RegistryServiceHistoryType, _RegistryServiceGetRedundancyType, _RegistryServiceReplaceVoterType]):
     @typing.overload
     def __init__(self: RegistryServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -415,6 +431,10 @@ class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _Registry
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.registry_pb2.ListJobsRequest,
             fastcheck_proto.v1.registry_pb2.ListJobsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.SupersedeRequest,
+            fastcheck_proto.v1.registry_pb2.SupersedeResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.registry_pb2.DeleteStepsRequest,
@@ -505,6 +525,10 @@ class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _Registry
             fastcheck_proto.v1.registry_pb2.ListJobsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.SupersedeRequest,
+            fastcheck_proto.v1.registry_pb2.SupersedeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.registry_pb2.DeleteStepsRequest,
             fastcheck_proto.v1.registry_pb2.DeleteStepsResponse,
         ],
@@ -577,6 +601,9 @@ class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _Registry
     """Steps that can be loaded or are under way."""
 
     ListJobs: _RegistryServiceListJobsType
+
+    Supersede: _RegistryServiceSupersedeType
+    """Steps of a job that are not committed never will be. Repeating it is harmless."""
 
     DeleteSteps: _RegistryServiceDeleteStepsType
     """Committed steps are kept no more: one, or all of a job. Repeating it is harmless."""
@@ -657,6 +684,10 @@ RegistryServiceAsyncStub: typing_extensions.TypeAlias = RegistryServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.registry_pb2.ListJobsRequest,
         fastcheck_proto.v1.registry_pb2.ListJobsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.SupersedeRequest,
+        fastcheck_proto.v1.registry_pb2.SupersedeResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.registry_pb2.DeleteStepsRequest,
@@ -792,6 +823,14 @@ class RegistryServiceServicer(metaclass=abc.ABCMeta):
         request: fastcheck_proto.v1.registry_pb2.ListJobsRequest,
         context: _ServicerContext,
     ) -> typing.Union[fastcheck_proto.v1.registry_pb2.ListJobsResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.ListJobsResponse]]: ...
+
+    @abc.abstractmethod
+    def Supersede(
+        self,
+        request: fastcheck_proto.v1.registry_pb2.SupersedeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.registry_pb2.SupersedeResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.SupersedeResponse]]:
+        """Steps of a job that are not committed never will be. Repeating it is harmless."""
 
     @abc.abstractmethod
     def DeleteSteps(

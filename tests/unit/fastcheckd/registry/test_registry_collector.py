@@ -81,7 +81,7 @@ def test_refused_ranks_have_to_report_again():
     assert ready(c) is None
     report(c, 1, 1)
     assert ready(c) == 1
-    gone = c.recheck(lambda job, world_size, r: {"code": "HOLDER_LOST"} if r["rank"] == 0 else None)
+    gone = c.recheck(lambda job, step, world_size, r: {"code": "HOLDER_LOST"} if r["rank"] == 0 else None)
     assert gone == [("gpt", 1, 0, {"code": "HOLDER_LOST"})] and ready(c) is None
 
 

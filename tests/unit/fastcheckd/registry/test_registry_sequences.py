@@ -75,6 +75,7 @@ whole_commands = st.one_of(
     st.builds(lambda these: rehold(*these), st.lists(changes, max_size=4)),
     st.builds(made.delete, st.just("gpt"), st.none() | st.integers(0, 9), even_if_running=st.booleans()),
     st.builds(made.close_rank, st.just("gpt"), st.integers(0, 1), st.integers(0, 6)),
+    st.builds(made.supersede, st.just("gpt"), st.integers(0, 1), st.integers(0, 6), refs, st.integers(0, 9)),
     st.just(made.upgrade(SCHEMA)),
     st.just(made.noop()),
 )

@@ -50,8 +50,11 @@ class Registry:
         self.placed_ahead: dict[int, list[bool]] = {}
         #: There is no quorum: nothing is answered.
         self.silent = False
-        #: Some other rank is not there yet.
+        #: Some other rank is not there yet; these have not even begun the step.
         self.waiting = False
+        self.absent: list[int] = []
+        #: What was asked to be ruled out.
+        self.superseded: list[rpb.SupersedeRequest] = []
 
     async def place(self, request, timeout_s):
         self._answer()
@@ -72,11 +75,16 @@ class Registry:
         self.reports.append(request)
         if self.waiting:
             await asyncio.sleep(0.02)
-            return rpb.ReportResponse(state=rpb.REPORT_STATE_WAITING)
+            return rpb.ReportResponse(state=rpb.REPORT_STATE_WAITING, absent_ranks=self.absent)
         answer = self.answers.pop(0) if self.answers else None
         if isinstance(answer, Exception):
             raise answer
         return answer or rpb.ReportResponse(state=rpb.REPORT_STATE_COMMITTED)
+
+    async def supersede(self, request, timeout_s):
+        self._answer()
+        self.superseded.append(request)
+        return rpb.SupersedeResponse(kept_steps=[1])
 
     def _answer(self):
         if self.silent:
@@ -98,10 +106,11 @@ class Node:
         layout: layout_pb2.StateLayout | None = None,
         rank: int = 0,
         job: str = "gpt",
+        session: int = 1,
     ) -> Save:
         """What a trainer does: begin, fill, seal."""
         request = tpb.BeginSaveRequest(
-            job=job, rank=rank, world_size=2, session=1, step=step, state_bytes=len(state)
+            job=job, rank=rank, world_size=2, session=session, step=step, state_bytes=len(state)
         )
         save, _ = await self.room.begin(request)
         save.segment.view[: len(state)] = state

@@ -1,6 +1,6 @@
 """What the budget is compared with."""
 
-from fastcheckd.saving.room_needed import ROOM, SLOTS_BYTES, advice, ample_bytes, lean_bytes
+from fastcheckd.saving.room_needed import ROOM, SLOTS_BYTES, Holding, advice, ample_bytes, lean_bytes
 
 
 def test_ample_is_every_step_as_it_is_at_owner_and_holders():
@@ -20,7 +20,28 @@ def test_lean_is_always_less():
             assert lean_bytes(10**9, **sizes) < ample_bytes(10**9, **sizes)
 
 
-def test_the_advice_has_both_numbers():
-    text = advice(1000, tolerate=1, keep_steps=2)
-    assert str(ample_bytes(1000, tolerate=1, keep_steps=2)) in text
-    assert str(lean_bytes(1000, tolerate=1, keep_steps=2)) in text
+def told(state_bytes, budget_bytes, *holdings, job=""):
+    return advice(
+        state_bytes, tolerate=1, keep_steps=2, budget_bytes=budget_bytes, holdings=holdings, job=job
+    )
+
+
+def test_the_advice_names_a_larger_budget_than_there_is_or_none():
+    lean = lean_bytes(10**9, tolerate=1, keep_steps=2)
+    ample = ample_bytes(10**9, tolerate=1, keep_steps=2)
+    assert f"at least {lean}" in told(10**9, lean - 1) and str(ample) in told(10**9, lean - 1)
+    assert "at least" not in told(10**9, lean) and f"should be {ample}" in told(10**9, lean)
+    assert "is enough for that" in told(10**9, ample)
+
+
+def test_for_small_states_slots_count_more_than_what_the_codec_saves():
+    ample = ample_bytes(1000, tolerate=1, keep_steps=2)
+    assert told(1000, ample - 1).split(";")[0].endswith(f"at least {ample}")
+
+
+def test_the_advice_says_who_has_the_memory():
+    text = told(1000, 10**9, Holding("small", 3), Holding("large", 510, 300, 10))
+    assert text.endswith(
+        "; bytes in use: job 'large' 510 (300 in steps that are not committed, 10 in copies for other nodes); "
+        "job 'small' 3"
+    )

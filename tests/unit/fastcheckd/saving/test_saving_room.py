@@ -21,15 +21,16 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 from fastcheckd.errors import (
     FastCheckdError,
+    FencedError,
     InvalidRequestError,
     NoQuorumError,
     NotHeldError,
     OverBudgetError,
     SupersededError,
 )
-from fastcheckd.saving.room_needed import ample_bytes
 
 STATE = noise(8 * CHUNK)
+FENCED = pb.ErrorDetail(code=pb.ERROR_CODE_FENCED, message="another process took its place")
 LOSSY = layout_pb2.Precision(momentum=layout_pb2.MOMENTUM_CODING_INDEX8)
 
 
@@ -455,12 +456,14 @@ def test_where_memory_is_short_a_step_waits_for_the_one_under_way(tmp_path):
     in_world(tmp_path, body, keep_steps=1)
 
 
-def test_a_refusal_for_want_of_room_says_how_much_would_do(tmp_path):
+def test_a_refusal_for_want_of_room_says_who_has_it(tmp_path):
     async def body(node, registry, holders):
         node.store.allocate(BUDGET - len(STATE) // 2, "staging.other.0")
         with pytest.raises(OverBudgetError) as refused:
             await node.stage(1, STATE)
-        assert str(ample_bytes(len(STATE), tolerate=1, keep_steps=2)) in str(refused.value)
+        told = str(refused.value)
+        assert "ram_budget_bytes is enough for that" in told, "it would do if no other job were here"
+        assert f"; bytes in use: job 'other' {BUDGET - len(STATE) // 2}" in told
 
     in_world(tmp_path, body)
 
@@ -486,5 +489,63 @@ def test_the_newest_committed_step_never_goes(tmp_path):
         with pytest.raises(OverBudgetError):
             await node.stage(2, next_step(STATE))
         assert whole(held_bytes_kept(node.store, 1)) == STATE
+
+    in_world(tmp_path, body)
+
+
+def test_of_steps_that_another_rank_does_not_save_the_newest_few_stay(tmp_path):
+    async def body(node, registry, holders):
+        await node.save(1, STATE)
+        registry.waiting, registry.absent = True, [1]
+        for step in range(2, 12):
+            await node.stage(step, next_step(STATE, step))
+        await eventually(lambda: {h.key.step for h in node.store.held("gpt")} <= {1, *range(7, 12)})
+        assert {h.key.step for h in node.store.held("gpt")} >= {1, 7, 8, 9}
+        last = registry.superseded[-1]
+        assert (last.job, last.rank, last.session, last.owner.node_id, last.below_step) == (
+            "gpt",
+            0,
+            1,
+            "owner",
+            7,
+        )
+        registry.waiting = False
+        await node.save(12, STATE)
+
+    in_world(tmp_path, body, stall_after_s=0.05)
+
+
+def test_where_memory_is_short_none_of_them_stays(tmp_path):
+    async def body(node, registry, holders):
+        await node.save(1, STATE)
+        registry.waiting, registry.absent = True, [1]
+        node.store.allocate(BUDGET - 7 * len(STATE) // 2, "staging.other.0")
+        for step in range(2, 12):
+            await node.stage(step, next_step(STATE, step))
+        assert 1 in {h.key.step for h in node.store.held("gpt")}
+        registry.waiting = False
+        await node.save(12, STATE)
+
+    in_world(tmp_path, body, stall_after_s=0.05)
+
+
+def test_a_new_process_makes_room_of_what_the_one_before_left_uncommitted(tmp_path):
+    async def body(node, registry, holders):
+        await node.save(1, STATE)
+        registry.waiting, registry.absent = True, [1]
+        under_way = [await node.stage(step, next_step(STATE, step)) for step in (2, 3)]
+        await eventually(lambda: all(save.sent for save in under_way))
+        registry.answers = [rpb.ReportResponse(state=rpb.REPORT_STATE_REFUSED, error=FENCED)] * 2
+        registry.waiting = False
+        for save in under_way:
+            with pytest.raises(FencedError):
+                await node.done(save)
+        node.store.allocate(BUDGET - 7 * len(STATE) // 2, "staging.other.0")
+        node.room._view.view = rpb.ClusterView(
+            version=1, jobs=[rpb.JobView(job="gpt", kept_steps=[1], next_session=3)]
+        )
+        saved = await node.stage(2, STATE, session=2)
+        await node.done(saved)
+        assert {(h.key.step, h.manifest.session) for h in node.store.held("gpt")} >= {(1, 1), (2, 2)}
 
     in_world(tmp_path, body)

@@ -45,6 +45,12 @@ def test_an_old_view_says_nothing_of_what_younger_sessions_made():
     assert what_to_drop([replica("a", 5, session=3)], {"a": old}) == [replica("a", 5, session=3)]
 
 
+def test_what_was_superseded_goes_unless_a_newer_session_saved_it_anew():
+    held = [replica("a", step, session=session) for step in (3, 6, 7) for session in (2, 5)]
+    job = Kept(frozenset({3}), superseded=((7, 4),))
+    assert what_to_drop(held, {"a": job}) == [replica("a", 6, session=2)]
+
+
 @given(
     steps=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 12), st.integers(1, 9))),
     jobs=st.dictionaries(
@@ -54,6 +60,7 @@ def test_an_old_view_says_nothing_of_what_younger_sessions_made():
             st.frozensets(st.integers(0, 12)),
             st.integers(0, 9),
             st.sampled_from([0, 9, 9, 10]),
+            st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), max_size=2).map(tuple),
         ),
     ),
 )
@@ -63,10 +70,15 @@ def test_no_step_that_could_be_asked_for_goes(steps, jobs):
     for each in held:
         _, key, session = each
         job = jobs.get(key.job, Kept())
-        may_be_committed = session >= job.void_below_session and (
-            not job.steps
-            or key.step > max(job.steps)
-            or bool(job.next_session and session >= job.next_session)
+        superseded = any(key.step < step and session < below for step, below in job.superseded)
+        may_be_committed = (
+            not superseded
+            and session >= job.void_below_session
+            and (
+                not job.steps
+                or key.step > max(job.steps)
+                or bool(job.next_session and session >= job.next_session)
+            )
         )
         assert (each not in gone) == (key.step in job.steps or may_be_committed)
 

@@ -1,0 +1,43 @@
+"""G6, after an outage that ends: commits go on within seconds, however long it was and however little memory there is.
+
+While a rank's node is away, the other ranks go on saving steps that nobody can commit. Those must give way to newer
+ones, at their owners and at their holders, before memory is full of them.
+"""
+
+import pytest
+from tests.cluster.harness import until
+from tests.cluster.lockstep import LockstepJob
+
+from fastcheck.admin import AdminClient
+
+#: Commits are wanted again this long after the node is back: its trainer's SDK looks for it every 8 s at least.
+GOES_ON_S = 25.0
+
+
+def ram_used(cluster, node):
+    with AdminClient(cluster.address(node), timeout_s=5) as admin:
+        return next(n["ram_used_bytes"] for n in admin.nodes()["nodes"] if n["node_id"] == node)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "away", "settings"),
+    [
+        (5, "node-4", {}),
+        (2, "node-1", {"codec": "always"}),
+        (2, "node-0", {}),
+        (3, "node-2", {"codec": "never"}),
+        (8, "node-7", {"tolerate": 2}),
+    ],
+)
+def test_commits_go_on_after_an_outage_longer_than_the_memory_lasts(make_cluster, nodes, away, settings):
+    megabytes = 16
+    cluster = make_cluster(nodes, ram_budget=str(round(6.7 * megabytes * 2**20)), **settings)
+    other = next(n for n in reversed(cluster.node_ids) if n != away)
+    with LockstepJob(cluster, [other, away], megabytes=megabytes, pause_s=0.25) as job:
+        job.goes_on(3)
+        cluster.kill(away)
+        begun = len(job.events[0])
+        until(lambda: len(job.events[0]) >= begun + 30, "rank 0 to train on alone", 60)
+        assert not any("OutOfMemory" in f["error"] for f in job.failures(0)), job.failures(0)
+        cluster.start(away)
+        job.goes_on(5, GOES_ON_S)
