@@ -14,13 +14,14 @@ from ..counters import Counters
 from ..errors import FastCheckdError
 from ..registry.client import RegistryClient
 from ..store.ram_store import RamStore
+from ..tasks import settled
 from ..transfer.peer_client import PeerClient
 from ..view import ViewFollower
 from .describing import Describer
 from .gathering import FairTurns, Gathering
 from .parts import Bytes
 from .plan import ShardPlan
-from .pulling import Puller, Shard, settled
+from .pulling import Puller, Shard
 from .sharing import Part
 from .tally import Tally
 

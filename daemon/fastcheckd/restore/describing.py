@@ -17,9 +17,10 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from ..chunks import ChunkTable
 from ..errors import CorruptError, FastCheckdError, LostError
 from ..store.ram_store import RamStore
+from ..tasks import settled
 from ..transfer.peer_client import PeerClient
 from .plan import ShardPlan, other_sources
-from .pulling import ASK_AGAIN_AFTER_S, Puller, settled
+from .pulling import ASK_AGAIN_AFTER_S, Puller
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..errors import CorruptError, NotHeldError
 from ..store.ram_store import HeldShard, RamStore
-from ..store.segments import Segment, staging_pool
-from .pulling import to_its_end
+from ..store.segments import Segment
+from ..tasks import to_its_end
 from .tally import Tally
 from .verify import count_bad_chunks
 
@@ -108,10 +108,8 @@ class OwnCopies:
                 self._store.copy_to(held, segment.view[at : at + held.manifest.bytes])
             return self._publish([held.manifest for held in shards], segment)
 
-        pool = staging_pool(shards[0].key.job, record.rank)
-        segment = await to_its_end(
-            partial(self._store.allocate, record.state_bytes, pool), undo=self._store.release
-        )
+        allocate = partial(self._store.allocate_to_restore, record.state_bytes, shards[0].key.job)
+        segment = await to_its_end(allocate, undo=self._store.release)
         try:
             made = await to_its_end(partial(decode, segment))
         except (CorruptError, NotHeldError):

@@ -21,7 +21,7 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..store.ram_store import RamStore
 from ..store.segments import PAGE_BYTES, Segment
-from .pulling import settled, to_its_end
+from ..tasks import settled, to_its_end
 
 
 class Bytes(Protocol):

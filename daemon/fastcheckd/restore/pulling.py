@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from ..config import Config
 from ..counters import Counters
 from ..errors import CorruptError, FastCheckdError, LostError, NotHeldError, PeerError
 from ..store.ram_store import RamStore
+from ..tasks import settled, to_its_end
 from ..transfer.peer_client import PeerClient
 from .gathering import Gathering
 from .plan import ShardPlan, other_sources
@@ -250,35 +251,6 @@ async def together(works: Sequence[Callable[[], Awaitable[R]]], at_once: int) ->
         for task in tasks:
             task.cancel()
         await settled(tasks)
-
-
-async def settled(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Wait until all have ended, however they do, also when cancelled meanwhile."""
-    cancelled: asyncio.CancelledError | None = None
-    while tasks:
-        try:
-            _, tasks = await asyncio.wait(tasks)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-
-
-async def to_its_end(work: Callable[[], R], undo: Callable[[R], object] | None = None) -> R:
-    """As `asyncio.to_thread`, but the work has ended when this has: memory must not change hands behind its back.
-
-    What it returns after a cancellation is given to `undo`.
-    """
-    running = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        try:
-            await settled({running})
-        finally:
-            if not running.cancelled() and running.exception() is None and undo is not None:
-                undo(running.result())
-        raise
 
 
 def _shown(key: pb.ShardKey) -> str:

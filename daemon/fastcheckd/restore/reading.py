@@ -21,12 +21,13 @@ from ..counters import Counters
 from ..errors import LostError, OverBudgetError
 from ..store.ram_store import RamStore
 from ..store.segments import Segment
+from ..tasks import to_its_end
 from .bringing import Bringer
 from .describing import Description
 from .finding import Finder
 from .parts import Window
 from .plan import ShardPlan, plan_fetch
-from .pulling import to_its_end, together
+from .pulling import together
 from .tally import Tally
 from .wanting import Marked, Want, check_request, header_of, mark, shards_with, wants
 

@@ -22,7 +22,8 @@ from ..durations import Durations
 from ..errors import FastCheckdError, InvalidRequestError, LostError, StepGoneError, WorldSizeError
 from ..registry.client import RegistryClient
 from ..store.ram_store import HeldShard, RamStore
-from ..store.segments import Segment, staging_pool
+from ..store.segments import Segment
+from ..tasks import to_its_end
 from ..transfer.peer_client import PeerClient
 from ..view import ViewFollower
 from .bringing import Bringer
@@ -30,7 +31,6 @@ from .finding import Candidate, Finder
 from .own_copies import Checks, OwnCopies
 from .parts import Bytes, Wholes, is_in_parts
 from .plan import plan_fetch
-from .pulling import to_its_end
 from .reading import ReadingRoom
 from .tally import Tally
 from .without_quorum import Survey
@@ -224,10 +224,8 @@ class RestoreRoom:
         own = await self._own_copies.find(job, step.step, record, tally, checks)
         if own is not None:
             return own
-        pool = staging_pool(job, record.rank)
-        segment = await to_its_end(
-            partial(self._store.allocate, record.state_bytes, pool), undo=self._store.release
-        )
+        allocate = partial(self._store.allocate_to_restore, record.state_bytes, job)
+        segment = await to_its_end(allocate, undo=self._store.release)
         tally.expect(segment)
         try:
             if nodes is None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Container
+from functools import partial
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
@@ -18,6 +19,7 @@ from ..counters import Counters
 from ..errors import FastCheckdError, StoreError
 from ..store.ram_store import RamStore
 from ..store.segments import staging_pool
+from ..tasks import to_its_end
 from ..view import ViewFollower
 from .room_needed import Holding, advice, whole_bytes
 from .save import Save
@@ -130,7 +132,7 @@ class StepMemory:
         save finds cold memory.
         """
         rank = (save.key.job, save.key.rank)
-        pool = staging_pool(*rank)
+        pool = staging_pool(*rank, save.session)
         wanted = (1 if save.lean else self._config.keep_steps) + max(self._overlaps[rank])
         while not save.done:
             save.offer(tuple(self._store.free_segments(pool)[:SPARES_OFFERED_MAX]))
@@ -141,7 +143,8 @@ class StepMemory:
             if self._store.count_segments(pool) >= wanted or needed > usage.budget_bytes or job_full:
                 return  # all there, or room is short: leave it to what must be kept
             try:
-                segment = await asyncio.to_thread(self._store.allocate_new, save.state_bytes, pool)
+                allocate = partial(self._store.allocate_new, save.state_bytes, pool)
+                segment = await to_its_end(allocate, undo=self._store.release)
             except FastCheckdError as error:
                 logger.info("no spare segment: %s", error)
                 return

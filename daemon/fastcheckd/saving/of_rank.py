@@ -43,6 +43,8 @@ class RankSaves:
     ruling_out: asyncio.Task[bool] | None = None
     #: Steps of its session given up that nobody was told of: their provisional copies may go.
     obsolete: deque[int] = field(default_factory=lambda: deque(maxlen=OBSOLETE_MAX))
+    #: Held while a segment is allocated for it, also when whoever asked for it has gone.
+    allocating: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: Sending that was begun before the seal, and is just ending without one: its memory is not free yet.
     leaving: asyncio.Task[None] | None = None
     #: Segments for its next steps are being made.

@@ -13,6 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
@@ -38,6 +39,7 @@ from ..registry.owning import LOCAL
 from ..store.ram_store import RamStore
 from ..store.retention import PROVISIONAL_KEPT
 from ..store.segments import Segment, staging_pool
+from ..tasks import to_its_end
 from ..view import ViewFollower
 from .ahead import Ahead, read
 from .committed import Committed
@@ -144,6 +146,10 @@ class SavingRoom:
         save = self._reserved.get(save_id)
         return None if save is None else save.key.job
 
+    def is_reserved(self, save_id: str) -> bool:
+        """Whether a save's memory is still its trainer's to fill."""
+        return save_id in self._reserved
+
     async def open_session(self, request: tpb.OpenSessionRequest, identity: str = LOCAL) -> int:
         """Take a rank's place in a job at the registry; whatever an older process left unsealed here goes."""
         await self._identity.until_known(OPEN_TIMEOUT_S)
@@ -158,21 +164,26 @@ class SavingRoom:
             ),
             timeout_s=OPEN_TIMEOUT_S,
         )
-        self._admit(request.job, request.rank, response.session)
+        await self._admit(request.job, request.rank, response.session)
         return response.session
 
-    def _admit(self, job: str, rank: int, session: int) -> None:
+    async def _admit(self, job: str, rank: int, session: int) -> None:
         """Remember the newest session of a rank; refuse an older one."""
         saves = self._of(job, rank)
-        if session < saves.session:
-            raise FencedError(
-                f"another process has taken over rank {rank} of job {job!r}; this one's saves are refused"
-            )
+        self._check_session(saves, session)
         if session > saves.session:
             saves.begin_session(session)
             self._abandon_reserved(job, rank)
             # In the order in which they were taken: what there are too many of goes from the front.
             self._ranks[job, rank] = self._ranks.pop((job, rank))
+            await asyncio.to_thread(self._store.retire, job, rank, session)
+
+    @staticmethod
+    def _check_session(saves: RankSaves, session: int) -> None:
+        if session < saves.session:
+            raise FencedError(
+                f"another process has taken over rank {saves.rank} of job {saves.job!r}; this one's saves are refused"
+            )
 
     def forget(self) -> None:
         """Of ranks that do nothing: forget those whose sessions a deletion has ended, and the oldest of too many.
@@ -199,7 +210,7 @@ class SavingRoom:
     async def begin(self, request: tpb.BeginSaveRequest) -> tuple[Save, float]:
         """Reserve a staging segment; returns the save and the seconds waited for older steps."""
         began = time.monotonic()
-        self._admit(request.job, request.rank, request.session)
+        await self._admit(request.job, request.rank, request.session)
         self._abandon_reserved(request.job, request.rank)  # the trainer came back without sealing it
         self._expire_reserved()
         if (leaving := self._of(request.job, request.rank).leaving) is not None:
@@ -209,6 +220,10 @@ class SavingRoom:
         waited_s = await self._wait_for_room(request, bound)
         self._check_newer(request)
         segment = await self._allocate(request)
+        saves = self._of(request.job, request.rank)
+        if request.session != saves.session:
+            self._store.discard(segment)
+            self._check_session(saves, request.session)
         save = Save(
             key=SaveKey(request.job, request.rank, request.step),
             save_id=secrets.token_hex(16),
@@ -237,14 +252,17 @@ class SavingRoom:
                 f"step {request.step} has {request.state_bytes} bytes, and one job may have "
                 f"{self._store.job_budget_bytes} on this node; ",
             )
-        pool = staging_pool(*rank)
+        pool = staging_pool(*rank, request.session)
         if not self._store.free_segments(pool):
             await self.memory.until_tidy(request.job, self._committed.newest_seen(request.job))
         while True:
             # Without any segment yet there is nothing that could come back.
             wait_s = ROOM_WAIT_S if self._store.count_segments(pool) else 0.0
+            allocate = partial(self._store.allocate, request.state_bytes, pool, wait_s=wait_s)
             try:
-                return await asyncio.to_thread(self._store.allocate, request.state_bytes, pool, wait_s=wait_s)
+                # One after the other: who asks again after a deadline finds what the first attempt has made.
+                async with self._of(*rank).allocating:
+                    return await to_its_end(allocate, undo=self._store.release)
             except (OverBudgetError, StoreFullError) as error:
                 saves = self._of(*rank)
                 waiting = saves.droppable()
@@ -278,8 +296,8 @@ class SavingRoom:
 
     def _expire_reserved(self) -> None:
         for save in [s for s in self._reserved.values() if s.idle_s() > RESERVED_S_MAX]:
-            logger.warning("%s was reserved but never sealed; taking its segment back", save.key)
-            self.abandon(save.save_id)
+            logger.warning("%s was reserved but never sealed; removing its segment", save.key)
+            self.abandon(save.save_id, may_be_copied_into=True)
 
     def _check_newer(self, request: tpb.BeginSaveRequest) -> None:
         newest = self._committed.newest(request.job)
@@ -344,15 +362,19 @@ class SavingRoom:
         for old in saves.too_many():
             self._supersede(old, save.key.step)
 
-    def abandon(self, save_id: str) -> None:
-        """Give back a segment that will not be sealed, and take back what was sent; unknown ids are no error."""
+    def abandon(self, save_id: str, *, may_be_copied_into: bool = False) -> None:
+        """Give back a segment that will not be sealed, and take back what was sent; unknown ids are no error.
+
+        `may_be_copied_into`: nobody has said that the copy has ended, so the memory is not used again.
+        """
         save = self._reserved.pop(save_id, None)
         if save is None:
             return
+        release = self._store.discard if may_be_copied_into else self._store.release
         if save.reading is not None:
             save.reading.cancel()
         if save.task is None or save.task.done():
-            self._store.release(save.segment)
+            release(save.segment)
             return
         # Its threads read the bytes until it has ended.
         self._ahead.stop(save, "it will not be sealed")
@@ -360,7 +382,7 @@ class SavingRoom:
         saves.leaving = task
 
         def gone(_: object) -> None:
-            self._store.release(save.segment)
+            release(save.segment)
             if saves.leaving is task:
                 saves.leaving = None
 

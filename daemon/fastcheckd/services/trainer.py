@@ -15,7 +15,7 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 from fastcheck_proto.v1 import trainer_pb2_grpc as tpb_grpc
 
 from ..config import Config
-from ..errors import FastCheckdError, InvalidRequestError, NoQuorumError, OverBudgetError
+from ..errors import FastCheckdError, FencedError, InvalidRequestError, NoQuorumError, OverBudgetError
 from ..registry.client import RegistryClient
 from ..restore.following import Following
 from ..restore.room import RestoreRoom
@@ -230,6 +230,11 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
                     save, waited_s = await self._begin(request.begin)
                 elif part == "data" and save is not None and not sealed:
                     piece = request.data
+                    if not self._saving.is_reserved(save.save_id):
+                        raise FencedError(
+                            f"{save.key}: its memory was taken back, as another process took over the rank or this one "
+                            "began another save"
+                        )
                     if len(piece) > PIECE_BYTES_MAX or position + len(piece) > save.state_bytes:
                         raise InvalidRequestError("the stream holds more bytes than it announced")
                     save.segment.view[position : position + len(piece)] = piece

@@ -20,7 +20,7 @@ from .books import CHANGE_WAIT_S, Books, memory_of
 from .copying import copy_bytes
 from .held import HeldShard, WayBack
 from .manifests import ReplicaId
-from .segments import PooledFile, pool_of
+from .segments import COPY_POOL, PooledFile, restored_pool
 from .slots import WORKERS_MAX, slots
 from .spread import spread
 from .undo import Undo
@@ -109,9 +109,11 @@ class Chains:
             wanted = path[0]
             if wanted.is_full:
                 return wanted
-            segment = books.pools.allocate(
-                wanted.manifest.bytes, pool_of(wanted.manifest), job=wanted.key.job
-            )
+            own, job = wanted.kind == pb.REPLICA_KIND_OWNER, wanted.key.job
+            pool = restored_pool(job) if own else COPY_POOL
+            segment = books.pools.allocate(wanted.manifest.bytes, pool, job=job, recycle=not own)
+            if own:  # trainers may read it
+                books.pools.condemn(segment)
             try:
                 view = segment.view
                 self._decode(path, lambda index: _within(view, wanted, index))

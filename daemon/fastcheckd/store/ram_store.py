@@ -29,7 +29,7 @@ from .held import HeldShard
 from .manifests import check_manifest, replica_id
 from .patches import Patch, begin_patch
 from .segment_pools import SegmentPools, Usage
-from .segments import Segment, is_staging, pool_of
+from .segments import Segment, is_staging, may_hold, pool_of, restored_pool
 from .sparse import SparseSegment
 from .thinning import Thinning
 
@@ -195,6 +195,18 @@ class RamStore:
             self._pools.take_again(shard.segment)
         return shard.segment
 
+    def allocate_to_restore(self, size_bytes: int, job: str) -> Segment:
+        """As `allocate`, for what trainers of a job are going to read: its memory is not used again afterwards."""
+        segment = self._pools.allocate(size_bytes, restored_pool(job), job=job, recycle=False)
+        self._pools.condemn(segment)
+        return segment
+
+    def retire(self, job: str, rank: int, session: int) -> None:
+        """A rank's sessions below `session` are over: their processes may live, so what they can write to is not used
+        again. What is published there stays.
+        """
+        self._pools.retire(job, rank, session)
+
     def allocate_new(self, size_bytes: int, pool: str) -> Segment:
         """As `allocate`, but never a free segment: for having one more of them."""
         return self._pools.allocate(size_bytes, pool, recycle=False)
@@ -238,8 +250,8 @@ class RamStore:
                 f"shard at {offset} with {own.bytes} bytes is not within a segment "
                 f"of {segment.size_bytes} bytes"
             )
-        if segment.pool != pool_of(own):
-            # After a restart the kind alone tells the pool: a copy must never lie where a trainer can write.
+        if not may_hold(segment.pool, own):
+            # After a restart the manifest alone tells the pool.
             raise InvalidRequestError(
                 f"a shard for pool {pool_of(own)!r} lies in a segment of {segment.pool!r}"
             )

@@ -24,7 +24,7 @@ from typing import TypeVar
 from ..errors import InvalidRequestError, OverBudgetError, StoreError, StoreFullError
 from .directory import is_full
 from .job_shares import JobShares
-from .segments import PooledFile, Segment, job_of_pool, rounded
+from .segments import PooledFile, Segment, StagingPool, job_of_pool, rounded
 
 logger = logging.getLogger(__name__)
 
@@ -299,6 +299,17 @@ class SegmentPools:
         """See to it that the segment is unlinked, not recycled, once nothing refers to it."""
         with self._changed:
             segment.recyclable = False
+
+    def retire(self, job: str, rank: int, session: int) -> None:
+        """No segment that a session of a rank below `session` copied into is used again: once free, it is unlinked."""
+        with self._changed:
+            for segment in [*self._in_use, *self._free]:
+                pool = StagingPool.of(segment.pool)
+                if pool is not None and (pool.job, pool.rank) == (job, rank) and pool.session < session:
+                    segment.recyclable = False
+            doomed = [segment for segment in self._free if not segment.recyclable]
+            self._doom(doomed)
+        self._unlink(doomed)
 
     def free_segments(self, pool: str) -> list[Segment]:
         """The free segments of a pool, in the order in which `allocate` takes those of equal size."""

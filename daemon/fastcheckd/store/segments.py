@@ -28,14 +28,43 @@ COPY_POOL = "copy"
 SLOT_POOL = "slot"
 
 
-def staging_pool(job: str, rank: int) -> str:
-    """Pool of one rank's staging segments: a trainer that still has one mapped only ever sees its own."""
-    return f"staging.{job}.{rank}"
+@dataclass(frozen=True, slots=True)
+class StagingPool:
+    """The segments that one session of a rank copies into: no other session is ever given one of them.
+
+    A process that was superseded may still have them mapped, and a copy that it had begun may go on any time.
+    """
+
+    job: str
+    rank: int
+    session: int
+
+    def __str__(self) -> str:
+        return f"staging.{self.job}.{self.rank}.{self.session}"
+
+    @classmethod
+    def of(cls, pool: str) -> StagingPool | None:
+        """Which one a pool's name is of; None: trainers copy into no segment of that pool."""
+        kind, _, rest = pool.partition(".")
+        job, _, place = rest.rpartition(".")
+        job, _, rank = job.rpartition(".")
+        return cls(job, int(rank), int(place)) if kind == "staging" else None
+
+
+def staging_pool(job: str, rank: int, session: int) -> str:
+    """Pool of the segments that a session of a rank copies into."""
+    return str(StagingPool(job, rank, session))
+
+
+def restored_pool(job: str) -> str:
+    """Pool of what was brought here for trainers of a job, which only read it. Its segments are not used again."""
+    return f"restored.{job}"
 
 
 def job_of_pool(pool: str) -> str:
     """Whose trainers copy into the segments of a pool; empty: nobody's alone."""
-    return pool.removeprefix("staging.").rpartition(".")[0] if is_staging(pool) else ""
+    staging = StagingPool.of(pool)
+    return "" if staging is None else staging.job
 
 
 def is_staging(pool: str) -> bool:
@@ -44,10 +73,20 @@ def is_staging(pool: str) -> bool:
 
 
 def pool_of(manifest: pb.ShardManifest) -> str:
-    """The pool that a replica's segment belongs to: how it is known again after a restart."""
+    """The pool that a replica's segment belongs to: how it is known again after a restart.
+
+    Of an owner's replica that is the pool of the session that saved it: no other process ever copied into it.
+    """
     if manifest.kind == pb.REPLICA_KIND_COPY:
         return COPY_POOL
-    return staging_pool(manifest.key.job, manifest.key.rank)
+    return staging_pool(manifest.key.job, manifest.key.rank, manifest.session)
+
+
+def may_hold(pool: str, manifest: pb.ShardManifest) -> bool:
+    """Whether a replica may lie in a segment of a pool: a copy never where a trainer can write."""
+    return pool == pool_of(manifest) or (
+        manifest.kind == pb.REPLICA_KIND_OWNER and pool == restored_pool(manifest.key.job)
+    )
 
 
 def rounded(size_bytes: int) -> int:

@@ -54,7 +54,7 @@ class FakeStore:
         self.lent.append(segment)
         return segment
 
-    allocate = allocate_new
+    allocate_to_restore = allocate_new
 
     def discard(self, segment):
         self.lent.remove(segment)

@@ -357,7 +357,7 @@ def test_a_resumed_lossy_step_is_lossy_and_not_made_so_twice(tmp_path, quantiser
 
 def test_with_little_memory_the_older_step_is_kept_as_a_way_back(tmp_path):
     async def body(node, registry, holders):
-        state, pool = STATE, "staging.gpt.0"
+        state, pool = STATE, "staging.gpt.0.1"
         for step in range(1, 6):
             await node.save(step, state)
             older = node.store.held("gpt", step - 1)
@@ -423,7 +423,7 @@ def test_a_step_that_is_not_committed_leaves_the_one_before_as_it_is(tmp_path):
 
 def test_spare_segments_are_as_many_as_steps_that_are_kept_or_under_way(tmp_path):
     async def body(node, registry, holders):
-        pool = "staging.gpt.0"
+        pool = "staging.gpt.0.1"
         await node.save(1, STATE)
         await eventually(lambda: node.store.count_segments(pool) == 3)
         registry.waiting = True
@@ -437,11 +437,11 @@ def test_spare_segments_are_as_many_as_steps_that_are_kept_or_under_way(tmp_path
 
 def test_where_memory_is_short_a_step_waits_for_the_one_under_way(tmp_path):
     async def body(node, registry, holders):
-        hog = node.store.allocate(BUDGET - 3 * len(STATE), "staging.other.0")
+        hog = node.store.allocate(BUDGET - 3 * len(STATE), "staging.other.0.1")
         await node.save(1, STATE)
         registry.waiting = True
         under_way = await node.stage(2, next_step(STATE))
-        third = node.store.allocate(len(STATE) - (64 << 10), "staging.other.0")
+        third = node.store.allocate(len(STATE) - (64 << 10), "staging.other.0.1")
         coming = asyncio.create_task(node.stage(3, next_step(STATE, 1)))
         await eventually(lambda: under_way.sent)
         assert not coming.done()
@@ -458,7 +458,7 @@ def test_where_memory_is_short_a_step_waits_for_the_one_under_way(tmp_path):
 
 def test_a_refusal_for_want_of_room_says_who_has_it(tmp_path):
     async def body(node, registry, holders):
-        node.store.allocate(BUDGET - len(STATE) // 2, "staging.other.0")
+        node.store.allocate(BUDGET - len(STATE) // 2, "staging.other.0.1")
         with pytest.raises(OverBudgetError) as refused:
             await node.stage(1, STATE)
         told = str(refused.value)
@@ -473,7 +473,7 @@ def test_as_the_last_resort_the_owners_bytes_of_an_older_step_go(tmp_path):
         for step in (1, 2):
             await node.save(step, noise(8 * CHUNK, step))  # no way back is smaller than the step
         assert [held.is_full for held in node.store.held("gpt")] == [True] * 4
-        node.store.allocate(BUDGET - 5 * len(STATE) // 2, "staging.other.0")
+        node.store.allocate(BUDGET - 5 * len(STATE) // 2, "staging.other.0.1")
         await node.save(3, noise(8 * CHUNK, 3))
         assert {held.key.step for held in node.store.held("gpt")} == {2, 3}
         assert node.counters.get("own_steps_dropped") == 1
@@ -485,7 +485,7 @@ def test_as_the_last_resort_the_owners_bytes_of_an_older_step_go(tmp_path):
 def test_the_newest_committed_step_never_goes(tmp_path):
     async def body(node, registry, holders):
         await node.save(1, STATE)
-        node.store.allocate(BUDGET - 3 * len(STATE) // 2, "staging.other.0")
+        node.store.allocate(BUDGET - 3 * len(STATE) // 2, "staging.other.0.1")
         with pytest.raises(OverBudgetError):
             await node.stage(2, next_step(STATE))
         assert whole(held_bytes_kept(node.store, 1)) == STATE
@@ -519,7 +519,7 @@ def test_where_memory_is_short_none_of_them_stays(tmp_path):
     async def body(node, registry, holders):
         await node.save(1, STATE)
         registry.waiting, registry.absent = True, [1]
-        node.store.allocate(BUDGET - 7 * len(STATE) // 2, "staging.other.0")
+        node.store.allocate(BUDGET - 7 * len(STATE) // 2, "staging.other.0.1")
         for step in range(2, 12):
             await node.stage(step, next_step(STATE, step))
         assert 1 in {h.key.step for h in node.store.held("gpt")}
@@ -540,7 +540,7 @@ def test_a_new_process_makes_room_of_what_the_one_before_left_uncommitted(tmp_pa
         for save in under_way:
             with pytest.raises(FencedError):
                 await node.done(save)
-        node.store.allocate(BUDGET - 7 * len(STATE) // 2, "staging.other.0")
+        node.store.allocate(BUDGET - 7 * len(STATE) // 2, "staging.other.0.1")
         node.room._view.view = rpb.ClusterView(
             version=1, jobs=[rpb.JobView(job="gpt", kept_steps=[1], next_session=3)]
         )

@@ -74,7 +74,7 @@ def test_the_callers_manifest_is_not_kept(store):
 
 def test_an_owners_shards_share_one_segment(store):
     data = payload(2, 12_000)
-    segment = store.allocate(len(data), staging_pool("gpt", 0))
+    segment = store.allocate(len(data), staging_pool("gpt", 0, 1))
     segment.view[: len(data)] = data
     shards = []
     for index, start in enumerate((0, 4000, 8000)):
@@ -88,7 +88,7 @@ def test_an_owners_shards_share_one_segment(store):
         assert store.usage().free_bytes == 0
         store.drop(shard)
     assert store.usage().free_bytes == segment.size_bytes
-    assert store.free_segments(staging_pool("gpt", 0)) == [segment]
+    assert store.free_segments(staging_pool("gpt", 0, 1)) == [segment]
 
 
 def test_a_shard_without_bytes_is_a_shard(store):
@@ -155,9 +155,9 @@ def test_a_pin_survives_a_shortage(tmp_path):
     with store.pinned(held):
         store.drop(held)
         with pytest.raises(StoreError):
-            store.allocate(2 * 4096, "staging.a.0")
+            store.allocate(2 * 4096, "staging.a.0.1")
         assert held.view == data
-    store.allocate(2 * 4096, "staging.a.0")
+    store.allocate(2 * 4096, "staging.a.0.1")
     store.close()
 
 
@@ -201,7 +201,7 @@ def test_a_byte_beyond_the_shard_is_nobodys(store):
 
 
 def test_one_bad_shard_leaves_its_neighbours_in_the_segment_alone(store):
-    segment = store.allocate(8192, staging_pool("gpt", 0))
+    segment = store.allocate(8192, staging_pool("gpt", 0, 1))
     first, second = payload(1, 4096), payload(2, 4096)
     segment.view[:] = first + second
     bad = store.publish(make_manifest(first, shard=0, kind=OWNER), segment, 0, verified=True)
@@ -244,9 +244,9 @@ def test_verify_of_many_threads_counts_a_bad_shard_once(opened):
         ({"job": "../x"}, 0, COPY_POOL),
         ({}, -1, COPY_POOL),
         ({}, 4096 - 99, COPY_POOL),
-        ({}, 0, "staging.gpt.0"),
+        ({}, 0, "staging.gpt.0.1"),
         ({"kind": OWNER}, 0, COPY_POOL),
-        ({"kind": OWNER}, 0, "staging.gpt.1"),
+        ({"kind": OWNER}, 0, "staging.gpt.1.1"),
     ],
 )
 def test_a_publication_that_does_not_hold_up_is_refused(store, key, offset, pool):
@@ -303,7 +303,7 @@ def test_a_closed_store_takes_nothing_and_touches_nothing(store):
     pins.enter_context(store.pinned(held))
     pins.enter_context(store.pinned(bad))
     assert not store.verify(bad)  # to be unlinked with the pin
-    store.release(store.allocate(1, "staging.a.0"))
+    store.release(store.allocate(1, "staging.a.0.1"))
     store.close()
     store.close()
     before = segment_files(store.directory)

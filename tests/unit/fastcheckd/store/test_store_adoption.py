@@ -82,17 +82,17 @@ def test_pools_are_known_again(tmp_path):
     store.close()
     store, _ = open_store(tmp_path / "ram")
     owner, copy = store.held(step=1)[1], store.held(step=1)[0]
-    assert (copy.segment.pool, owner.segment.pool) == (COPY_POOL, staging_pool("gpt", 3))
+    assert (copy.segment.pool, owner.segment.pool) == (COPY_POOL, staging_pool("gpt", 3, 1))
     store.drop(copy)
     store.drop(owner)
     assert store.allocate(1, COPY_POOL) is copy.segment
-    assert store.allocate(1, staging_pool("gpt", 3)) is owner.segment
+    assert store.allocate(1, staging_pool("gpt", 3, 1)) is owner.segment
     store.close()
 
 
 def test_shards_that_shared_a_segment_share_it_again(tmp_path):
     store, _ = open_store(tmp_path / "ram")
-    segment = store.allocate(8192, staging_pool("gpt", 0))
+    segment = store.allocate(8192, staging_pool("gpt", 0, 1))
     segment.view[:] = payload(1, 8192)
     for shard in (0, 1):
         part = bytes(segment.view[shard * 4096 :][:4096])
@@ -117,7 +117,7 @@ from store_helpers import open_store, payload, put
 store, _ = open_store(Path(sys.argv[1]))
 put(store, payload(0, 5000), step=0)
 put(store, payload(1, 5001), step=1)
-store.allocate(100_000, "staging.gpt.0").view[:5] = b"half "
+store.allocate(100_000, "staging.gpt.0.1").view[:5] = b"half "
 (store.directory / "tmp" / "half.shard").write_bytes(b"half a manifest")
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -14,7 +14,7 @@ from fastcheckd.store.segments import COPY_POOL, Segment, job_of_pool, staging_p
 
 PAGE = 4096
 BUDGET, LIMIT = 100 * PAGE, 20 * PAGE
-A, B = staging_pool("a", 0), staging_pool("b", 0)
+A, B = staging_pool("a", 0, 1), staging_pool("b", 0, 1)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def store(tmp_path):
 
 @pytest.mark.parametrize("job", ["gpt", "a.b", "x.staging.1", "..."])
 def test_a_staging_pool_says_whose_it_is_and_no_other_does(job):
-    assert job_of_pool(staging_pool(job, 17)) == job
+    assert job_of_pool(staging_pool(job, 17, 1)) == job
     assert job_of_pool(COPY_POOL) == job_of_pool("way") == job_of_pool("slot") == ""
 
 
@@ -35,7 +35,7 @@ def test_a_job_at_its_limit_is_refused_and_another_is_not(store):
     copy = store.allocate(8 * PAGE, COPY_POOL, job="a")
     assert store.job_bytes() == {"a": LIMIT}
     before = store.usage()
-    for pool, job in ((A, ""), (staging_pool("a", 1), ""), (COPY_POOL, "a")):
+    for pool, job in ((A, ""), (staging_pool("a", 1, 1), ""), (COPY_POOL, "a")):
         with pytest.raises(
             JobBudgetError, match=rf"job 'a' has {LIMIT} of the {LIMIT} bytes.*raise job_budget"
         ):
@@ -49,7 +49,7 @@ def test_a_job_at_its_limit_is_refused_and_another_is_not(store):
         store.allocate(1, B)
     store.release(own)
     assert store.job_bytes() == {"a": 8 * PAGE, "b": LIMIT}
-    store.allocate(12 * PAGE, staging_pool("a", 1))
+    store.allocate(12 * PAGE, staging_pool("a", 1, 1))
     store.release(copy)
 
 

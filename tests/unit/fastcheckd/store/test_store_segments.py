@@ -68,7 +68,7 @@ def test_zero_bytes_still_get_a_segment(store):
 
 
 def test_a_released_segment_is_recycled_for_its_own_pool_only(store):
-    mine, yours = staging_pool("gpt", 0), staging_pool("gpt", 1)
+    mine, yours = staging_pool("gpt", 0, 1), staging_pool("gpt", 1, 1)
     first = store.allocate(8192, mine)
     assert store.free_segments(mine) == []
     store.release(first)
@@ -93,9 +93,9 @@ def test_free_segments_count_and_go_when_it_gets_tight(store):
         store.release(segment)
     assert store.usage().used_bytes == 192 * KIB
     assert store.usage().free_bytes == 192 * KIB
-    store.allocate(64 * KIB, "staging.a.0")
+    store.allocate(64 * KIB, "staging.a.0.1")
     assert store.usage().free_bytes == 192 * KIB
-    big = store.allocate(180 * KIB, "staging.b.0")
+    big = store.allocate(180 * KIB, "staging.b.0.1")
     assert store.usage().used_bytes == 64 * KIB + big.size_bytes
     assert store.usage().free_bytes == 0
     assert sum(segment_files(store.directory).values()) == store.usage().used_bytes
@@ -105,7 +105,7 @@ def test_no_more_free_segments_go_than_needed(store):
     sizes = [16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB]
     for segment in [store.allocate(size, COPY_POOL) for size in sizes]:
         store.release(segment)
-    store.allocate(44 * KIB, "staging.a.0")
+    store.allocate(44 * KIB, "staging.a.0.1")
     assert sorted(segment_files(store.directory).values()) == [16 * KIB, 44 * KIB, 64 * KIB, 128 * KIB]
 
 
@@ -115,7 +115,7 @@ def test_over_budget_says_the_numbers_and_evicts_nothing(store):
     with pytest.raises(
         OverBudgetError, match=rf"{160 * KIB} bytes asked.* {200 * KIB} of .*{256 * KIB}.*raise"
     ):
-        store.allocate(160 * KIB, "staging.a.0")
+        store.allocate(160 * KIB, "staging.a.0.1")
     assert store.usage().free_bytes == 100 * KIB
     assert kept.path.exists()
 
@@ -219,8 +219,8 @@ def test_a_full_tmpfs_is_an_error_and_loses_nothing(small_tmpfs):
     data = payload(1, 3 * MIB)
     held = put(store, data)
     # Free segments are given up for it before anybody is refused.
-    store.release(store.allocate(3 * MIB, "staging.a.0"))
-    large = store.allocate(4 * MIB, "staging.b.0")
+    store.release(store.allocate(3 * MIB, "staging.a.0.1"))
+    large = store.allocate(4 * MIB, "staging.b.0.1")
     assert store.usage().free_bytes == 0
     large.view[:] = b"x" * large.size_bytes
     before = segment_files(store.directory)
@@ -237,7 +237,7 @@ def test_a_manifest_finds_no_room_unless_free_segments_go(small_tmpfs):
     store, _ = open_store(small_tmpfs / "ram", budget_bytes=1 << 30)
     first = store.allocate(4096, COPY_POOL)
     first.view[:4096] = payload(1, 4096)
-    store.release(store.allocate(MIB, "staging.a.0"))
+    store.release(store.allocate(MIB, "staging.a.0.1"))
     filler = small_tmpfs / "filler"
     fill(filler)
     held = store.publish(make_manifest(payload(1, 4096)), first, 0, verified=True)
@@ -258,7 +258,7 @@ def test_a_manifest_finds_no_room_unless_free_segments_go(small_tmpfs):
 def test_a_file_system_without_inodes_is_full_as_well(small_tmpfs):
     store, _ = open_store(small_tmpfs / "ram", budget_bytes=1 << 30)
     segment = store.allocate(4096, COPY_POOL)
-    for spare in [store.allocate(4096, "staging.a.0") for _ in range(2)]:
+    for spare in [store.allocate(4096, "staging.a.0.1") for _ in range(2)]:
         store.release(spare)
     subprocess.run(["mount", "-o", "remount,nr_inodes=100", str(small_tmpfs)], check=True, timeout=20)
     fillers = iter(range(100))
@@ -298,15 +298,15 @@ def test_an_error_that_is_not_about_room_is_told_as_such(tmp_path):
 def test_whoever_may_wait_gets_the_room_that_comes_back(store):
     held = store.allocate(200 * KIB, COPY_POOL)
     with pytest.raises(OverBudgetError):
-        store.allocate(200 * KIB, "staging.a.0", wait_s=0.01)
+        store.allocate(200 * KIB, "staging.a.0.1", wait_s=0.01)
     letting_go = threading.Timer(0.05, store.release, [held])
     letting_go.start()
-    assert store.allocate(200 * KIB, "staging.a.0", wait_s=20).size_bytes == 200 * KIB
+    assert store.allocate(200 * KIB, "staging.a.0.1", wait_s=20).size_bytes == 200 * KIB
     letting_go.join()
 
 
 def test_what_nobody_needed_meanwhile_is_given_back(store):
-    pool = staging_pool("gpt", 0)
+    pool = staging_pool("gpt", 0, 1)
     for segment in [store.allocate(8 * KIB, pool) for _ in range(3)]:
         store.release(segment)
     store.trim()
@@ -319,10 +319,37 @@ def test_what_nobody_needed_meanwhile_is_given_back(store):
 
 
 def test_rare_tenants_find_warm_memory_for_trainers_and_not_for_copies(store):
-    pools = (staging_pool("gpt", 0), COPY_POOL)
+    pools = (staging_pool("gpt", 0, 1), COPY_POOL)
     for pool in pools:
         store.release(store.allocate(8 * KIB, pool))
     for _ in range(1 + UNUSED_TRIMS):
         assert [len(store.free_segments(pool)) for pool in pools] == [1, 1]
         store.trim()
     assert [len(store.free_segments(pool)) for pool in pools] == [1, 0]
+
+
+def test_what_an_earlier_session_copied_into_is_not_used_again(store):
+    pools = [staging_pool("gpt", 0, session) for session in (1, 2)]
+    free, in_use = store.allocate(16 * KIB, pools[0]), store.allocate(16 * KIB, pools[0])
+    store.release(free)
+    others = [
+        store.allocate(16 * KIB, staging_pool("gpt", 1, 1)),
+        store.allocate(16 * KIB, staging_pool("other", 0, 1)),
+    ]
+    newer = store.allocate(16 * KIB, pools[1])
+    store.retire("gpt", 0, 2)
+    assert not free.path.exists() and in_use.path.exists(), (
+        "what is published in it stays until nothing refers to it"
+    )
+    store.release(in_use)
+    assert not in_use.path.exists()
+    for segment, pool in ((newer, pools[1]), (others[0], staging_pool("gpt", 1, 1))):
+        store.release(segment)
+        assert store.allocate(16 * KIB, pool) is segment
+
+
+def test_what_was_brought_here_to_be_read_is_not_used_again(store):
+    segment = store.allocate_to_restore(16 * KIB, "gpt")
+    assert store.job_bytes() == {"gpt": 16 * KIB}
+    store.release(segment)
+    assert not segment.path.exists() and store.usage().used_bytes == 0

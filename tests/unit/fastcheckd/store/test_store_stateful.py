@@ -29,12 +29,12 @@ from fastcheckd.errors import NotHeldError, OverBudgetError
 from fastcheckd.store import books, chains
 from fastcheckd.store import way_back as ways
 from fastcheckd.store.manifests import decode
-from fastcheckd.store.segments import COPY_POOL, SLOT_POOL, pool_of, staging_pool
+from fastcheckd.store.segments import COPY_POOL, SLOT_POOL, StagingPool, pool_of, staging_pool
 
 PAGE = 4096
 BUDGET = 40 * PAGE
 WAIT_S = 0.01
-POOLS = [COPY_POOL, staging_pool("gpt", 0), staging_pool("gpt", 1)]
+POOLS = [COPY_POOL, staging_pool("gpt", 0, 1), staging_pool("gpt", 1, 1)]
 
 
 class OpenPatch:
@@ -119,7 +119,7 @@ class StoreMachine(RuleBasedStateMachine):
         data = payload(self.seed, size)
         segment.view[offset : offset + size] = data
         kind = COPY if segment.pool == COPY_POOL else OWNER
-        rank = 0 if kind == COPY else int(segment.pool.rpartition(".")[2])
+        rank = 0 if kind == COPY else StagingPool.of(segment.pool).rank
         manifest = make_manifest(data, step=step, rank=rank, kind=kind)
         assert pool_of(manifest) == segment.pool
         try:

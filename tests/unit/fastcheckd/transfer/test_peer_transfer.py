@@ -368,7 +368,7 @@ def test_the_owners_own_replica_is_served_and_checked_too(tmp_path: Path) -> Non
         manifest = manifest_of(len(data), owner="holder")
         manifest.kind = pb.REPLICA_KIND_OWNER
         manifest.chunk_digests, manifest.digest = digests, shard_digest(digests)
-        segment = holder.store.allocate(len(data) + 4096, "staging.job.0")
+        segment = holder.store.allocate(len(data) + 4096, "staging.job.0.1")
         segment.view[4096 : 4096 + len(data)] = data
         holder.store.publish(manifest, segment, 4096, verified=True)
         into = bytearray(len(data))

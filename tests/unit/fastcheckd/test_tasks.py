@@ -1,4 +1,4 @@
-"""What a load does in threads has ended when the load has, also when it was called off."""
+"""What a call does in threads has ended when the call has, also when it was called off."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from fastcheckd.restore.pulling import to_its_end
+from fastcheckd.tasks import to_its_end
 
 
 def test_work_that_was_called_off_has_ended_and_what_it_made_is_undone() -> None:
