@@ -10,11 +10,11 @@ from tests.cluster.harness import Job, make_state
 from fastcheck import OutOfMemoryError
 
 
-def mount(ram_dir: Path) -> None:
+def mount(ram_dir: Path, size: str = "24m") -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting a small tmpfs needs root")
     ram_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", "size=24m,mode=0700", "tmpfs", str(ram_dir)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", str(ram_dir)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"mounting is not possible here: {done.stderr.strip()}")

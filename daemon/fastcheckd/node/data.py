@@ -135,7 +135,7 @@ class _DataRooms:
         self.desk = PutDesk(
             cluster_id=config.cluster_id, node_id=config.node_id, store=store, tickets=tickets,
             counters=counters, incarnation=lambda: identity.incarnation, epoch=lambda: identity.epoch,
-            require_lease=self.lease.require,
+            require_lease=self.lease.require, kept_steps=lambda job: view.kept_steps().get(job, ()),
             budget_bytes=config.ram_budget_bytes, transfer_timeout_s=config.transfer_timeout_s,
         )  # fmt: skip
         replicator = Replicator(

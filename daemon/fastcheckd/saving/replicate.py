@@ -285,6 +285,7 @@ class Replicator:
             errors = [error for error in await asyncio.gather(*puts) if error is not None]
             short = [s for s in shards if len(s.acknowledged) < copies]
             if not short:
+                await self._publish_rest(save, shards)
                 held_by = {s.index: [c.holder for c in s.acknowledged.values()] for s in shards}
                 self._placing.remember(save, placed, held_by)
                 return placement.epoch
@@ -327,7 +328,6 @@ class Replicator:
                 raise PeerError(f"node {node_id} went DOWN while it was sent shard {shard.index}")
             outcome = put.result()
             seconds = time.monotonic() - started - outcome.waited_s
-            await self._publish_own(save, shard)
         except FastCheckdError as error:
             shard.troubled = True
             if isinstance(error, OverBudgetError):
@@ -348,14 +348,34 @@ class Replicator:
         self._counters.add("bytes_replicated", outcome.raw_bytes)
         self._counters.add("bytes_saved", max(0, outcome.raw_bytes - outcome.sent_bytes))
         shard.acknowledged[node_id] = Copy(holder, outcome, seconds)
+        try:
+            await self._publish_own(save, shard)
+        except FastCheckdError as error:  # not the holder's fault; tried again before the step is reported
+            save.stalled(error)
         return None
 
     async def _publish_own(self, save: Save, shard: Shard) -> None:
         """Make the owner's copy findable: from here on a restart of this process keeps it."""
-        if shard.published:
-            return
-        shard.published = True
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._publish, save, shard)
+        async with shard.publishing:
+            if not shard.published:
+                await asyncio.get_running_loop().run_in_executor(self._executor, self._publish, save, shard)
+                shard.published = True
+
+    async def _publish_rest(self, save: Save, shards: list[Shard]) -> None:
+        """Have all of the owner's copies findable: without them a step would have a copy less than it says.
+
+        Raises:
+            FastCheckdError: this node's store could not, and the save's patience is at its end.
+        """
+        while True:
+            try:
+                for shard in shards:
+                    await self._publish_own(save, shard)
+            except FastCheckdError as error:
+                logger.warning("%s: its own copy cannot be published here: %s", save.key, error)
+                await self._placing.wait_out(save, error)
+            else:
+                return
 
     def _publish(self, save: Save, shard: Shard) -> None:
         manifest = pb.ShardManifest()

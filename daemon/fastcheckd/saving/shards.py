@@ -6,6 +6,7 @@ shards are sent, so that neither retention nor a recycled segment takes it away.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -53,7 +54,9 @@ class Shard:
     acknowledged: dict[str, Copy] = field(default_factory=dict)
     #: On the way to keeping the base as a way back from this step.
     thinning: Thinning | None = None
+    #: The owner's own copy is findable.
     published: bool = False
+    publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: A put of it has failed.
     troubled: bool = False
 

@@ -21,14 +21,18 @@ logger = logging.getLogger(__name__)
 
 
 def drop_obsolete(
-    store: RamStore, coming: pb.ShardManifest, obsolete_steps: Collection[int], counters: Counters
+    store: RamStore,
+    coming: pb.ShardManifest,
+    obsolete_steps: Collection[int],
+    kept_steps: Collection[int],
+    counters: Counters,
 ) -> None:
     """Drop what `provisional_to_drop` names of the shard that is about to be put. Blocks; may copy a replica.
 
     Never raises for want of room or because somebody reads: then the memory is used a little longer.
     """
     here = _of_shard(store, coming)
-    doomed = provisional_to_drop([held.manifest for held in here], coming, obsolete_steps)
+    doomed = provisional_to_drop([held.manifest for held in here], coming, obsolete_steps, kept_steps)
     for held in [held for held in here if held.key.step in doomed]:
         older = [other for other in _of_shard(store, coming) if other.key.step < held.key.step]
         try:

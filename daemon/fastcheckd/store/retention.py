@@ -78,7 +78,10 @@ PROVISIONAL_KEPT = 3
 
 
 def provisional_to_drop(
-    held: Iterable[pb.ShardManifest], coming: pb.ShardManifest, obsolete_steps: Collection[int]
+    held: Iterable[pb.ShardManifest],
+    coming: pb.ShardManifest,
+    obsolete_steps: Collection[int],
+    kept_steps: Collection[int] = (),
 ) -> list[int]:
     """The provisional steps of a shard that may go because newer provisional ones of it are here.
 
@@ -89,6 +92,7 @@ def provisional_to_drop(
         held: the replicas of that shard here, of one kind.
         coming: a newer one, about to be put by the owner.
         obsolete_steps: what that owner gave up without having reported it.
+        kept_steps: committed steps of the job, by the newest view: none of them goes.
 
     Returns:
         Steps, the oldest first; none of them another owner's or another session's.
@@ -97,4 +101,5 @@ def provisional_to_drop(
         (m.key.step for m in held if m.provisional and m.key.step < coming.key.step), reverse=True
     )
     own = {m.key.step for m in held if (m.owner, m.session) == (coming.owner, coming.session)}
-    return sorted(step for step in provisional[PROVISIONAL_KEPT:] if step in own and step in obsolete_steps)
+    may_go = own.intersection(obsolete_steps).difference(kept_steps)
+    return sorted(may_go.intersection(provisional[PROVISIONAL_KEPT:]))

@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from fastcheck_proto.v1 import common_pb2 as pb
@@ -68,6 +68,7 @@ class PutDesk:
     `incarnation` gives this node's own (0: not assumed yet), `epoch` the newest one this process
     learnt from the registry. Neither is ever learnt from a peer's request: one wrong peer could then
     fence all others off. `require_lease` raises NoLeaseError while this node may not act as a holder.
+    `kept_steps` gives a job's committed steps by the newest view.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class PutDesk:
         incarnation: Callable[[], int],
         epoch: Callable[[], int],
         require_lease: Callable[[], None],
+        kept_steps: Callable[[str], Collection[int]],
         budget_bytes: int,
         transfer_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -94,6 +96,7 @@ class PutDesk:
         self._incarnation = incarnation
         self._epoch = epoch
         self._require_lease = require_lease
+        self._kept_steps = kept_steps
         self._budget_bytes = budget_bytes
         self._timeout_s = transfer_timeout_s
         self._clock = clock
@@ -239,7 +242,8 @@ class PutDesk:
         if request.provisional:
             self._check_rank_session(request.manifest)
             # Before anything is patched: making room may have to read the replica that would be.
-            drop_obsolete(self._store, request.manifest, request.obsolete_steps, self._counters)
+            kept = self._kept_steps(request.manifest.key.job)
+            drop_obsolete(self._store, request.manifest, request.obsolete_steps, kept, self._counters)
         with self._lock:
             if self._closed.is_set():
                 raise PeerError(f"node {self._node_id} is shutting down: place the shard elsewhere")

@@ -98,6 +98,11 @@ def test_a_provisional_step_that_its_owner_may_have_reported_stays():
     assert provisional_to_drop(held, provisional(9), [3, 4, 8]) == [3, 4]
 
 
+def test_a_step_that_was_committed_since_stays_whatever_its_owner_remembers():
+    held = [provisional(step) for step in range(2, 9)]
+    assert provisional_to_drop(held, provisional(9), range(20), kept_steps=[3, 5]) == [2, 4]
+
+
 def test_steps_with_a_registry_and_of_others_stay():
     held = [provisional(1, is_provisional=False), provisional(2, owner="b"), provisional(3, session=2)]
     held += [provisional(step) for step in (4, 5, 6, 7)]

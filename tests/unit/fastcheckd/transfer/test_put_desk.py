@@ -76,6 +76,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         incarnation=lambda: made.incarnation,
         epoch=lambda: made.epoch,
         require_lease=made_lease.require,
+        kept_steps=lambda job: (),
         budget_bytes=BUDGET,
         transfer_timeout_s=10.0,
         clock=lambda: made.now_s,

@@ -161,6 +161,7 @@ async def running_holder(
         incarnation=lambda: holder.incarnation,
         epoch=lambda: holder.epoch,
         require_lease=lease.require,
+        kept_steps=lambda job: (),
         budget_bytes=BUDGET,
         transfer_timeout_s=timeout_s,
     )
