@@ -94,7 +94,8 @@ def decode_range(payload: Any, base: Any | None, out: Any, start: int, stop: int
 def turn_around(payload: Any, base: Any, new: Any) -> bytes:
     """The way back: an encoded chunk that `decode` turns, with `new` as its base, into `base`.
 
-    `new` is what `payload` and `base` decode to. Most bodies serve both ways and are taken over as they are.
+    `new` is what `payload` and `base` decode to. Most bodies serve both ways and are taken over as they are. It was
+    decoded once: the bytes that it leads to may go when this has returned. One that leads elsewhere comes uncoded.
 
     Raises:
         CodecError: `payload` is malformed.
@@ -112,11 +113,22 @@ def turn_around(payload: Any, base: Any, new: Any) -> bytes:
     result = pack(
         Header(header.raw_bytes, True, header.base_step, header.step, old_digest, header.digest), back
     )
-    if len(result) <= header.raw_bytes + OVERHEAD_BYTES_MAX and len(back) <= SECTIONS_MAX:
+    fits = len(result) <= header.raw_bytes + OVERHEAD_BYTES_MAX and len(back) <= SECTIONS_MAX
+    if fits and _leads_back(result, new):
         return result
     return raw_way_back(
         base, step=header.base_step, newer_step=header.step, digest=old_digest, newer_digest=header.digest
     )
+
+
+def _leads_back(record: bytes, new: Any) -> bool:
+    """Whether a way back decodes to what its header says."""
+    size = len(new)
+    try:
+        decode(record, new, SCRATCH.bytes("way back", size))
+    except CodecError:  # a defect of ours: this costs the bytes that it would have saved, and nothing else
+        return False
+    return True
 
 
 def raw_way_back(base: Any, *, step: int, newer_step: int, digest: bytes, newer_digest: bytes) -> bytes:

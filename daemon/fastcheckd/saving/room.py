@@ -30,6 +30,7 @@ from ..errors import (
     NotHeldError,
     NotNewerError,
     OverBudgetError,
+    StoreError,
     StoreFullError,
     SupersededError,
 )
@@ -527,9 +528,21 @@ class SavingRoom:
         Not for one that was reported: the report may still become part of a commit, and then these bytes
         are one of its copies. Once a newer step is committed, retention removes what is not needed.
         """
-        for held in self._store.held(key.job, key.step):
-            if held.kind == pb.REPLICA_KIND_OWNER and held.key.rank == key.rank:
-                self._store.drop(held)
+        own = [
+            held
+            for held in self._store.held(key.job, key.step)
+            if held.kind == pb.REPLICA_KIND_OWNER and held.key.rank == key.rank
+        ]
+
+        def drop() -> None:
+            for held in own:
+                try:
+                    self._store.drop(held)
+                except StoreError as error:
+                    logger.info("%s stays here until a newer step is committed: %s", key, error)
+
+        # In a thread: older steps may have to be decoded from its bytes first.
+        asyncio.get_running_loop().run_in_executor(None, drop)
 
     async def find(self, request: tpb.WatchSaveRequest) -> Save:
         """The save that a trainer follows. A process that was just restarted first looks what its earlier life staged.

@@ -232,6 +232,17 @@ def test_a_way_back_that_does_not_shrink_is_bounded():
     assert decoded(back, new, n) == base
 
 
+def test_a_way_back_that_would_lead_elsewhere_comes_uncoded():
+    n = 20000
+    base, new = gaussian(n, 1), gaussian(n, 1) * np.float32(1.0001)
+    payload = encode_chunk(new.tobytes(), base.tobytes(), single(n)).payload
+    flipped = bytearray(new.tobytes())
+    flipped[5000] ^= 1  # not what the payload decodes to
+    back = turn_around(payload, base.tobytes(), bytes(flipped))
+    assert len(turn_around(payload, base.tobytes(), new.tobytes())) < base.nbytes < len(back)
+    assert decoded(back, bytes(flipped), base.nbytes) == base.tobytes()
+
+
 def test_an_unchanged_chunk_both_ways():
     data = noise(1 << 20)
     encoded = unchanged(len(data), step=8, base_step=7, digest=chunk_digest(data))
