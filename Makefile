@@ -19,7 +19,7 @@ PEERS_READY := $(PEERS_VENV)/.ready
 TORCHSTORE_VENV := .venv-peers-torchstore
 BUF := @bufbuild/buf@1.75.0
 
-.PHONY: demo test bytecode test-clusters test-rest simulate fuzz lint format bench bench-peers peers-torchstore \
+.PHONY: demo test bytecode test-clusters test-rest simulate soak fuzz lint format bench bench-peers peers-torchstore \
 	bench-paper bench-paper-server matrix man screenshots docs \
 	locks sbom proto clean help
 
@@ -27,6 +27,7 @@ help:
 	@echo "make demo   train on 4 nodes, lose one, resume bit for bit from the others' RAM (about 3 minutes)"
 	@echo "make test   all tests        make lint   all checks        make format  let ruff format"
 	@echo "make simulate SEEDS=1-1000   whole clusters in virtual time, with faults, each from its seed"
+	@echo "make soak MINUTES=10 SEED=1  a job trains on five nodes while faults fall, each of them real"
 	@echo "make man    the man page         make screenshots   the pictures in docs/cli.md, of a real cluster"
 	@echo "make fuzz EXAMPLES=2000      so many inputs of each kind that somebody may send or leave (docs/security.md)"
 	@echo "make bench  the figures      make proto  regenerate stubs  make clean   remove what these made"
@@ -73,6 +74,11 @@ test-alone: $(READY)
 SEEDS ?= 1-1000
 simulate: $(READY)
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+
+# Five nodes, three trainers, and seeded faults for so long; fails if a promise was broken. SEED=… replays the faults.
+MINUTES ?= 10
+soak: $(READY) bytecode
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # The tests by themselves try a few hundred inputs of each kind.
 EXAMPLES ?= 2000

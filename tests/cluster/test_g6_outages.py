@@ -41,3 +41,14 @@ def test_commits_go_on_after_an_outage_longer_than_the_memory_lasts(make_cluster
         assert not any("OutOfMemory" in f["error"] for f in job.failures(0)), job.failures(0)
         cluster.start(away)
         job.goes_on(5, GOES_ON_S)
+
+
+def test_a_node_that_restarts_in_the_middle_of_a_step_holds_the_others_up_for_seconds_only(make_cluster):
+    """What it had staged and not yet sent is gone with its data process: the others need not wait for that step."""
+    cluster = make_cluster(5)
+    with LockstepJob(cluster, ["node-3", "node-4"], megabytes=16, pause_s=0.25) as job:
+        job.goes_on(3)
+        for _ in range(2):
+            cluster.kill("node-4")
+            cluster.start("node-4")
+            job.goes_on(2, GOES_ON_S)

@@ -7,9 +7,10 @@ waits for an older one only while that one still makes progress. Times are param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 from .records import Json
 from .replicas import Tables
@@ -34,9 +35,9 @@ class Collection:
     reports: dict[int, Json] = field(default_factory=dict)
     #: What each found in a state that all should hold alike, as it came with that report.
     tables: dict[int, Tables] = field(default_factory=dict)
-    #: Bytes of the ranks that asked for a placement, and the nodes that they are on.
+    #: Bytes of the ranks that asked for a placement, and the nodes that they are on, in the life in which each asked.
     placed_bytes: dict[int, int] = field(default_factory=dict)
-    placed_on: dict[int, str] = field(default_factory=dict)
+    placed_on: dict[int, list[Any]] = field(default_factory=dict)
     #: When the last report came that said something new.
     progress_at: float = 0.0
     touched_at: float = 0.0
@@ -83,7 +84,7 @@ class Collector:
         *,
         world_size: int,
         rank: int,
-        node_id: str,
+        node: list[Any],
         state_bytes: int,
         oldest_step: int,
         now: float,
@@ -91,15 +92,16 @@ class Collector:
         """A rank has begun to replicate a step; of those below `oldest_step` it will report no more."""
         collection, _ = self._collection(job, step, world_size, now)
         collection.placed_bytes[rank] = state_bytes
-        collection.placed_on[rank] = node_id
+        collection.placed_on[rank] = node
         for older, past in self._jobs[job].items():
             if older < oldest_step:
                 past.placed_bytes.pop(rank, None)
 
-    def absent(self, job: str, step: int, gone: Container[str]) -> list[int]:
+    def absent(self, job: str, step: int, is_live: Callable[[list[Any]], bool]) -> list[int]:
         """Ranks that neither reported a step nor are at work on it, as far as this leader knows: a few of them.
 
-        `gone` holds the nodes that are DOWN: who was at work there is not any more.
+        `is_live` says whether a node is still in that life: what an earlier one was at work on is not sent any more,
+        unless its next life says so.
         """
         collection = self._jobs.get(job, {}).get(step)
         if collection is None:
@@ -108,7 +110,7 @@ class Collector:
             rank
             for rank in range(collection.world_size)
             if rank not in collection.reports
-            and (rank not in collection.placed_bytes or collection.placed_on.get(rank) in gone)
+            and (rank not in collection.placed_bytes or not is_live(collection.placed_on[rank]))
         )
         return list(islice(absent, ABSENT_SHOWN_MAX))
 

@@ -240,7 +240,7 @@ class Leader:
             step,
             world_size=world_size,
             rank=rank,
-            node_id=str(owner[0]),
+            node=list(owner),
             state_bytes=state_bytes,
             oldest_step=oldest_step,
             now=self._now(),

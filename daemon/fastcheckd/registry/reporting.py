@@ -19,7 +19,7 @@ from . import commands
 from .collector import Collection, Collector, WorldSizeConflictError
 from .commits import Standing, check_rank, check_session, refusal, standing
 from .engine import Engine
-from .records import Json
+from .records import Json, live
 from .replicas import Tables, describe, disagreements, parts_differ
 from .wire import disagreement_message, error_code, ref_message
 
@@ -117,8 +117,9 @@ class Reports:
                 del self._waiters[(job, step)]
 
     def _waiting(self, job: str, step: int) -> Response:
-        gone = self._raft.read(lambda s: {n for n, node in s["nodes"].items() if node["state"] == "DOWN"})
-        absent = self.collector.absent(job, step, gone)
+        absent = self._raft.read(
+            lambda state: self.collector.absent(job, step, lambda node: live(state, node))
+        )
         return Response(state=registry_pb2.REPORT_STATE_WAITING, absent_ranks=absent)
 
     def _early(self, state: Json, job: str, step: int, world_size: int, record: Json) -> Response | None:

@@ -53,7 +53,7 @@ def test_a_newer_step_waits_for_an_older_one_that_makes_progress():
 
 def test_a_placed_step_without_reports_holds_nobody_up():
     c = Collector()
-    c.placed("gpt", 1, world_size=2, rank=0, node_id="n", state_bytes=7, oldest_step=1, now=0)
+    c.placed("gpt", 1, world_size=2, rank=0, node=["n", 1], state_bytes=7, oldest_step=1, now=0)
     for rank in (0, 1):
         report(c, 2, rank)
     assert ready(c) == 2
@@ -124,20 +124,20 @@ def test_commits_come_in_order_and_only_from_current_sessions(events):
             committed.append(plan.step)
 
 
-def place(c, step, rank, oldest_step, node_id="n"):
+def place(c, step, rank, oldest_step, node=("n", 1)):
     c.placed(
-        "gpt", step, world_size=3, rank=rank, node_id=node_id, state_bytes=1, oldest_step=oldest_step, now=0
+        "gpt", step, world_size=3, rank=rank, node=list(node), state_bytes=1, oldest_step=oldest_step, now=0
     )
 
 
 def test_absent_is_who_neither_reported_nor_is_at_work():
     c = Collector()
-    assert c.absent("gpt", 1, gone=()) == []
+    assert c.absent("gpt", 1, is_live=bool) == []
     place(c, 1, rank=0, oldest_step=1)
-    assert c.absent("gpt", 1, gone=()) == [1, 2]
-    place(c, 1, rank=1, oldest_step=1, node_id="m")
-    assert c.absent("gpt", 1, gone=()) == [2]
-    assert c.absent("gpt", 1, gone={"m"}) == [1, 2]
+    assert c.absent("gpt", 1, is_live=bool) == [1, 2]
+    place(c, 1, rank=1, oldest_step=1, node=("m", 4))
+    assert c.absent("gpt", 1, is_live=bool) == [2]
+    assert c.absent("gpt", 1, is_live=lambda node: node != ["m", 4]) == [1, 2]
 
 
 def test_a_rank_at_work_on_newer_steps_only_is_absent_from_the_older():
@@ -145,7 +145,7 @@ def test_a_rank_at_work_on_newer_steps_only_is_absent_from_the_older():
     for rank in range(3):
         place(c, 1, rank, oldest_step=1)
     place(c, 2, rank=0, oldest_step=1)
-    assert c.absent("gpt", 1, gone=()) == []
+    assert c.absent("gpt", 1, is_live=bool) == []
     place(c, 3, rank=0, oldest_step=2)
-    assert c.absent("gpt", 1, gone=()) == [0]
-    assert c.absent("gpt", 2, gone=()) == [1, 2]
+    assert c.absent("gpt", 1, is_live=bool) == [0]
+    assert c.absent("gpt", 2, is_live=bool) == [1, 2]

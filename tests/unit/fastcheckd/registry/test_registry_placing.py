@@ -133,7 +133,7 @@ def test_a_step_placed_ahead_of_its_seal_gets_its_holders_and_nobody_waits_for_i
     assert collector.jobs() == []
     registry.place()
     assert collector.jobs() == ["gpt"]
-    assert collector.absent("gpt", registry.step, gone=()) == []
+    assert collector.absent("gpt", registry.step, is_live=bool) == []
 
 
 @pytest.mark.parametrize("state", ["DOWN", "DRAINING"])
