@@ -5,7 +5,7 @@ ones, at their owners and at their holders, before memory is full of them.
 """
 
 import pytest
-from tests.cluster.harness import until
+from tests.cluster.harness import process_of, until
 from tests.cluster.lockstep import LockstepJob
 
 from fastcheck.admin import AdminClient
@@ -48,7 +48,10 @@ def test_a_node_that_restarts_in_the_middle_of_a_step_holds_the_others_up_for_se
     cluster = make_cluster(5)
     with LockstepJob(cluster, ["node-3", "node-4"], megabytes=16, pause_s=0.25) as job:
         job.goes_on(3)
-        for _ in range(2):
-            cluster.kill("node-4")
-            cluster.start("node-4")
+        for whole in (True, False, False):
+            if whole:
+                cluster.kill("node-4")
+                cluster.start("node-4")
+            else:
+                process_of(cluster, "node-4", "data").kill()
             job.goes_on(2, GOES_ON_S)

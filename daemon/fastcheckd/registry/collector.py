@@ -97,6 +97,13 @@ class Collector:
             if older < oldest_step:
                 past.placed_bytes.pop(rank, None)
 
+    def stopped(self, node: list[Any]) -> None:
+        """The data process of a node is gone: what it was at work on is not sent, unless the next one says so."""
+        for steps in self._jobs.values():
+            for collection in steps.values():
+                for rank in [rank for rank, on in collection.placed_on.items() if on == node]:
+                    collection.placed_bytes.pop(rank, None)
+
     def absent(self, job: str, step: int, is_live: Callable[[list[Any]], bool]) -> list[int]:
         """Ranks that neither reported a step nor are at work on it, as far as this leader knows: a few of them.
 

@@ -247,6 +247,10 @@ class Leader:
         )
         return placement
 
+    def data_process_gone(self, life: Life) -> None:
+        """A node's agent says that its data process has ended, and perhaps that the next one is starting."""
+        self._reports.collector.stopped(list(life))
+
     async def replace_voter(self, request: registry_pb2.ReplaceVoterRequest) -> list[Voter]:
         """Replace a voter that is gone for good; returns all voters afterwards.
 

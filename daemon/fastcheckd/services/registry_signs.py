@@ -40,6 +40,7 @@ VIEW_REPEAT_S = 5.0
 VIEW_MERGE_S = 0.02
 #: A cluster has at most `state.NODES_MAX` nodes with an agent and a data process each.
 STREAMS_MAX = 10_000
+_NO_DATA_PROCESS = {registry_pb2.DATA_HEALTH_GONE, registry_pb2.DATA_HEALTH_STARTING}
 
 
 class RegistrySigns:
@@ -161,6 +162,8 @@ class RegistrySigns:
         if not over:
             self._detector.heard(life, now, request.data)
             self._ram_used_bytes[life[0]] = request.ram_used_bytes
+            if request.data in _NO_DATA_PROCESS:
+                self._leader.data_process_gone(life)
         leader = self._raft.leader
         return over, epoch, "" if leader is None else leader.node_id
 

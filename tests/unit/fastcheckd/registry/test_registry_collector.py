@@ -140,6 +140,16 @@ def test_absent_is_who_neither_reported_nor_is_at_work():
     assert c.absent("gpt", 1, is_live=lambda node: node != ["m", 4]) == [1, 2]
 
 
+def test_a_rank_whose_data_process_ended_is_absent_until_the_next_one_goes_on():
+    c = Collector()
+    for rank, node in enumerate((("n", 1), ("m", 4), ("m", 4))):
+        place(c, 1, rank, oldest_step=1, node=node)
+    c.stopped(["m", 4])
+    assert c.absent("gpt", 1, is_live=bool) == [1, 2]
+    place(c, 1, rank=1, oldest_step=1, node=("m", 4))
+    assert c.absent("gpt", 1, is_live=bool) == [2]
+
+
 def test_a_rank_at_work_on_newer_steps_only_is_absent_from_the_older():
     c = Collector()
     for rank in range(3):
