@@ -8,7 +8,6 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,6 @@ class Rank:
 
     def hear(self, what: str) -> dict[str, Any]:
         """What it says next; raises RankEndedError when it is gone."""
-        began = time.monotonic()
         try:
             event = self._heard.get(timeout=PATIENCE_S)
         except queue.Empty:
@@ -85,8 +83,8 @@ class Rank:
             raise RankEndedError(f"rank {self.number} hung") from None
         if event is None:
             raise RankEndedError(f"rank {self.number} has ended")
-        if (waited := time.monotonic() - began) > HANG_S:
-            self._account.violated("hangs", f"rank {self.number}: {what} took {waited:.0f} s")
+        if event["seconds"] > HANG_S:
+            self._account.violated("hangs", f"rank {self.number}: {what} took {event['seconds']:.0f} s: {event}")
         return event
 
     def kill(self) -> None:
