@@ -84,7 +84,9 @@ class Rank:
         if event is None:
             raise RankEndedError(f"rank {self.number} has ended")
         if event["seconds"] > HANG_S:
-            self._account.violated("hangs", f"rank {self.number}: {what} took {event['seconds']:.0f} s: {event}")
+            self._account.violated(
+                "hangs", f"rank {self.number}: {what} took {event['seconds']:.0f} s: {event}"
+            )
         return event
 
     def kill(self) -> None:

@@ -128,6 +128,16 @@ class RegistryClient:
             "see that each rank is started once"
         )
 
+    async def current_session(self, request: registry_pb2.OpenRankRequest, timeout_s: float) -> int:
+        """The session that holds a rank's place, as the leader has applied it; 0: none does. Nothing is opened."""
+        asked = registry_pb2.OpenRankRequest()
+        asked.CopyFrom(request)
+        asked.ClearField("replaces")
+        answer: registry_pb2.OpenRankResponse = await self._call(
+            "OpenRank", registry_pb2.OpenRankResponse, asked, timeout_s
+        )
+        return answer.current
+
     async def close_rank(
         self, request: registry_pb2.CloseRankRequest, timeout_s: float
     ) -> registry_pb2.CloseRankResponse:

@@ -27,6 +27,7 @@ from ..errors import (
     FencedError,
     InvalidRequestError,
     JobBudgetError,
+    NoQuorumError,
     NotHeldError,
     NotNewerError,
     OverBudgetError,
@@ -168,6 +169,43 @@ class SavingRoom:
         await self._admit(request.job, request.rank, response.session)
         return response.session
 
+    async def _check_opened(self, request: tpb.BeginSaveRequest) -> None:
+        """Go on if a session is the rank's newest, by what this process knows or else by the registry.
+
+        Sessions are small numbers that anybody can guess: one that nobody opened would fence the rank's next process.
+
+        Raises:
+            FencedError: it is not.
+            NoQuorumError: the registry does not answer, and nothing here was saved by that session.
+        """
+        known = self._ranks.get((request.job, request.rank))
+        if known is not None and request.session <= known.session:
+            self._check_session(known, request.session)
+            return
+        await self._identity.until_known(OPEN_TIMEOUT_S)
+        asked = rpb.OpenRankRequest(
+            job=request.job,
+            rank=request.rank,
+            world_size=request.world_size,
+            client_id="who-is-it",
+            node=self._identity.ref(),
+        )
+        try:
+            current = await self._registry.current_session(asked, timeout_s=OPEN_TIMEOUT_S)
+        except NoQuorumError:
+            if not any(
+                held.kind == pb.REPLICA_KIND_OWNER
+                and (held.key.rank, held.manifest.session) == (request.rank, request.session)
+                for held in self._store.held(request.job)
+            ):
+                raise
+            return
+        if request.session != current or not current:
+            raise FencedError(
+                f"session {request.session} does not hold the place of rank {request.rank} of job {request.job!r}: "
+                "another process has taken it over, or nobody has opened it"
+            )
+
     async def _admit(self, job: str, rank: int, session: int) -> None:
         """Remember the newest session of a rank; refuse an older one."""
         saves = self._of(job, rank)
@@ -211,6 +249,7 @@ class SavingRoom:
     async def begin(self, request: tpb.BeginSaveRequest) -> tuple[Save, float]:
         """Reserve a staging segment; returns the save and the seconds waited for older steps."""
         began = time.monotonic()
+        await self._check_opened(request)
         await self._admit(request.job, request.rank, request.session)
         self._abandon_reserved(request.job, request.rank)  # the trainer came back without sealing it
         self._expire_reserved()

@@ -240,6 +240,8 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
                     save.segment.view[position : position + len(piece)] = piece
                     position += len(piece)
                 elif part == "seal" and save is not None and not sealed:
+                    # The job may have become somebody's meanwhile.
+                    await self._check_save(save.save_id)
                     if position != save.state_bytes:
                         raise InvalidRequestError(f"{position} of {save.state_bytes} announced bytes came")
                     await self._seal(save.save_id, request.seal)

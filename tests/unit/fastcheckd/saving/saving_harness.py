@@ -53,6 +53,8 @@ class Registry:
         #: Some other rank is not there yet; these have not even begun the step.
         self.waiting = False
         self.absent: list[int] = []
+        #: Of every rank.
+        self.session = 1
         #: What was asked to be ruled out.
         self.superseded: list[rpb.SupersedeRequest] = []
 
@@ -80,6 +82,14 @@ class Registry:
         if isinstance(answer, Exception):
             raise answer
         return answer or rpb.ReportResponse(state=rpb.REPORT_STATE_COMMITTED)
+
+    async def open_rank(self, request, timeout_s):
+        self._answer()
+        return rpb.OpenRankResponse(session=self.session, current=self.session)
+
+    async def current_session(self, request, timeout_s):
+        self._answer()
+        return self.session
 
     async def supersede(self, request, timeout_s):
         self._answer()

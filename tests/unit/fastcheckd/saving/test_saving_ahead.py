@@ -153,6 +153,7 @@ def test_a_copy_given_up_midway_leaves_no_step_and_no_bytes_behind(tmp_path, cod
         elif how == "begun anew":
             await node.stage(4, third)
         else:
+            registry.session = 2
             await begin(node, 3, third, session=2)
             node.room.abandon(next(iter(node.room._reserved)))
         await eventually(lambda: untouched(node, registry, holders, 3, reserved) or how == "begun anew")

@@ -544,6 +544,7 @@ def test_a_new_process_makes_room_of_what_the_one_before_left_uncommitted(tmp_pa
         node.room._view.view = rpb.ClusterView(
             version=1, jobs=[rpb.JobView(job="gpt", kept_steps=[1], next_session=3)]
         )
+        registry.session = 2
         saved = await node.stage(2, STATE, session=2)
         await node.done(saved)
         assert {(h.key.step, h.manifest.session) for h in node.store.held("gpt")} >= {(1, 1), (2, 2)}
