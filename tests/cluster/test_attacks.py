@@ -417,7 +417,8 @@ def test_what_is_planted_in_the_store_of_a_stopped_node_is_not_followed(
     """The last one: it restarts a node. Links, half files, files of other kinds, flipped bytes."""
     outside = tmp_path / "outside"
     outside.write_bytes(b"not the store's" * 1000)
-    planted = Job(cluster, ["node-0", VICTIM], name="planted", megabytes=0.5)
+    # Two ranks there: whichever nodes hold the copies, there are enough manifests to be damaged.
+    planted = Job(cluster, ["node-0", VICTIM, VICTIM], name="planted", megabytes=0.5)
     beside = Job(cluster, ["node-0", "node-2"], name="beside-planting", megabytes=0.5)
     planted.commit(1)
     planted.commit(2)
