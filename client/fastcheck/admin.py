@@ -230,6 +230,7 @@ class AdminClient:
         }
 
     def _ask(self, call: Callable[[float], R]) -> R:
+        security.check_socket(self.address)
         try:
             return call(self.timeout_s)
         except grpc.RpcError as error:

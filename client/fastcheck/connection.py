@@ -106,6 +106,7 @@ class Connection:
 
     def _connect(self, timeout_s: float) -> Link:
         what = self.address.target
+        security.check_socket(what)
         with _channel(what) as channel:
             stub = NodeServiceStub(channel)
             try:
@@ -113,6 +114,7 @@ class Connection:
             except grpc.RpcError as error:
                 raise translate(error, f"the daemon at {what}", security.hint(what)) from None
         target = f"unix:{node.data_socket}" if self.address.local and node.data_socket else node.data_address
+        security.check_socket(target)
         shown = tokens.shown_to(target)
         made = _channel(target)
         try:

@@ -1,23 +1,32 @@
 """Who this process is to a daemon on another machine: certificates from files, read anew for each channel.
 
-A Unix socket needs none: who may enter its directory may speak. For `host:port` the daemon shows a certificate that is
-good for that host, and wants one of this process' own (docs/security.md).
+A Unix socket needs none: who may enter its directory may speak, and `check_socket` looks whose it is. For `host:port`
+the daemon shows a certificate that is good for that host, and wants one of this process' own (docs/security.md).
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import stat
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
-from .errors import InvalidArgumentError
+from fastcheck_proto.conventions import default_runtime_dir
+
+from .errors import DaemonUnavailableError, InvalidArgumentError
 
 #: The variables, in the order of `Certificate`'s fields.
 VARIABLES = ("FASTCHECK_TLS_CERT", "FASTCHECK_TLS_KEY", "FASTCHECK_TLS_CA")
 SERVER_NAME = "FASTCHECK_TLS_SERVER_NAME"
+#: By others than its owner.
+_WRITABLE = stat.S_IWGRP | stat.S_IWOTH
+#: A socket that does not take a connection so long is for connecting to find out about.
+_PEER_S = 1.0
 #: Chains are a few KiB; anything larger is another file.
 _FILE_BYTES_MAX = 1 << 20
 
@@ -85,6 +94,46 @@ def open_channel(target: str, options: Options) -> grpc.Channel:
         return grpc.insecure_channel(target, options=options)
     named = [("grpc.ssl_target_name_override", certificate.server_name)] if certificate.server_name else []
     return grpc.secure_channel(target, certificate.credentials(), options=[*options, *named])
+
+
+def check_socket(target: str) -> None:
+    """Whether a Unix socket is one of this user's daemon, or of a service's: not one that somebody else put there.
+
+    The default address of a user who is not root may lie below a folder in which everybody may make files, before any
+    daemon is there. Targets that are no Unix socket, or where nothing is, pass: connecting tells.
+
+    Raises:
+        DaemonUnavailableError: another user of this machine answers there, or may have put the socket there.
+    """
+    if not target.startswith("unix:"):
+        return
+    path = Path(target.removeprefix("unix:").removeprefix("//"))
+    trusted = {0, os.geteuid()}
+    try:
+        folder, above = path.parent.stat(), path.parent.parent.stat()
+        answers = _peer_uid(path)
+    except OSError:
+        return
+    # Somebody has named this folder here, or nobody but its maker could have made it.
+    chosen = path.parent != default_runtime_dir() or not above.st_mode & _WRITABLE
+    if chosen and not folder.st_mode & _WRITABLE:
+        trusted.add(folder.st_uid)
+    if answers not in trusted:
+        raise DaemonUnavailableError(
+            f"user {answers} answers at {path}, who is neither root nor the user of this process ({os.geteuid()}), and "
+            "may have put it there: nothing was said to it. Set FASTCHECK_ADDRESS to your daemon's socket, in a folder "
+            "that only the daemon's user may write to"
+        )
+
+
+def _peer_uid(path: Path) -> int:
+    """Who listens at a socket, as the kernel says."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(_PEER_S)
+        sock.connect(str(path))
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return int(uid)
 
 
 def hint(target: str) -> str:
