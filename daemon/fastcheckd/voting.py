@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from .config import Config, Voter
 from .errors import ConfigError, InvalidRequestError
-from .registry.journal import sync_directory, write_file
+from .registry.disk import sync_directory, write_file
 from .registry.remembered import (
     joining_file,
     read_voters,

@@ -18,7 +18,8 @@ def main() -> int:
     first, _, last = options.seeds.partition("-")
     seeds = range(int(first), int(last or first) + 1)
     started = time.monotonic()
-    totals = {"commits": 0, "loads": 0, "puts": 0, "lookups": 0, "repairs": 0, "deletions": 0}
+    counted = "commits loads puts lookups repairs deletions elections cuts snapshots full_disks"
+    totals = dict.fromkeys(counted.split(), 0)
     virtual_s, done = 0.0, 0
     for outcome in run_seeds(seeds, options.jobs):
         done += 1
@@ -32,7 +33,7 @@ def main() -> int:
             print(f"replay it with: python -m tests.simulation --seeds {outcome.seed}")
             return 1
     elapsed_s = time.monotonic() - started
-    counts = ", ".join(f"{count} {key}" for key, count in totals.items())
+    counts = ", ".join(f"{count} {key.replace('_', ' ')}" for key, count in totals.items())
     print(
         f"{done} seeds in {elapsed_s:.1f} s, {done / elapsed_s:.1f} a second, "
         f"{virtual_s / 3600:.2f} hours of cluster time, {counts}"

@@ -58,7 +58,12 @@ class Faults:
             self._drain: 1,
             self._leave: 1,
             self._delete: 2,
+            self._kill_within: 3,
+            self._kill_voters: 2,
+            self._fill_disk: 2,
+            self._slow_disk: 1,
         }
+        self.voters = [m for m in self.machines if m.is_voter]
         self._kinds, self._weights = list(kinds), list(kinds.values())
         #: Some seeds are quiet, some are not.
         self._pause_s = self.rng.choice((0.5, 1.0, 2.0))
@@ -74,10 +79,13 @@ class Faults:
         self.over = True
         self.world.network.weather.clear()
         for machine in self.machines:
-            machine.full = False
+            machine.full = machine.platter.full = False
+            machine.platter.sync_s = 0.0
             self._start(machine)
             for _, servant in machine.servants.values():
                 servant.process.resume()
+                if servant.process.voter is not None:
+                    servant.process.voter.fuse = None
             self._scrub(machine)
         for job in self.jobs:
             job.restart = True
@@ -137,7 +145,7 @@ class Faults:
         self.damages.append(Damage(machine.name, machine.boot))
         down_s = self.rng.uniform(0.3, 4)
         self._note(f"{machine.name} is lost with its memory, back in {down_s:.1f} s")
-        machine.crash(wipe=True)
+        machine.crash(wipe=True, power_cut=True)
         self.world.truth.check_survival(f"the loss of {machine.name}")
         self._after(down_s, self._start, machine)
 
@@ -175,11 +183,13 @@ class Faults:
             machine.start_part(part)
 
     def _crash(self, machine: Machine) -> None:
-        """Power off and on in no time, or all processes ended: memory stays."""
+        """All processes ended, or power off and on at once: memory stays, what was on its way to the disk may not."""
         if machine.alive:
-            down_s = self.rng.uniform(0.2, 4)
-            self._note(f"{machine.name} crashes, back in {down_s:.1f} s")
-            machine.crash(wipe=False)
+            down_s, power_cut = self.rng.uniform(0.2, 4), self.rng.random() < 0.5
+            self._note(
+                f"{machine.name} crashes{' without power' if power_cut else ''}, back in {down_s:.1f} s"
+            )
+            machine.crash(wipe=False, power_cut=power_cut)
             self._after(down_s, self._start, machine)
 
     def _kill(self, machine: Machine) -> None:
@@ -192,6 +202,51 @@ class Faults:
         for one in parts:
             machine.kill_part(one)
         self._after(self.rng.uniform(0.1, 1.5), self._start, machine)
+
+    def _kill_within(self, machine: Machine) -> None:
+        """A voter dies in the middle of what it handles."""
+        voter = self.rng.choice(self.voters)
+        self._within(voter)
+
+    def _within(self, machine: Machine) -> None:
+        process = machine.process("registry")
+        if process is not None:
+            process.voter.fuse = self.rng.randint(1, 80)
+
+    def _kill_voters(self, machine: Machine) -> None:
+        """All voters at once, or within a few operations of each; the room that they are in may lose its power."""
+        power_cut, at_once = self.rng.random() < 0.4, self.rng.random() < 0.5
+        self._note(
+            f"all voters die {'at once' if at_once else 'soon'}{', without power' if power_cut else ''}"
+        )
+        for voter in self.voters:
+            if not at_once:
+                self._within(voter)
+            self._after(0.0 if at_once else 0.05, self._end_voter, voter, power_cut)
+            self._after(self.rng.uniform(0.2, 2), self._start, voter)
+
+    def _end_voter(self, machine: Machine, power_cut: bool) -> None:
+        machine.kill_part("registry")
+        if power_cut:
+            machine.platter.cut_power()
+
+    def _fill_disk(self, machine: Machine) -> None:
+        """A voter's state directory is full, more often than not the leader's."""
+        leading = [
+            v for v in self.voters if v.process("registry") and v.raft is not None and v.raft.is_leader
+        ]
+        voter = self.rng.choice([*self.voters, *leading, *leading])
+        seconds = self.rng.uniform(0.3, 8)
+        self._note(f"{voter.name}'s disk is full for {seconds:.1f} s")
+        voter.platter.full = True
+        self._after(seconds, setattr, voter.platter, "full", False)
+
+    def _slow_disk(self, machine: Machine) -> None:
+        voter = self.rng.choice(self.voters)
+        seconds, sync_s = self.rng.uniform(0.5, 4), self.rng.choice((0.005, 0.05, 0.2))
+        self._note(f"{voter.name}'s disk takes {sync_s} s for a sync, for {seconds:.1f} s")
+        voter.platter.sync_s = sync_s
+        self._after(seconds, setattr, voter.platter, "sync_s", 0.0)
 
     def _pause(self, machine: Machine) -> None:
         part = self.rng.choice([*machine.parts, "all"])

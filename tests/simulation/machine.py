@@ -8,8 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.simulation import voter
+from tests.simulation.consensus import Consensus
+from tests.simulation.disk import Platter
 from tests.simulation.network import Network, Servant
 from tests.simulation.outward import NetworkOutward
+from tests.simulation.sockets import Hosts
 from tests.simulation.stubs import Stub
 from tests.simulation.truth import Ram, Truth
 from tests.simulation.virtual_time import Clock, Process, VirtualLoop
@@ -17,8 +21,13 @@ from tests.simulation.virtual_time import Clock, Process, VirtualLoop
 from fastcheckd.config import Config, Voter
 from fastcheckd.counters import Counters
 from fastcheckd.registry.client import RegistryClient
-from fastcheckd.registry.inprocess import Disk, InProcessRaft, Message
+from fastcheckd.registry.raft import Raft
 from fastcheckd.registry_server import RegistryServer, Surroundings
+
+#: A process that has ended by itself is started again after this long.
+RESTART_S = 0.5
+#: How often a voter looks whether its disk has room.
+ROOM_PAUSE_S = 1.0
 
 
 class World:
@@ -29,14 +38,16 @@ class World:
         self.loop = VirtualLoop()
         self.network = Network(self.loop, self.rng("network"))
         self.truth = Truth(lambda: self.loop.now, self.loop.stop, tolerate)
+        self.consensus = Consensus(voters, self.truth.check)
         names = [f"node-{i}" for i in range(nodes)]
+        self.hosts = Hosts(self.network, {f"10.0.0.{i}": n for i, n in enumerate(names[:voters])})
         self.config = Config(
             cluster_id="sim",
             node_id=names[0],
             host=names[0],
             voters=tuple(
-                Voter(node_id=n, registry_address=f"{n}:7500", raft_address=f"{n}:7501")
-                for n in names[:voters]
+                Voter(node_id=n, registry_address=f"{n}:7500", raft_address=f"10.0.0.{i}:7501")
+                for i, n in enumerate(names[:voters])
             ),
             raft_key_file=Path("not-read"),
             ram_dir=Path("not-used"),
@@ -72,7 +83,10 @@ class Machine:
         self.clock = clock
         self.config = replace(world.config, node_id=name, host=name)
         self.is_voter = self.config.own_voter is not None
-        self.disk = Disk()
+        #: Of a voter: its disk, how often its process was started, and the entry that it applies.
+        self.platter = Platter(world.rng(f"disk/{name}"))
+        self.lives = 0
+        self.applying = 0
         self.ram = Ram()
         world.truth.rams[name] = self.ram
         self.alive = False
@@ -84,7 +98,7 @@ class Machine:
         self.agent: Any = None
         self.data: Any = None
         self.registry: RegistryServer | None = None
-        self.raft: InProcessRaft | None = None
+        self.raft: Raft | None = None
         self._parts: dict[str, Callable[[Process], tuple[str, Any]]] = {}
 
     def installs(self, part: str, starts: Callable[[Process], tuple[str, Any]]) -> None:
@@ -117,7 +131,11 @@ class Machine:
     def start_part(self, part: str) -> None:
         if not self.alive or part in self.servants:
             return
-        process = Process(self.world.loop, f"{self.name}.{part}", self.clock)
+        if part == "registry" and self.platter.full:
+            # As the real process does before it opens anything.
+            self.restart_registry(ROOM_PAUSE_S)
+            return
+        process = Process(self.world.loop, f"{self.name}.{part}", self.clock, self.name)
         process.context.run(self._start_in, part, process)
 
     def _start_in(self, part: str, process: Process) -> None:
@@ -133,31 +151,28 @@ class Machine:
             servant.process.kill()
             self.world.network.gone(servant, address, self.alive)
 
-    def crash(self, *, wipe: bool) -> None:
-        """Power off; with `wipe` what was in memory is lost."""
+    def crash(self, *, wipe: bool, power_cut: bool = False) -> None:
+        """All its processes end at once; with `wipe` what was in memory is lost, with `power_cut` what no disk has."""
         self.alive = False
         self.world.network.up.discard(self.name)
         for part in list(self.servants):
             self.kill_part(part)
         if wipe:
             self.ram.replicas.clear()
+        if power_cut:
+            self.platter.cut_power()
 
     def install_registry(self) -> None:
-        """Make it a voter: the real server around the simulation's engine."""
-        world, rng = self.world, self.world.rng(f"raft/{self.name}")
+        """Make it a voter: the real server around the real engine, on the simulation's ground."""
+        world = self.world
 
         def start(process: Process) -> tuple[str, Any]:
-            life = f"{self.name}/{self.disk.starts}"
+            self.lives += 1
+            life = f"{self.name}/{self.lives}"
+            voter.VoterProcess(self, process)
 
-            def engine(config: Config, on_change: Callable[[], None]) -> InProcessRaft:
-                self.raft = InProcessRaft(
-                    config,
-                    on_change,
-                    disk=self.disk,
-                    wire=self,
-                    rng=rng,
-                    on_applied=lambda *entry: world.truth.applied(life, *entry),
-                )
+            def engine(config: Config, on_change: Callable[[], None]) -> Raft:
+                self.raft = voter.make(self, config, on_change, life)
                 return self.raft
 
             self.registry = RegistryServer(
@@ -171,18 +186,21 @@ class Machine:
                 ),
             )
             assert self.raft is not None and self.config.own_voter is not None
-            process.call(self.raft.start)
+            self.raft.start()
             process.start(self.registry.lead())
+            process.start(self._end(process, self.registry))
             return self.config.own_voter.registry_address, self.registry.service
 
         self.installs("registry", start)
 
-    def send(self, sender: str, receiver: str, message: Message) -> None:
-        """The wire of this machine's engine."""
-        there = self.world.machines[receiver]
-        process = there.process("registry")
-        if process is not None and there.raft is not None:
-            network = self.world.network
-            network.post(sender, receiver, process, there.raft.receive, message)
-            if network.weather.repeats and network.rng.random() < network.weather.repeats:
-                process.later(network.rng.random(), there.raft.receive, message)
+    async def _end(self, process: Process, registry: RegistryServer) -> None:
+        """A voter that can go on no more ends, and its agent starts it again."""
+        failure = await registry.wait_failed()
+        self.world.truth.note(f"{process.name} ends: {failure}")
+        self.world.consensus.full_disks += 1
+        self.world.loop.at(self.world.loop.now, self.kill_part, ("registry",), None)
+        self.restart_registry()
+
+    def restart_registry(self, seconds: float = RESTART_S) -> None:
+        """As its agent does when the process has ended by itself."""
+        self.world.loop.at(self.world.loop.now + seconds, self.start_part, ("registry",), None)

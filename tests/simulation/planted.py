@@ -6,16 +6,28 @@ Each takes a promise out of every layer that keeps it, since one layer alone is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from pysyncobj.transport import TCPTransport
+from tests.simulation import voter
 from tests.simulation.outward import NetworkOutward
 
 from fastcheck_proto.v1 import peer_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheckd.registry import collector, commits, deletion, leading, reporting, state
+from fastcheckd.registry import (
+    collector,
+    commits,
+    deletion,
+    journal,
+    leading,
+    raft_engine,
+    raft_transport,
+    reporting,
+    state,
+)
 from fastcheckd.registry.records import Json
 from fastcheckd.store import retention
 from fastcheckd.transfer import put_checks
@@ -159,6 +171,57 @@ def superseded_steps_commit() -> Any:
     return _with([(commits, "is_superseded", never)])
 
 
+def appends_cut_what_matches() -> Any:
+    """As pysyncobj has it: an append deletes all that lies behind its beginning, also what the leader counts on."""
+    real = raft_engine.Engine._take_entries
+
+    def take(self: raft_engine.Engine, node: Any, message: Any) -> int | None:
+        before, first = message["prevLogIdx"], self.journal[0][1]
+        behind = first <= before < first + len(self.journal) - 1
+        if behind and self.journal[before - first][2] == message["prevLogTerm"]:
+            self._cut(before + 1 - first)
+        return real(self, node, message)
+
+    return _with([(raft_engine.Engine, "_take_entries", take)])
+
+
+def leads_on_with_a_full_disk() -> Any:
+    """What cannot be written is taken back, and the voter goes on as if nothing were."""
+
+    @contextmanager
+    def writing(self: journal.Journal) -> Iterator[None]:
+        file = self._disk._files.get(journal.LOG)  # type: ignore[attr-defined]
+        size = len(file.data) if file else 0
+        try:
+            yield
+        except OSError:
+            if file is not None:
+                del file.data[size:]
+            raise
+
+    def turn(self: voter.Turns) -> None:
+        with suppress(OSError):
+            real(self)
+        self._voter.poller.dispatched = False
+
+    real = voter.Turns._turn
+    return _with([(journal.Journal, "_writing", writing), (voter.Turns, "_turn", turn)])
+
+
+def acknowledges_before_it_is_on_disk() -> Any:
+    """Messages leave a voter when it has written what they speak of, and not when the disk has it."""
+
+    def sync(self: voter.WatchedJournal) -> None:
+        return None
+
+    return _with([(voter.WatchedJournal, "sync", sync)])
+
+
+def connects_anew_in_the_middle_of_a_send() -> Any:
+    """As pysyncobj has it: whoever finds a connection dead goes on with the new one as if it were connected."""
+    return _with([(raft_transport.GuardedTransport, "_onDisconnected", TCPTransport._onDisconnected)])
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "no_fence": no_fence,
     "commit_without_a_rank": commit_without_a_rank,
@@ -167,4 +230,8 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "deletion_that_ends_no_session": deletion_that_ends_no_session,
     "deleted_bytes_stay": deleted_bytes_stay,
     "superseded_steps_commit": superseded_steps_commit,
+    "appends_cut_what_matches": appends_cut_what_matches,
+    "leads_on_with_a_full_disk": leads_on_with_a_full_disk,
+    "acknowledges_before_it_is_on_disk": acknowledges_before_it_is_on_disk,
+    "connects_anew_in_the_middle_of_a_send": connects_anew_in_the_middle_of_a_send,
 }

@@ -8,16 +8,18 @@ import logging
 import random
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from tests.simulation import agent, data
+from tests.simulation.deciding import Deciding
 from tests.simulation.faults import Faults
 from tests.simulation.machine import World
 from tests.simulation.training import Job
 from tests.simulation.truth import QUEUE_MAX
 from tests.simulation.virtual_time import StuckError
+from tests.simulation.voter import grounded
 
 TROUBLE_S = (8.0, 16.0)
 QUIET_S_MAX = 8.0
@@ -44,28 +46,37 @@ class Outcome:
     lookups: int
     repairs: int
     deletions: int
+    elections: int
+    cuts: int
+    snapshots: int
+    full_disks: int
 
 
-def run_seed(seed: int, plant: Callable[[], AbstractContextManager[object]] | None = None) -> Outcome:
-    """Run one seed; `plant` returns a context manager that breaks something first."""
-    # Closing what a killed process left behind may complain; it is nobody's any more.
+@contextmanager
+def left_alone() -> Iterator[None]:
+    """What a killed process left behind is nobody's any more: it is collected after the run, and may complain."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     logging.disable(logging.CRITICAL)
     collecting = gc.isenabled()
     gc.disable()
     try:
-        random.seed(seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # "never awaited": killed before its first step
-            with nullcontext() if plant is None else plant():
-                outcome = _run(seed)
+            yield
             gc.collect()
-        return outcome
     finally:
         if collecting:
             gc.enable()
         sys.unraisablehook = hook
         logging.disable(logging.NOTSET)
+
+
+def run_seed(seed: int, plant: Callable[[], AbstractContextManager[object]] | None = None) -> Outcome:
+    """Run one seed; `plant` returns a context manager that breaks something first."""
+    with left_alone():
+        random.seed(seed)
+        with nullcontext() if plant is None else plant():
+            return _run(seed)
 
 
 def _run(seed: int) -> Outcome:
@@ -84,6 +95,8 @@ def _run(seed: int) -> Outcome:
             machine.install_registry()
     story = _Story(world, jobs, draw.uniform(*TROUBLE_S), draw.random() < 0.5)
     truth = world.truth
+    stack = ExitStack()
+    stack.enter_context(grounded(world.loop, world.hosts, world.rng("challenges")))
     truth.note(
         f"seed {seed}: {len(machines)} nodes, tolerate {tolerate}, jobs {[len(j.seats) for j in jobs]}"
     )
@@ -112,8 +125,13 @@ def _run(seed: int) -> Outcome:
             truth.lookups,
             truth.repairs,
             truth.deletions.total(),
+            world.consensus.elections,
+            world.consensus.cuts,
+            world.consensus.snapshots,
+            world.consensus.full_disks,
         )
     finally:
+        stack.close()
         asyncio.set_event_loop(None)
         world.loop.close()
 
@@ -138,6 +156,7 @@ class _Story:
             await asyncio.sleep(0.25)
         breaking = asyncio.ensure_future(self.faults.run())
         watching = asyncio.ensure_future(self._watch_bounds())
+        deciding = asyncio.ensure_future(Deciding(world).watch())
         await asyncio.sleep(self.trouble_s)
         breaking.cancel()
         self.faults.heal()
@@ -157,7 +176,7 @@ class _Story:
                 )
                 return
             await asyncio.sleep(0.25)
-        for task in (breaking, ending, watching, *working):
+        for task in (breaking, ending, watching, deciding, *working):
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error
 

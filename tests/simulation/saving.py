@@ -241,8 +241,8 @@ async def rule_out(data: Data, job: str, rank: int, session: int, below_step: in
     data.drop_own(job, rank, session, below_step, answer.kept_steps)
 
 
-async def open_rank(data: Data, job: str, rank: int, world_size: int, client: str) -> int:
-    """A session for a new trainer process."""
+async def open_rank(data: Data, job: str, rank: int, world_size: int, client: str) -> int | None:
+    """A session for a new trainer process; None: it is over already, and the process ends with that error."""
     while True:
         try:
             await data.identity.until_known(REGISTRY_TIMEOUT_S)
@@ -250,7 +250,9 @@ async def open_rank(data: Data, job: str, rank: int, world_size: int, client: st
                 job=job, rank=rank, world_size=world_size, client_id=client, node=data.identity.ref()
             )
             return (await data.client.open_rank(request, timeout_s=REGISTRY_TIMEOUT_S)).session
-        except (NoQuorumError, PeerError, FencedError):
+        except FencedError:
+            return None
+        except (NoQuorumError, PeerError):
             await asyncio.sleep(RETRY_PAUSE_S)
 
 

@@ -31,11 +31,25 @@ class Clock:
         return (local_s - self.offset_s) / self.rate
 
 
+class Killed(BaseException):
+    """A process was killed in the middle of what it did: nothing may catch this and go on.
+
+    `just_now`: by the very operation that raises it; otherwise it is dead already, and code of it that still runs.
+    """
+
+    def __init__(self, just_now: bool) -> None:
+        super().__init__()
+        self.just_now = just_now
+
+
 class Process:
     """Something that runs, stands still, or is gone for good."""
 
-    def __init__(self, loop: VirtualLoop, name: str, clock: Clock) -> None:
+    def __init__(self, loop: VirtualLoop, name: str, clock: Clock, machine: str = "") -> None:
         self.name = name
+        self.machine = machine
+        #: What a registry process has beside; see `voter`.
+        self.voter: Any = None
         self.clock = clock
         self.paused = False
         self.dead = False
@@ -220,6 +234,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     handle.context.run(handle.callback, *handle.args)
                 except (SystemExit, KeyboardInterrupt):
                     raise
+                except Killed:
+                    pass
                 except BaseException as error:  # noqa: BLE001  as asyncio's own handles do
                     message = f"Exception in callback {handle.callback!r}"
                     self.call_exception_handler({"message": message, "exception": error})

@@ -9,9 +9,9 @@
     redundancy, repair_orders, what is short of copies, what to make next, who is waited for, whether
     repair_waits, safe_stop     a node may be stopped; pure
     engine                     what the rest needs of a consensus engine
-    inprocess, inprocess_wire  one without a network, for the simulation
-    journal, voter_folder,     pysyncobj made safe: files that survive crashes, authenticated
-    sealing, tls, unpickling,   connections, no code in messages
+    disk, journal, snapshots,  pysyncobj made safe: files that survive crashes, authenticated
+    voter_folder, sealed_json,  connections, no code in messages
+    sealing, tls, unpickling,
     raft_transport
     raft, raft_engine,         the engine behind `propose` and `read`, with a membership that goes by
     membership                  the log

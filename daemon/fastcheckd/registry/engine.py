@@ -1,7 +1,7 @@
 """What everything in the registry needs of its consensus engine, whichever that is.
 
-`raft.Raft` is pysyncobj behind this; `inprocess` is the same promise without a network, for the simulation.
-Nothing else in the daemon may depend on more than this.
+`raft.Raft` is pysyncobj behind this, in the daemon and in the simulation. Nothing else in the daemon may depend
+on more than this.
 """
 
 from __future__ import annotations

@@ -6,129 +6,196 @@ entries. Here entries are appended with a checksum; `sync` is called before any 
 voter (see `raft_transport`) and before an entry counts as committed; dropping old entries writes a new
 file and renames it. Knows nothing of what the entries mean.
 
-    log    magic, then per entry: bytes u32 · index u64 · term u64 · xxh3-64 of index+term+command · command
-    meta   JSON: term and vote (synced at once), commit index (a hint, written once a second)
+    log       magic, then per entry: bytes u32 · index u64 · term u64 · synced u64 · checksum u64 · command
+    log.meta  JSON, sealed: term and vote (synced at once), commit index (a hint, written once a second)
+
+The checksum is xxh3-64 of index, term, synced and command. `synced` is the newest entry that was on disk when this one
+was written: it tells a tail that was torn before it was synced, which nobody counts on, from an entry that was
+acknowledged and is broken now. The first is cut off; with the second this voter doesn't start, and changes nothing.
+
+A log of the first format has no `synced`. It is written until the voters have agreed on a schema of the state that no
+voter reads which knows that format alone (`newest_format`).
 """
 
 from __future__ import annotations
 
-import json
-import os
 import struct
-from collections.abc import Callable
-from pathlib import Path
-from typing import IO, Any, overload
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, overload
 
 import xxhash
 
 from ..errors import ConfigError
+from . import sealed_json
+from .disk import FULL, Disk
 
 Entry = tuple[bytes, int, int]
 
-MAGIC = b"FCJRNL1\n"
-_HEADER = struct.Struct("<IQQQ")
+LOG = "log"
+META = "log.meta"
+MAGICS = {1: b"FCJRNL1\n", 2: b"FCJRNL2\n"}
+FORMAT_FIRST, FORMAT_NEWEST = 1, 2
+_HEADERS = {1: struct.Struct("<IQQQ"), 2: struct.Struct("<IQQQQ")}
+#: Behind a broken entry whole ones are looked for so often: what broke it hit one place.
+_BEHIND_MAX = 1000
 
 
-def _encode(command: bytes, index: int, term: int) -> bytes:
-    checksum = xxhash.xxh3_64_intdigest(struct.pack("<QQ", index, term) + command)
-    return _HEADER.pack(len(command), index, term, checksum) + command
+class Records:
+    """Entries as bytes, in one format of the log. Pure."""
 
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.magic = MAGICS[number]
+        self.header = _HEADERS[number]
 
-def _decode(data: bytes) -> tuple[list[Entry], int]:
-    """All whole entries, and where the first broken one (or the end) is."""
-    entries: list[Entry] = []
-    at = len(MAGIC)
-    while at + _HEADER.size <= len(data):
-        size, index, term, checksum = _HEADER.unpack_from(data, at)
-        command = data[at + _HEADER.size : at + _HEADER.size + size]
-        intact = len(command) == size and checksum == xxhash.xxh3_64_intdigest(
-            struct.pack("<QQ", index, term) + command
-        )
-        if not intact or (entries and index != entries[-1][1] + 1):
-            break
-        entries.append((command, index, term))
-        at += _HEADER.size + size
-    return entries, at
+    def encode(self, entry: Entry, synced: int) -> bytes:
+        """An entry as a record; `synced`: the newest entry that is on disk."""
+        command, index, term = entry
+        fields = (index, term, synced) if self.number > 1 else (index, term)
+        return self.header.pack(len(command), *fields, self._checksum(fields, command)) + command
 
+    def bytes_of(self, entry: Entry) -> int:
+        """Size of an entry's record."""
+        return self.header.size + len(entry[0])
 
-def sync_directory(folder: Path) -> None:
-    """Make renames and new files in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def decode(self, data: bytes, at: int) -> tuple[Entry, int] | None:
+        """The whole record at a place, and what was synced before it; None: there is none."""
+        if at < 0 or at + self.header.size > len(data):
+            return None
+        size, *fields, checksum = self.header.unpack_from(data, at)
+        begin = at + self.header.size
+        if begin + size > len(data):
+            return None
+        command = data[begin : begin + size]
+        if checksum != self._checksum(tuple(fields), command):
+            return None
+        index, term, synced = (*fields, 0)[:3]
+        return (command, index, term), synced
 
+    @staticmethod
+    def _checksum(fields: tuple[int, ...], command: bytes) -> int:
+        return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(fields)}Q", *fields) + command)
 
-def open_private(path: Path) -> IO[bytes]:
-    """Open a file for writing, empty, that nobody else may read."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    return os.fdopen(os.open(path, flags, 0o600), "wb")
+    def decode_all(self, data: bytes) -> tuple[list[Entry], int]:
+        """All whole entries, and where the first broken one (or the end) is."""
+        entries: list[Entry] = []
+        at = len(self.magic)
+        while (found := self.decode(data, at)) is not None:
+            entry = found[0]
+            if entries and entry[1] != entries[-1][1] + 1:
+                break
+            entries.append(entry)
+            at += self.bytes_of(entry)
+        return entries, at
 
+    def acknowledged_behind(self, data: bytes, at: int, index: int) -> int | None:
+        """The newest entry that was on disk, going by what lies behind a broken one; None: nothing says so.
 
-def write_file(path: Path, data: bytes) -> None:
-    """Replace a file so that a crash leaves either the old or the new content."""
-    temporary = path.with_name(path.name + ".new")
-    with open_private(temporary) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_directory(path.parent)
+        Args:
+            at: where the broken record begins.
+            index: of the entry that it was.
+        """
+        later, place = index + 1, at
+        for _ in range(_BEHIND_MAX):
+            # An index stands behind the size in a record.
+            place = data.find(struct.pack("<Q", later), place + 1)
+            if place < 0:
+                later, place = later + 1, at
+                continue
+            begin = place - 4
+            while (found := self.decode(data, begin)) is not None and found[0][1] == later:
+                entry, synced = found
+                # In the first format an entry that is whole has to do.
+                if self.number == 1 or synced >= index:
+                    return max(synced, index)
+                begin += self.bytes_of(entry)
+                later, at = later + 1, begin
+        return None
 
 
 class Journal:
     """The log of one voter, with the methods (and method names) that pysyncobj calls on its own.
 
+    An error of the disk ends it: then nobody knows what is written, or there is no room to write more. From then on
+    every change raises, so that this voter acknowledges nothing and leads no more.
+
     Args:
-        path: the log; the metadata lies beside it in `<path>.meta`.
-        base: first entry to keep, when a snapshot covers all before it. A log that does not contain it
-            is older than the snapshot and is emptied.
-        on_failure: told once, with the reason, when the log can no longer be trusted: after a failed sync
-            nobody knows what is on disk. From then on every change raises.
+        disk: where the log and its metadata lie.
+        base: the two entries that the log has to begin with, when a snapshot covers all before them. A log that
+            doesn't contain the first is older than the snapshot and is begun anew.
+        on_failure: told once, with the reason, when the log can no longer be written.
 
     Raises:
-        ConfigError: the log is broken in a place that this voter had acknowledged.
+        ConfigError: the log is broken in a place that this voter had acknowledged. No file was changed.
     """
 
     def __init__(
         self,
-        path: Path,
-        base: Entry | None = None,
+        disk: Disk,
+        base: tuple[Entry, Entry] | None = None,
         *,
         on_failure: Callable[[str], None] = lambda _reason: None,
     ) -> None:
-        self._path = path
-        self._meta_path = path.with_name(path.name + ".meta")
+        self._disk = disk
+        self._path = disk.path(LOG)
         self._failed: OSError | None = None
         self._on_failure = on_failure
-        if not path.exists():
-            write_file(path, MAGIC)
-        data = path.read_bytes()
-        if not data.startswith(MAGIC):
-            raise ConfigError(f"registry log {path} is not one of ours: {_ADVICE}")
-        self._entries, end = _decode(data)
+        #: What a log that is written anew is written in.
+        self.newest_format = FORMAT_FIRST
+        if not disk.exists(LOG):
+            disk.replace(LOG, MAGICS[self.newest_format])
+        data = disk.read(LOG)
+        number = next((n for n, magic in MAGICS.items() if data.startswith(magic)), None)
+        if number is None:
+            raise ConfigError(f"registry log {self._path} is not one of ours: {ADVICE}")
+        self.newest_format = number
+        self._records = Records(number)
+        self._entries, end = self._records.decode_all(data)
         self._meta: dict[str, Any] = self._read_meta()
         self._meta_saved = True
-        self._file = path.open("r+b")
-        # A torn tail was never acknowledged: `sync` had not returned.
-        self._file.truncate(end)
-        self._file.seek(end)
+        self._check(data, end, base)
+        self.size_bytes = len(data)
         self._dirty = True
-        self.sync()
-        if base is not None:
-            self._align(base)
-        last = self._entries[-1][1] if self._entries else (base[1] + 1 if base else 0)
-        if self._meta["commit_index"] > max(last, 1):
+        with self._writing():
+            if end < len(data):
+                # A torn tail was never acknowledged: `sync` had not returned.
+                self._cut(end)
+            self._synced = 0
+            self.sync()
+            if base is not None:
+                self._align(base)
+
+    def _check(self, data: bytes, end: int, base: tuple[Entry, Entry] | None) -> None:
+        """Raise ConfigError, before anything is changed, when something that was acknowledged is not there."""
+        last = self._entries[-1][1] if self._entries else 0
+        if end < len(data) and (
+            (known := self._records.acknowledged_behind(data, end, last + 1)) is not None
+            # Of an empty beginning nobody knows the index.
+            or (not self._entries and self._meta["commit_index"] > 1)
+        ):
+            until = f"; entries up to {known} lie behind it" if known else ""
             raise ConfigError(
-                f"registry log {path} ends at entry {last}, but entry {self._meta['commit_index']} was "
-                f"committed: {_ADVICE}"
+                f"registry log {self._path} is broken at byte {end}, in entry {last + 1}, which this voter had "
+                f"acknowledged{until}. Nothing was changed. {ADVICE}"
+            )
+        if base is not None and self._entries and self._entries[0][1] > base[0][1]:
+            raise ConfigError(
+                f"registry log {self._path} begins with entry {self._entries[0][1]}, and the snapshot ends with "
+                f"{base[1][1]}: it is an older one. Nothing was changed. {ADVICE}"
+            )
+        covered = max(last, base[1][1] if base is not None else 0)
+        if self._meta["commit_index"] > max(covered, 1):
+            raise ConfigError(
+                f"registry log {self._path} ends at entry {covered}, but entry {self._meta['commit_index']} was "
+                f"committed. Nothing was changed. {ADVICE}"
             )
 
     def _read_meta(self) -> dict[str, Any]:
         meta: dict[str, Any] = {"term": 0, "vote": None, "commit_index": 1}
+        path = self._disk.path(META)
         try:
-            loaded = json.loads(self._meta_path.read_bytes())
+            loaded = sealed_json.loads(self._disk.read(META))
             meta = {
                 "term": int(loaded["term"]),
                 "vote": loaded["vote"],
@@ -136,110 +203,91 @@ class Journal:
             }
         except FileNotFoundError:
             if len(self._entries) > 1:
-                raise ConfigError(
-                    f"registry log {self._path} has lost its {self._meta_path.name}: {_ADVICE}"
-                ) from None
+                raise ConfigError(f"registry log {self._path} has lost its {META}: {ADVICE}") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"registry file {self._meta_path} is broken ({error}): {_ADVICE}") from None
+            raise ConfigError(f"registry file {path} is broken ({error}): {ADVICE}") from None
         return meta
 
-    def _align(self, base: Entry) -> None:
+    def _align(self, base: tuple[Entry, Entry]) -> None:
         """Start at the snapshot, keeping what follows it: pysyncobj would drop that after a crash here."""
-        offset = base[1] - self._entries[0][1] if self._entries else -1
-        if 0 <= offset < len(self._entries) and self._entries[offset] == base:
+        before, last = base
+        offset = before[1] - self._entries[0][1] if self._entries else -1
+        if offset >= 0 and self._entries[offset : offset + 2] == [before, last]:
             if offset:
                 self.deleteEntriesTo(offset)
         else:
-            self.clear()
+            self.begin_with(before, last)
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of the log."""
-        return self._file.tell()
-
-    def _fail(self, error: OSError) -> None:
-        self._failed = error
-        self._on_failure(f"the registry log {self._path} cannot be written: {error}")
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        if self._failed is not None:
+            raise self._failed
+        try:
+            yield
+        except OSError as error:
+            if self._failed is None:
+                self._failed = error
+                advice = "free some space there" if error.errno in FULL else "look at the disk"
+                self._on_failure(
+                    f"the registry log {self._path} cannot be written: {error.strerror or error}. The other voters "
+                    f"go on; {advice}, and this one takes part again"
+                )
+            raise
 
     def sync(self) -> None:
         """Return when everything appended is on disk."""
         if self._failed is not None:
             raise self._failed
-        if not self._dirty:
-            return
-        try:
-            self._file.flush()
-            os.fdatasync(self._file.fileno())
-        except OSError as error:
-            self._fail(error)
-            raise
-        self._dirty = False
+        if self._dirty:
+            with self._writing():
+                self._disk.sync(LOG)
+            self._dirty = False
+            self._synced = self._entries[-1][1] if self._entries else 0
+
+    def begin_with(self, before: Entry, last: Entry) -> None:
+        """Forget everything: a snapshot has come that ends with these two entries."""
+        self._write([before, last])
+
+    def _write(self, entries: list[Entry]) -> None:
+        """Replace all of the log."""
+        records = Records(self.newest_format)
+        newest = entries[-1][1] if entries else 0
+        data = records.magic + b"".join(records.encode(entry, newest) for entry in entries)
+        with self._writing():
+            self._disk.replace(LOG, data)
+        self._records, self._entries, self.size_bytes = records, entries, len(data)
+        self._synced, self._dirty = newest, False
 
     # From here on: pysyncobj's interface, in its spelling.
 
     def add(self, command: bytes, idx: int, term: int) -> None:
-        """Append an entry. On an error (a full disk) the log is as before."""
-        if self._failed is not None:
-            raise self._failed
-        command = bytes(command)
-        at = self._file.tell()
-        try:
-            self._file.write(_encode(command, idx, term))
-            self._file.flush()
-        except OSError as error:
-            self._undo(at, error)
-            raise
-        self._entries.append((command, idx, term))
+        """Append an entry."""
+        entry = bytes(command), idx, term
+        record = self._records.encode(entry, self._synced)
+        with self._writing():
+            self._disk.append(LOG, record)
+        self._entries.append(entry)
+        self.size_bytes += len(record)
         self._dirty = True
 
-    def _undo(self, at: int, cause: OSError) -> None:
-        # The buffer that could not be flushed is dropped with the file object.
-        try:
-            os.truncate(self._path, at)
-            file = self._path.open("r+b")
-            file.seek(at)
-        except OSError:
-            self._fail(cause)
-            return
-        self._file, broken = file, self._file
-        try:
-            broken.close()
-        except OSError:
-            # Closing tried to flush the same bytes again: cut off whatever it managed to write.
-            os.truncate(self._path, at)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._cut(len(MAGIC))
-        self._entries = []
-
-    def _cut(self, at: int) -> None:
-        if self._failed is not None:
-            raise self._failed
-        self._file.flush()
-        self._file.truncate(at)
-        self._file.seek(at)
-        self._dirty = True
+    def _cut(self, size: int) -> None:
+        self._disk.truncate(LOG, size)
+        # At once: what comes next must not lie in front of what is cut off here.
+        self._disk.sync(LOG)
+        self.size_bytes = size
 
     def deleteEntriesFrom(self, entryFrom: int) -> None:  # noqa: N802, N803
         """Forget the entries from a position on: another leader's log has others there."""
-        gone = sum(_HEADER.size + len(command) for command, _, _ in self._entries[entryFrom:])
-        self._cut(self._file.tell() - gone)
-        del self._entries[entryFrom:]
+        kept = self._entries[:entryFrom]
+        gone = sum(map(self._records.bytes_of, self._entries[entryFrom:]))
+        with self._writing():
+            self._cut(self.size_bytes - gone)
+        self._entries = kept
+        self._synced, self._dirty = kept[-1][1] if kept else 0, False
 
     def deleteEntriesTo(self, entryTo: int) -> None:  # noqa: N802, N803
-        """Forget the entries before a position: a snapshot holds their effect."""
-        kept = self._entries[entryTo:]
-        if self._failed is not None:
-            raise self._failed
-        # The snapshot that makes this right was renamed into this folder: first that, then this.
-        sync_directory(self._path.parent)
-        write_file(self._path, MAGIC + b"".join(_encode(*entry) for entry in kept))
-        self._file.close()
-        self._file = self._path.open("r+b")
-        self._file.seek(0, os.SEEK_END)
-        self._entries = kept
-        self._dirty = False
+        """Forget the entries before a position: a snapshot, which is on disk, holds their effect."""
+        self._write(self._entries[entryTo:])
 
     @overload
     def __getitem__(self, index: int) -> Entry: ...
@@ -278,7 +326,8 @@ class Journal:
         return None if vote is None else str(vote)
 
     def _save_meta(self) -> None:
-        write_file(self._meta_path, json.dumps(self._meta).encode())
+        with self._writing():
+            self._disk.replace(META, sealed_json.dumps(self._meta))
         self._meta_saved = True
 
     def onOneSecondTimer(self) -> None:  # noqa: N802
@@ -290,11 +339,11 @@ class Journal:
         if self._failed is None:
             self.onOneSecondTimer()
             self.sync()
-        self._file.close()
+        self._disk.close()
 
 
-_ADVICE = (
-    "this voter must not go on as if it had never voted. If other voters are healthy, move the log away and "
+ADVICE = (
+    "This voter must not go on as if it had never voted. If the other voters are healthy, move the log away and "
     "restart fastcheckd: the node goes on without a vote, until it gets a new raft_address, with: fastcheck voters "
     "replace NODE NODE"
 )

@@ -1,43 +1,46 @@
 """The consensus engine, pysyncobj, behind three things: propose a command, read the state, hear of change.
 
-With `raft_engine` and `raft_transport` all that knows pysyncobj; another engine would replace these. It
+With `raft_engine`, `raft_transport` and `snapshots` all that knows pysyncobj; another engine would replace these. It
 decides nothing: what a command does is in `state`. The engine ticks in a thread of its own, where the
-state changes under a lock; callers live in one asyncio loop.
+state changes under a lock; callers live in one asyncio loop. What it stands on, clock and disk and thread, is
+given (`Ground`): the simulation has its own of each.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import pysyncobj.journal
 import pysyncobj.pickle
-import pysyncobj.syncobj
 from pysyncobj import SyncObjConf, SyncObjConsumer, replicated
 from pysyncobj.config import FAIL_REASON
+from pysyncobj.syncobj import SyncObjException
 
 from ..config import Config, Voter, split_address
 from ..durations import REGISTRY, Durations
 from ..errors import ConfigError, InvalidRequestError, NoQuorumError, RegistryError, UnsafeError
-from . import unpickling
-from .journal import Entry, Journal, sync_directory
+from ..log import Complaints
+from . import snapshots, unpickling
+from .journal import ADVICE, FORMAT_NEWEST, LOG, Entry, Journal
 from .membership import Change, Voters, enough_without, voters_after
 from .raft_engine import Engine, change_in
-from .raft_transport import VoterNode
 from .records import Json
 from .sealing import Seal
+from .snapshots import SNAPSHOT, Snapshot, Snapshots
 from .state import SCHEMA_FIRST, apply, new_state, snapshot
 from .tls import Tls
-from .voter_folder import VoterFolder, read_snapshot, write_snapshot
+from .voter_folder import VoterFolder
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +59,12 @@ PROPOSALS_MAX = 32
 HEALTHY_S = 1.0
 #: Pause between looks at a change of the membership, and between attempts.
 CHANGE_PAUSE_S = 0.05
+#: After a turn of the engine that failed.
+TURN_PAUSE_S = 0.05
+#: From this schema of the state on no voter runs a version that reads the first format of the log alone.
+SCHEMA_OF_NEWER_LOG = 5
 
 unpickling.install(pysyncobj.pickle, pysyncobj.journal)
-#: Journals that are open already, for the engine to pick up by path.
-_journals: dict[str, Journal] = {}
-pysyncobj.syncobj.createJournal = _journals.pop
 
 _NOT_COMMITTED = {
     FAIL_REASON.QUEUE_FULL: "has too many commands queued",
@@ -91,6 +95,98 @@ class _Machine(SyncObjConsumer):  # type: ignore[misc]  # pysyncobj has no types
             return json.dumps({"ok": False, "code": "INTERNAL", "message": repr(error)}).encode()
 
 
+class Ticking(Protocol):
+    """What gives an engine its turns."""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Have the callers' loop call a function; from a turn or from anywhere."""
+
+    def stop(self) -> None:
+        """Return when no turn is under way and none will come."""
+
+
+class EngineThread:
+    """Turns in a thread of their own, each of which waits for what arrives next."""
+
+    def __init__(self, engine: Engine, halted: threading.Event, period_s: float) -> None:
+        self._engine = engine
+        self._halted = halted
+        self._period_s = period_s
+        self._loop = asyncio.get_running_loop()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="raft", daemon=True)
+        self._complaints = Complaints(logger, "registry", logging.ERROR)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set() and not self._halted.is_set():
+            try:
+                self._engine.doTick(self._period_s)
+            except Exception as error:  # noqa: BLE001  what a peer sends must not end it; a disk that fails halts it
+                if not self._halted.is_set():
+                    where = "".join(traceback.format_exception(error, limit=-3))
+                    self._complaints.add("a turn of the engine failed, it goes on: %s", where)
+                    self._stopping.wait(TURN_PAUSE_S)
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Have the callers' loop call a function."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def stop(self) -> None:
+        """Return when no turn is under way and none will come."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+
+def check_port_is_free(address: str, key: str) -> None:
+    """Raise ConfigError when a voter's own address cannot be bound.
+
+    The engine would retry in silence and look like a voter that nobody reaches.
+    """
+    host, port = split_address(address)
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
+    except OSError as error:
+        raise ConfigError(_port_taken(key, address, error.strerror or str(error))) from None
+
+
+def _port_taken(key: str, address: str, reason: str = "it is in use") -> str:
+    port = split_address(address)[1]
+    return (
+        f"config key 'voters': cannot listen on this node's {key} {address}: {reason}. Stop what uses port "
+        f"{port}, or choose another one in every node's config"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ground:
+    """What the engine stands on."""
+
+    folder: Callable[[Config, Voter], VoterFolder] = VoterFolder
+    journal: type[Journal] = Journal
+    engine: type[Engine] = Engine
+    #: Makes what gives an engine its turns: the engine, what halts it, how long a turn waits.
+    ticking: Callable[[Engine, threading.Event, float], Ticking] = EngineThread
+    #: Monotonic.
+    clock: Callable[[], float] = time.monotonic
+    check_port: Callable[[str, str], None] = check_port_is_free
+    #: A name for this proposer that no other has ever had.
+    token: Callable[[], str] = lambda: secrets.token_hex(16)
+    #: pysyncobj's, beside ours.
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
 class Raft:
     """This voter's part in the consensus.
 
@@ -111,6 +207,7 @@ class Raft:
         *,
         durations: Durations | None = None,
         on_tick: Callable[[], None] = lambda: None,
+        ground: Ground | None = None,
     ) -> None:
         voter = config.own_voter
         if voter is None:
@@ -119,6 +216,7 @@ class Raft:
             )
         self._config = config
         self._voter = voter
+        self._ground = ground or Ground()
         #: Voters by what is committed, and by all that is in the log.
         self._committed: Voters = {v.raft_address: v for v in config.effective_voters}
         self._in_log = self._committed
@@ -126,151 +224,177 @@ class Raft:
         self._on_tick = on_tick
         self._durations = durations or Durations(REGISTRY)
         self._machine = _Machine()
-        self._folder = VoterFolder(config, voter)
+        self._folder = self._ground.folder(config, voter)
+        self._snapshots = Snapshots(self._folder.disk, self._save_snapshot, self._ground.clock)
         self._joining = False
-        self._from_disk = False
         self._changing = asyncio.Lock()
-        self._client_id = secrets.token_hex(16)
+        self._client_id = self._ground.token()
         self._seq = 0
         self._slots = asyncio.Semaphore(PROPOSALS_MAX)
         self._seen: tuple[Any, ...] = ()
         self._notified = False
-        self._compacted_at = 0.0
+        self._compacted_at = float("-inf")
         #: Schema of the state that the snapshot on disk is in.
         self._schema_on_disk = SCHEMA_FIRST
         self._failure: str | None = None
         self._halted = threading.Event()
+        self._ticking: Ticking | None = None
 
     def start(self) -> None:
-        """Open the log and join the other voters. Call it in the main thread, inside the running loop.
+        """Open the log and join the other voters. Call it inside the running loop.
 
-        The engine's thread ends with the thread that made it, hence the main one.
+        Raises:
+            ConfigError: a key, port or state directory that the operator has to look at.
+            RegistryError: the files cannot be written now; a later start may go better.
         """
-        assert threading.current_thread() is threading.main_thread(), "the engine dies with its maker"
         self._loop = asyncio.get_running_loop()
-        self._folder.claim()
         try:
-            self._folder.check_marker()
-            self._join(self._folder.protection(), self._open_journal())
-        except BaseException:
-            self._folder.release()
-            raise
+            self._folder.claim()
+            try:
+                self._folder.check_marker()
+                self._join(self._folder.protection())
+            except BaseException:
+                self._folder.release()
+                raise
+        except OSError as error:
+            raise RegistryError(
+                f"the registry's files in {self._folder.path} cannot be used: {error}. This voter takes no part "
+                "until they can; the others go on"
+            ) from error
 
-    def _join(self, protection: Seal | Tls, journal: Journal) -> None:
-        log_path = str(self._folder.log)
-        _journals[log_path] = journal
+    def _join(self, protection: Seal | Tls) -> None:
+        begins = self._open()
         self._joining = self._folder.joining
+        self._folder.mark()
+        if self._voter.raft_address not in self._in_log and not self._joining:
+            raise ConfigError(
+                f"this node's log says that it is no voter any more: {self._voter.raft_address} was replaced. "
+                "To have it back, run on a healthy node: fastcheck voters replace OLD NEW"
+            )
+        self._ground.check_port(self._voter.raft_address, "raft_address")
+        settings = self._settings()
         try:
-            self._folder.mark()
-            if self._voter.raft_address not in self._in_log and not self._joining:
-                raise ConfigError(
-                    f"this node's log says that it is no voter any more: {self._voter.raft_address} was replaced. "
-                    "To have it back, run on a healthy node: fastcheck voters replace OLD NEW"
-                )
-            check_port_is_free(self._voter.raft_address, "raft_address")
-            self._engine = Engine(
+            self._engine = self._ground.engine(
                 self._voter,
                 [v for v in self._in_log.values() if v.raft_address != self._voter.raft_address],
                 protection,
-                journal,
-                self._halted,
+                self._journal,
+                self._snapshots,
+                begins=begins,
                 joining=self._joining,
+                halted=self._halted,
                 on_applied=self._applied,
-                conf=self._settings(log_path),
+                on_snapshot=self._snapshot_came,
+                on_contradiction=self._fail,
+                conf=settings,
                 consumers=[self._machine],
             )
-        except BaseException:
-            _journals.pop(log_path, None)
-            journal._destroy()
-            raise
+        except SyncObjException:
+            raise ConfigError(_port_taken("raft_address", self._voter.raft_address)) from None
         self._engine.addOnTickCallback(self._watch)
-        if not self._engine.listening:
-            self._engine.destroy_synchronous()
-            raise ConfigError(_port_taken("raft_address", self._voter.raft_address))
+        self._ticking = self._ground.ticking(self._engine, self._halted, settings.autoTickPeriod)
+        self._ticking.start()
 
-    def _settings(self, log_path: str) -> Any:
+    def _settings(self) -> Any:
         alone = len(self._in_log) == 1
-        return SyncObjConf(
+        values: dict[str, object] = {
+            # Turns are ours to give.
+            "autoTick": False,
             # Loopback or one interface: never pysyncobj's default of all of them.
-            bindAddress=self._voter.raft_address,
-            maxBindRetries=1,
+            "bindAddress": self._voter.raft_address,
+            "maxBindRetries": 1,
             # Only idle housekeeping waits for a tick; commands and messages wake the engine at once. A
             # voter alone gets no messages: its commits wait for the next tick.
-            autoTickPeriod=0.02 if alone else 0.05,
-            appendEntriesPeriod=0.1,
-            raftMinTimeout=0.31 if alone else 0.5,
-            raftMaxTimeout=0.35 if alone else 0.9,
-            leaderFallbackTimeout=1.0,
+            "autoTickPeriod": 0.02 if alone else 0.05,
+            "appendEntriesPeriod": 0.1,
+            "raftMinTimeout": 0.31 if alone else 0.5,
+            "raftMaxTimeout": 0.35 if alone else 0.9,
+            "leaderFallbackTimeout": 1.0,
             # Batching waits up to 0.1 s for company: 103 ms per commit instead of 0.6.
-            appendEntriesUseBatch=False,
-            appendEntriesBatchSizeBytes=COMMAND_BYTES_MAX + (1 << 20),
-            recvBufferSize=1 << 18,
-            sendBufferSize=1 << 18,
-            connectionTimeout=2.0,
-            connectionRetryTime=0.5,
-            commandsWaitLeader=False,
-            commandsQueueSize=1000,
-            dynamicMembershipChange=True,
-            journalFile=log_path,
-            fullDumpFile=str(self._folder.snapshot),
-            serializer=self._write_snapshot,
-            deserializer=self._load_snapshot,
-            # Never with gRPC, nor with threads.
-            useFork=False,
-            logCompactionMinEntries=5000,
+            "appendEntriesUseBatch": False,
+            "appendEntriesBatchSizeBytes": COMMAND_BYTES_MAX + (1 << 20),
+            "recvBufferSize": 1 << 18,
+            "sendBufferSize": 1 << 18,
+            "connectionTimeout": 2.0,
+            "connectionRetryTime": 0.5,
+            "commandsWaitLeader": False,
+            "commandsQueueSize": 1000,
+            "dynamicMembershipChange": True,
+            "logCompactionMinEntries": 5000,
             # A snapshot every five minutes even of a quiet log would be work for nothing.
-            logCompactionMinTime=3600,
-        )
+            "logCompactionMinTime": 3600,
+        }
+        return SyncObjConf(**(values | dict(self._ground.settings)))
 
     # Files, and what they say of the voters
 
-    def _open_journal(self) -> Journal:
-        found = self._folder.load_snapshot()
-        if found is not None:
-            self._schema_on_disk = found.state["schema"]
-        if found is not None and found.voters is not None:
-            # A registry address may have been changed in every node's config; the raft address is who it is.
-            configured = self._committed
-            self._committed = {a: configured.get(a, voter) for a, voter in found.voters.items()}
-        journal = Journal(self._folder.log, found.before if found else None, on_failure=self._fail)
-        after = found.last[1] if found else 0
-        changes = [change for entry in journal[:] if entry[1] > after and (change := change_in(entry[0]))]
-        self._in_log = voters_after(self._committed, changes)
-        self._from_disk = found is not None
-        return journal
-
-    def _write_snapshot(self, path: str, entries: tuple[Any, ...]) -> None:
-        """The engine's `serializer`: the state after two entries, which the log then starts with."""
-        with self._machine.lock:
-            state, schema = snapshot(self._machine.state), self._machine.state["schema"]
-        # Not the voters that the engine gives: those may be in the log only, and go again.
-        write_snapshot(Path(path), entries[0], entries[1], state, self._committed)
-        self._schema_on_disk = schema
-
-    def _load_snapshot(self, path: str) -> tuple[Entry, Entry, list[VoterNode]]:
-        """The engine's `deserializer`: at start, and when the leader has sent its snapshot."""
+    def _open(self) -> Snapshot | None:
+        """Open the log; returns the snapshot that it begins with, whose state is in use then."""
         try:
-            with open(path, "rb") as file:  # noqa: PTH123  the engine received it, synced nothing, hid nothing
-                os.fchmod(file.fileno(), 0o600)
-                os.fsync(file.fileno())
-            sync_directory(self._folder.path)
-            found = read_snapshot(Path(path))
+            found = self._snapshots.load()
         except (OSError, ValueError, KeyError, TypeError) as error:
-            # The engine would log this and go on with a state that is not the cluster's.
-            self._fail(f"the registry snapshot {path} cannot be used: {error}")
-            raise
+            raise ConfigError(
+                f"the registry snapshot {self._folder.disk.path(SNAPSHOT)} cannot be used: {error}. Nothing was "
+                f"changed. What it held is on the other voters' disks. {ADVICE}"
+            ) from None
+        base = None
+        if found is not None:
+            self._use(found)
+            base = found.before, found.last
+            if found.voters is not None:
+                # A registry address may have been changed in every node's config; the raft address is who it is.
+                configured = {v.raft_address: v for v in self._config.effective_voters}
+                self._committed = {a: configured.get(a, voter) for a, voter in found.voters.items()}
+        self._journal = self._ground.journal(self._folder.disk, base, on_failure=self._fail)
+        if found is None and len(self._journal) and self._journal[0][1] > 1:
+            raise ConfigError(
+                f"the registry log {self._folder.disk.path(LOG)} begins with entry {self._journal[0][1]}, and the "
+                f"snapshot of what was before is gone. Nothing was changed. {ADVICE}"
+            )
+        after = found.last[1] if found else 0
+        changes = [
+            change for entry in self._journal[:] if entry[1] > after and (change := change_in(entry[0]))
+        ]
+        self._in_log = voters_after(self._committed, changes)
+        return found
+
+    def _use(self, found: Snapshot) -> None:
         with self._machine.lock:
             self._machine.state = found.state
         self._schema_on_disk = found.state["schema"]
         if found.voters is not None:
             self._committed = found.voters
-        if self._from_disk:
-            self._from_disk = False
-            return found.last, found.before, [VoterNode(voter) for voter in self._in_log.values()]
+
+    def _save_snapshot(self, last: Entry, before: Entry) -> None:
+        """Have the state after an entry on disk; the log begins with the two then."""
+        with self._machine.lock:
+            state, schema = snapshot(self._machine.state), self._machine.state["schema"]
+        # Not the voters that the engine gives: those may be in the log only, and go again.
+        self._snapshots.keep(snapshots.to_bytes(last, before, state, self._committed))
+        self._schema_on_disk = schema
+        self._format_log(schema)
+
+    def _format_log(self, schema: int) -> None:
+        if schema >= SCHEMA_OF_NEWER_LOG:
+            self._journal.newest_format = FORMAT_NEWEST
+
+    def _snapshot_came(self, data: bytes) -> Snapshot:
+        """The leader has sent a snapshot: go on from it, unless this voter has all of that."""
+        found = snapshots.from_bytes(data)
+        if self._engine.knows(found.last):
+            return found
+        try:
+            self._snapshots.keep(data)
+        except OSError as error:
+            self._fail(f"the registry snapshot {self._folder.disk.path(SNAPSHOT)} cannot be written: {error}")
+            raise
+        self._format_log(found.state["schema"])
+        self._use(found)
         # The log is emptied now: what it said of the voters, too.
         if self._voter.raft_address in (found.voters or {}):
             self._engine.may_stand()
-        return found.last, found.before, [VoterNode(voter) for voter in self._committed.values()]
+        self._engine.go_on_from(found, list(self._committed.values()))
+        return found
 
     def _applied(self, change: Change) -> None:
         self._committed = change.apply_to(self._committed)
@@ -300,10 +424,10 @@ class Raft:
             self._seen = seen
             self._notify()
         if self._joining and not self._engine.joining:
-            self._joining = False
             self._folder.joined()
-        now = time.monotonic()
-        is_large = self._engine.journal.size_bytes > LOG_BYTES_MAX
+            self._joining = False
+        now = self._ground.clock()
+        is_large = self._journal.size_bytes > LOG_BYTES_MAX
         is_newer = self._machine.state["schema"] > self._schema_on_disk
         if (is_large or is_newer) and now - self._compacted_at > COMPACTION_INTERVAL_S:
             self._compacted_at = now
@@ -317,9 +441,10 @@ class Raft:
             self._notify()
 
     def _notify(self) -> None:
-        if not self._notified and not self._loop.is_closed():
+        # Before the first turn whoever starts this voter is told by an error.
+        if not self._notified and self._ticking is not None:
             self._notified = True
-            self._loop.call_soon_threadsafe(self._tell)
+            self._ticking.post(self._tell)
 
     def _tell(self) -> None:
         self._notified = False
@@ -458,35 +583,15 @@ class Raft:
                 future.set_result((result, reason))
 
         def called(result: bytes | None, reason: int) -> None:
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(settle, result, reason)
+            if self._ticking is not None:
+                self._ticking.post(settle, result, reason)
 
         return called
 
     def close(self) -> None:
         """Leave the cluster; returns when the log is closed."""
-        self._engine.destroy_synchronous()
+        if self._ticking is not None:
+            self._ticking.stop()
+        with contextlib.suppress(OSError):  # the disk fails: `failure` has said so
+            self._engine.destroy()
         self._folder.release()
-
-
-def check_port_is_free(address: str, key: str) -> None:
-    """Raise ConfigError when a voter's own address cannot be bound.
-
-    The engine would retry in silence and look like a voter that nobody reaches.
-    """
-    host, port = split_address(address)
-    try:
-        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(target)
-    except OSError as error:
-        raise ConfigError(_port_taken(key, address, error.strerror or str(error))) from None
-
-
-def _port_taken(key: str, address: str, reason: str = "it is in use") -> str:
-    port = split_address(address)[1]
-    return (
-        f"config key 'voters': cannot listen on this node's {key} {address}: {reason}. Stop what uses port "
-        f"{port}, or choose another one in every node's config"
-    )

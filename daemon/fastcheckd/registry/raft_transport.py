@@ -14,6 +14,7 @@ import logging
 import socket
 import struct
 import time
+import zlib
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -50,6 +51,14 @@ class VoterNode(TCPNode):  # type: ignore[misc]  # pysyncobj has no types
             voter = Voter(node_id=node_id, registry_address=registry_address, raft_address=raft_address)
         super().__init__(voter.raft_address)
         self.voter = voter
+        self._hash = zlib.crc32(voter.raft_address.encode())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, VoterNode) and self.voter.raft_address == other.voter.raft_address
+
+    def __hash__(self) -> int:
+        # Not by the string's own hash: sets of voters are walked in the same order in every process.
+        return self._hash
 
 
 _complaints = Complaints(logger, "registry")
@@ -95,7 +104,7 @@ class GuardedConnection(TcpConnection):  # type: ignore[misc]  # pysyncobj has n
         return bool(super().connect(host, port))
 
     def disconnect(self) -> None:
-        """Close; whoever made this connection may at once connect anew."""
+        """Close."""
         self._forget()
         super().disconnect()
 
@@ -136,7 +145,7 @@ class GuardedConnection(TcpConnection):  # type: ignore[misc]  # pysyncobj has n
             if tls.pending:
                 event |= POLL_EVENT_TYPE.READ
             super()._TcpConnection__processConnection(descr, event)
-        # In there it may have been closed, and even been opened again.
+        # In there it may have been closed.
         if tls is not None and self._tls is tls:
             self._wait_for_more()
 
@@ -253,6 +262,14 @@ class GuardedTransport(TCPTransport):  # type: ignore[misc]  # pysyncobj has no 
         if older is not None:
             older.disconnect()
         super()._onIncomingMessageReceived(conn, message)
+
+    def _onDisconnected(self, conn: GuardedConnection) -> None:  # noqa: N802
+        # Connecting anew is for the next turn. pysyncobj does it here, in the middle of what it was sending or hearing
+        # when it found the connection dead, and then takes the new one for connected, and for safe.
+        self._unknownConnections.discard(conn)
+        node = self._connToNode(conn)
+        if node is not None and node in self._nodes:
+            self._onNodeDisconnected(node)
 
     def _onMessageReceived(self, node: Any, message: Any) -> None:  # noqa: N802
         # What a removed voter had sent before its connection was closed comes too late.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..config import Config, Voter
 from ..errors import ConfigError
-from .journal import write_file
+from .disk import write_file
 from .membership import voter_from_list, voter_to_list
 
 logger = logging.getLogger(__name__)

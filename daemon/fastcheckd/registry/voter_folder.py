@@ -1,54 +1,34 @@
-"""A voter's own files: who it is, its secret, the snapshot; locked, private, checked before they are believed.
+"""A voter's own files: who it is, its secret; locked, private, checked before they are believed.
 
     LOCK       held by the running registry process
     VOTER      whose folder this is: a voter that lost its log must not come back as itself
     JOIN       there as long as this voter has not been added by the others (see `raft_engine`)
     log, ...   see `journal`
-    snapshot   JSON: the state after an entry, that entry and the one before, the voters at that point
+    snapshot   see `snapshots`
 
 The folder is 0700 and its files 0600: who may write here decides what was committed.
 """
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
 import secrets
 import stat
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..config import Config, Voter
 from ..errors import ConfigError
-from .journal import Entry, open_private, sync_directory, write_file
-from .membership import Voters, voter_from_list, voter_to_list
+from .disk import Disk, FolderDisk, write_file
+from .journal import LOG
 from .records import Json
 from .sealing import Seal, derive_key
-from .state import restore
 from .tls import Tls
 
 KEY_BYTES_MIN = 32
-FORMAT = 2
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What the log starts with.
-
-    Attributes:
-        last: newest entry in it.
-        before: the one before that.
-        state: what they have led to.
-        voters: at that point; None in a snapshot of the first format: as configured.
-    """
-
-    last: Entry
-    before: Entry
-    state: Json
-    voters: Voters | None
+MARKER = "VOTER"
+JOIN = "JOIN"
 
 
 class VoterFolder:
@@ -63,9 +43,7 @@ class VoterFolder:
         self._config = config
         self._voter = voter
         self.path = registry_folder(config)
-        self.log = self.path / "log"
-        self.snapshot = self.path / "snapshot"
-        self._join = self.path / "JOIN"
+        self.disk: Disk = FolderDisk(self.path)
 
     def claim(self) -> None:
         """Make the folder, or take it over; `release` it at the end.
@@ -87,17 +65,17 @@ class VoterFolder:
 
     def release(self) -> None:
         """Let others have it."""
+        self.disk.close()
         self._lock_file.close()
 
     @property
     def joining(self) -> bool:
         """Whether this voter has yet to be added by the others."""
-        return self._join.exists()
+        return self.disk.exists(JOIN)
 
     def joined(self) -> None:
         """It has been added."""
-        self._join.unlink(missing_ok=True)
-        sync_directory(self.path)
+        self.disk.remove(JOIN)
 
     def _identity(self) -> Json:
         return {
@@ -108,7 +86,8 @@ class VoterFolder:
 
     def mark(self) -> None:
         """Note whose folder this is, once its log is there: a crash in between is not taken for a lost log."""
-        write_file(self.path / "VOTER", json.dumps(self._identity()).encode())
+        if not self.disk.exists(MARKER):
+            self.disk.replace(MARKER, json.dumps(self._identity()).encode())
 
     def check_marker(self) -> None:
         """A voter that lost its log must not come back as itself: it would vote and acknowledge anew.
@@ -117,17 +96,17 @@ class VoterFolder:
             ConfigError: it has, or the folder is another voter's.
         """
         identity = self._identity()
-        known = read_marker(self.path)
-        if known is None:
+        if not self.disk.exists(MARKER):
             return
+        known = _parse_marker(self.disk.read(MARKER))
         if known != identity:
             raise ConfigError(
                 f"config key 'state_dir': {self.path} belongs to the voter {known}, not to {identity}; "
                 "use another state_dir, or restore the config"
             )
-        if not self.log.exists():
+        if not self.disk.exists(LOG):
             raise ConfigError(
-                f"the registry log {self.log} is gone: a voter without its log would vote and "
+                f"the registry log {self.disk.path(LOG)} is gone: a voter without its log would vote and "
                 "acknowledge as if for the first time, and committed steps could be lost. If other voters "
                 f"are healthy, give this voter a new raft_address, with: fastcheck voters replace "
                 f"{self._voter.node_id} {self._voter.node_id}; only when the whole cluster starts over, delete "
@@ -150,9 +129,7 @@ class VoterFolder:
             # The config allows it for a voter alone on loopback.
             path = self._config.state_dir / "raft.key"
             if not path.exists():
-                with open_private(path) as file:
-                    file.write(secrets.token_bytes(KEY_BYTES_MIN))
-                sync_directory(path.parent)
+                write_file(path, secrets.token_bytes(KEY_BYTES_MIN))
         try:
             mode = path.stat().st_mode
             secret = path.read_bytes()
@@ -167,23 +144,6 @@ class VoterFolder:
             )
         return secret
 
-    def load_snapshot(self) -> Snapshot | None:
-        """The snapshot, if there is one.
-
-        Raises:
-            ConfigError: it cannot be used.
-        """
-        if not self.snapshot.exists():
-            return None
-        try:
-            return read_snapshot(self.snapshot)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"the registry snapshot {self.snapshot} cannot be used ({error}); restore it, or "
-                "treat this voter as lost: move the log away and restart fastcheckd, then give it a new raft_address, "
-                f"with: fastcheck voters replace {self._voter.node_id} {self._voter.node_id}"
-            ) from None
-
 
 def registry_folder(config: Config) -> Path:
     """Where a voter keeps its files."""
@@ -193,9 +153,14 @@ def registry_folder(config: Config) -> Path:
 def read_marker(folder: Path) -> Json | None:
     """Whose folder it is; None: nobody's yet, and an empty record if that cannot be read."""
     try:
-        known = json.loads((folder / "VOTER").read_bytes())
+        return _parse_marker((folder / MARKER).read_bytes())
     except FileNotFoundError:
         return None
+
+
+def _parse_marker(data: bytes) -> Json:
+    try:
+        known = json.loads(data)
     except ValueError:
         return {}
     return known if isinstance(known, dict) else {}
@@ -217,44 +182,3 @@ def make_private(folder: Path) -> None:
     for path in folder.iterdir():
         if stat.S_ISREG(path.lstat().st_mode):
             path.chmod(0o600)
-
-
-def write_snapshot(path: Path, last: Entry, before: Entry, state: bytes, voters: Voters) -> None:
-    """Write a snapshot, and have it on disk; the engine renames it into place."""
-    document = {
-        "format": FORMAT,
-        "last": _entry_to_json(last),
-        "before": _entry_to_json(before),
-        "state": state.decode(),
-        "voters": [voter_to_list(voter) for voter in voters.values()],
-    }
-    with open_private(path) as file:
-        file.write(json.dumps(document).encode())
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_snapshot(path: Path) -> Snapshot:
-    """Read a snapshot; raises OSError, ValueError, KeyError or TypeError."""
-    document = json.loads(path.read_bytes())
-    if not isinstance(document, dict) or document.get("format") not in {1, FORMAT}:
-        raise ValueError("not a snapshot of a format that this version reads")
-    voters: Voters | None = None
-    if document["format"] == FORMAT:
-        voters = {v.raft_address: v for v in map(voter_from_list, document["voters"])}
-    return Snapshot(
-        _entry_from_json(document["last"]),
-        _entry_from_json(document["before"]),
-        restore(document["state"].encode()),
-        voters,
-    )
-
-
-def _entry_to_json(entry: Entry) -> list[Any]:
-    command, index, term = entry
-    return [base64.b64encode(command).decode(), index, term]
-
-
-def _entry_from_json(value: Any) -> Entry:
-    command, index, term = value
-    return base64.b64decode(command, validate=True), int(index), int(term)

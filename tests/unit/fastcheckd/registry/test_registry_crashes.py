@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 
 from fastcheckd.config import Voter
-from fastcheckd.registry import journal as journal_module
-from fastcheckd.registry import voter_folder
-from fastcheckd.registry.journal import Journal
+from fastcheckd.registry import snapshots
+from fastcheckd.registry.disk import FolderDisk
+from fastcheckd.registry.journal import FORMAT_NEWEST, Journal
+from fastcheckd.registry.snapshots import Snapshots
 from fastcheckd.registry.state import new_state
-from fastcheckd.registry.voter_folder import make_private, read_snapshot, write_snapshot
+from fastcheckd.registry.voter_folder import make_private
 
 VOTER = Voter(node_id="a", registry_address="h:1", raft_address="h:2")
 
@@ -44,9 +45,8 @@ class Disk:
             raise Crash
 
     def install(self, patch):
-        """Put itself between the journal and the files."""
-        sync, data_sync, rename, open_private = os.fsync, os.fdatasync, os.rename, journal_module.open_private
-        replace, opened = Path.replace, Path.open
+        """Put itself between the voter's files and the system."""
+        opened, write = os.open, os.write
 
         def synced(real):
             def call(descriptor):
@@ -67,18 +67,27 @@ class Disk:
 
             return call
 
-        def fresh(path):
-            file = open_private(path)
-            self.contents.pop(path.stat().st_ino, None)  # the number of a file that is gone
-            return File(file, self)
+        def fresh(path, flags, *mode):
+            descriptor = opened(path, flags, *mode)
+            if flags & os.O_TRUNC:
+                self.contents.pop(os.fstat(descriptor).st_ino, None)  # the number of a file that is gone
+            return descriptor
 
-        patch.setattr(os, "fsync", synced(sync))
-        patch.setattr(os, "fdatasync", synced(data_sync))
-        patch.setattr(os, "rename", counted(rename))
-        patch.setattr(Path, "replace", counted(replace))
-        patch.setattr(Path, "open", lambda path, mode="r": File(opened(path, mode), self))
-        patch.setattr(journal_module, "open_private", fresh)
-        patch.setattr(voter_folder, "open_private", fresh)
+        def written(descriptor, data):
+            try:
+                self.step()
+            except Crash:
+                if self.torn:
+                    write(descriptor, data[: len(data) // 2])
+                raise
+            return write(descriptor, data)
+
+        patch.setattr(os, "fsync", synced(os.fsync))
+        patch.setattr(os, "fdatasync", synced(os.fdatasync))
+        patch.setattr(os, "replace", counted(os.replace))
+        patch.setattr(os, "ftruncate", counted(os.ftruncate))
+        patch.setattr(os, "open", fresh)
+        patch.setattr(os, "write", written)
 
     def after_power_cut(self, left):
         """A folder with what is on the disk then. A name without synced content: an empty file."""
@@ -86,36 +95,6 @@ class Disk:
         for name, inode in self.names.items():
             (left / name).write_bytes(self.contents.get(inode, b""))
         return left
-
-
-class File:
-    """A file whose writes and cuts are counted."""
-
-    def __init__(self, file, disk):
-        self._file, self._disk = file, disk
-
-    def write(self, data):
-        try:
-            self._disk.step()
-        except Crash:
-            if self._disk.torn:
-                self._file.write(data[: len(data) // 2])
-                self._file.flush()
-            raise
-        return self._file.write(data)
-
-    def truncate(self, size):
-        self._disk.step()
-        return self._file.truncate(size)
-
-    def __getattr__(self, name):
-        return getattr(self._file, name)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._file.close()
 
 
 @dataclasses.dataclass
@@ -129,7 +108,9 @@ class Said:
 
 def work(folder, said):
     """Three rounds of what a voter does with its files, each with a compaction."""
-    journal = Journal(folder / "log")
+    disk = FolderDisk(folder)
+    kept = Snapshots(disk, lambda last, before: None)
+    journal = Journal(disk)
     journal.setCurrentTerm(1, None)
     index = 0
 
@@ -152,17 +133,13 @@ def work(folder, said):
         journal.onOneSecondTimer()
         # The state after the third entry from the end, as the engine stores it; then the log before is dropped.
         state = json.dumps(new_state()).encode()
-        write_snapshot(folder / "snapshot.tmp", journal[-3], journal[-4], state, {"h:2": VOTER})
-        os.rename(folder / "snapshot.tmp", folder / "snapshot")  # noqa: PTH104  as the engine does
+        kept.keep(snapshots.to_bytes(journal[-3], journal[-4], state, {"h:2": VOTER}))
+        journal.newest_format = FORMAT_NEWEST  # from the second round on the log is in it
         journal.deleteEntriesTo(len(journal) - 4)
         say()
     # The leader sends its snapshot to a voter that was away: everything before is replaced by it.
-    write_snapshot(folder / "snapshot.1.tmp", (b"far", 101, 9), (b"fa", 100, 9), state, {"h:2": VOTER})
-    os.rename(folder / "snapshot.1.tmp", folder / "snapshot")  # noqa: PTH104
-    journal_module.sync_directory(folder)
-    journal.clear()
-    journal.add(b"fa", 100, 9)
-    journal.add(b"far", 101, 9)
+    kept.keep(snapshots.to_bytes((b"far", 101, 9), (b"fa", 100, 9), state, {"h:2": VOTER}))
+    journal.begin_with((b"fa", 100, 9), (b"far", 101, 9))
     say()
     journal._destroy()
 
@@ -170,11 +147,11 @@ def work(folder, said):
 def check(folder, said):
     """A voter starts from these files and has all that was acknowledged."""
     covered, base = 0, None
-    if (folder / "snapshot").exists():
-        found = read_snapshot(folder / "snapshot")
-        covered, base = found.last[1], found.before
+    disk = FolderDisk(folder)
+    if (found := Snapshots(disk, lambda last, before: None).load()) is not None:
+        covered, base = found.last[1], (found.before, found.last)
         assert found.voters == {"h:2": VOTER}
-    journal = Journal(folder / "log", base)
+    journal = Journal(disk, base)
     have = {index: (command, term) for command, index, term in journal[:]}
     for command, index, term in said.entries:
         # The last one may just have been cut for another leader's, which nobody has acknowledged yet.
@@ -189,7 +166,7 @@ def check(folder, said):
     journal.setCurrentTerm(99, None)
     journal.add(b"next", following, 99)
     journal.sync()
-    assert Journal(folder / "log")[-1] == (b"next", following, 99)
+    assert Journal(FolderDisk(folder))[-1] == (b"next", following, 99)
 
 
 def run(folder, stop_at, torn):
@@ -244,7 +221,7 @@ def test_the_folder_and_its_files_are_nobody_elses(tmp_path):
     assert {p.name for p in files if p.stat().st_mode & 0o077} == set()
 
 
-def test_a_snapshot_of_the_first_format_names_no_voters(tmp_path):
+def test_a_snapshot_of_the_first_format_names_no_voters():
     def entry(value):
         command, index, term = value
         return [base64.b64encode(command).decode(), index, term]
@@ -255,8 +232,6 @@ def test_a_snapshot_of_the_first_format_names_no_voters(tmp_path):
         "before": entry((b"a", 1, 1)),
         "state": json.dumps(new_state()),
     }
-    (tmp_path / "snapshot").write_text(json.dumps(document))
-    assert read_snapshot(tmp_path / "snapshot").voters is None
-    (tmp_path / "snapshot").write_text(json.dumps(document | {"format": 3}))
+    assert snapshots.from_bytes(json.dumps(document).encode()).voters is None
     with pytest.raises(ValueError, match="format"):
-        read_snapshot(tmp_path / "snapshot")
+        snapshots.from_bytes(json.dumps(document | {"format": 3}).encode())

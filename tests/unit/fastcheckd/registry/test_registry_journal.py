@@ -7,17 +7,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcheckd.errors import ConfigError
-from fastcheckd.registry.journal import MAGIC, Journal
+from fastcheckd.registry import journal as journal_module
+from fastcheckd.registry.disk import FolderDisk
+from fastcheckd.registry.journal import FORMAT_FIRST, FORMAT_NEWEST, MAGICS
+
+FORMATS = [FORMAT_FIRST, FORMAT_NEWEST]
+
+
+def Journal(path, base=None, **more):
+    assert path.name == "log"
+    return journal_module.Journal(FolderDisk(path.parent), base, **more)
 
 
 def entries(first, count, term=1):
     return [(b"command-%d" % i, i, term) for i in range(first, first + count)]
 
 
-def filled(path, count=10):
+def filled(path, count=10, *, number=FORMAT_NEWEST, synced=True):
+    """A log; each entry is on disk before the next one is written, or none is."""
+    path.write_bytes(MAGICS[number])
     journal = Journal(path)
     for entry in entries(1, count):
         journal.add(*entry)
+        if synced:
+            journal.sync()
     journal.setCurrentTerm(1, None)
     return journal
 
@@ -46,19 +59,83 @@ def test_a_torn_tail_is_cut_off_and_writing_goes_on(tmp_path):
         assert Journal(path)[-1] == (b"next", kept + 1, 2)
 
 
-def test_losing_committed_entries_is_for_the_operator(tmp_path):
+@pytest.mark.parametrize("number", FORMATS)
+def test_a_broken_entry_that_was_acknowledged_is_for_the_operator_and_nothing_is_changed(tmp_path, number):
+    path = tmp_path / "log"
+    filled(path, number=number).sync()
+    whole = path.read_bytes()
+    for at in range(len(MAGICS[number]), len(whole) - 60, 7):
+        broken = bytearray(whole)
+        broken[at] ^= 1 << at % 8
+        path.write_bytes(broken)
+        with pytest.raises(
+            ConfigError, match=r"is broken at byte .*entries up to .* behind it.*Nothing was changed"
+        ):
+            Journal(path)
+        assert path.read_bytes() == broken
+    path.write_bytes(b"something else")
+    with pytest.raises(ConfigError, match="not one of ours"):
+        Journal(path)
+
+
+def test_a_broken_last_entry_is_found_by_what_was_committed(tmp_path):
     path = tmp_path / "log"
     journal = filled(path)
     journal.setRaftCommitIndex(10)
     journal._destroy()
-    data = bytearray(path.read_bytes())
-    data[len(MAGIC) + 100] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(ConfigError, match="was committed"):
+    broken = bytearray(path.read_bytes())
+    broken[-1] ^= 1
+    path.write_bytes(broken)
+    with pytest.raises(ConfigError, match="entry 10 was committed. Nothing was changed"):
         Journal(path)
-    path.write_bytes(b"something else")
-    with pytest.raises(ConfigError, match="not one of ours"):
-        Journal(path)
+    assert path.read_bytes() == broken
+
+
+def test_what_a_power_cut_tore_before_it_was_synced_is_cut_off_wherever_it_is(tmp_path):
+    """Of what was written since the last sync any part may be there: also an end without its beginning."""
+    path = tmp_path / "log"
+    journal = filled(path, 6)
+    synced = journal.size_bytes
+    for entry in entries(7, 4):
+        journal.add(*entry)
+    whole = path.read_bytes()
+    for at in range(synced, len(whole), 5):
+        torn = bytearray(whole)
+        torn[at] ^= 0x55
+        path.write_bytes(torn)
+        kept = Journal(path)
+        assert kept[:6] == entries(1, 6) and len(kept) < 10
+
+
+def test_a_log_goes_over_to_the_newer_format_when_it_is_written_anew(tmp_path):
+    path = tmp_path / "log"
+    journal = filled(path, number=FORMAT_FIRST)
+    journal.newest_format = FORMAT_NEWEST
+    journal.add(b"command-11", 11, 1)
+    journal.sync()
+    assert path.read_bytes().startswith(MAGICS[FORMAT_FIRST])
+    journal.deleteEntriesTo(4)
+    journal.add(b"command-12", 12, 1)
+    journal.sync()
+    assert path.read_bytes().startswith(MAGICS[FORMAT_NEWEST])
+    assert Journal(path)[:] == entries(5, 8)
+
+
+def test_one_changed_byte_in_term_vote_or_commit_index_is_found(tmp_path):
+    journal = filled(tmp_path / "log")
+    journal.setCurrentTerm(7, "10.0.0.1:7501")
+    journal._destroy()
+    meta = tmp_path / "log.meta"
+    whole = meta.read_bytes()
+    for at in range(len(whole)):
+        changed = bytearray(whole)
+        changed[at] ^= 1
+        meta.write_bytes(changed)
+        try:
+            read = Journal(tmp_path / "log")
+        except ConfigError:
+            continue
+        assert (read.getCurrentTerm(), read.getVotedForNodeId()) == (7, "10.0.0.1:7501"), changed
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[]", b'{"term": "x"}'])
@@ -75,34 +152,42 @@ def test_a_log_without_its_term_and_vote_is_not_used(tmp_path, content):
 def test_the_log_is_aligned_with_a_snapshot(tmp_path):
     """A crash between writing the snapshot and shortening the log must not cost what follows the snapshot."""
     filled(tmp_path / "log")._destroy()
-    journal = Journal(tmp_path / "log", base=(b"command-4", 4, 1))
-    assert journal[:] == entries(4, 7)
+    base = (b"command-4", 4, 1), (b"command-5", 5, 1)
+    assert Journal(tmp_path / "log", base)[:] == entries(4, 7)
     assert Journal(tmp_path / "log")[:] == entries(4, 7)
-    assert len(Journal(tmp_path / "log", base=(b"another", 5, 3))) == 0
+    older = (b"command-2", 2, 1), (b"command-3", 3, 1)
+    with pytest.raises(ConfigError, match="it is an older one. Nothing was changed"):
+        Journal(tmp_path / "log", older)
+    other = (b"another", 5, 3), (b"and-one", 6, 3)
+    assert Journal(tmp_path / "log", other)[:] == list(other)
 
 
-def test_a_failed_append_leaves_the_log_as_it_was(tmp_path, monkeypatch):
-    journal = filled(tmp_path / "log")
-    size = journal.size_bytes
+@pytest.mark.parametrize("broken", ["append", "replace"])
+def test_a_full_disk_ends_it_and_a_start_with_room_goes_on(tmp_path, monkeypatch, broken):
+    reasons = []
+    journal = Journal(tmp_path / "log", on_failure=reasons.append)
+    for entry in entries(1, 10):
+        journal.add(*entry)
+    journal.setCurrentTerm(1, None)
+    write = os.write
 
-    class FullDisk:
-        def __init__(self, file):
-            self._file = file
+    def full(descriptor, data):
+        write(descriptor, data[:5])
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-        def write(self, data):
-            self._file.write(data[:5])
-            self._file.flush()
-            raise OSError(errno.ENOSPC, "no space left")
-
-        def __getattr__(self, name):
-            return getattr(self._file, name)
-
-    journal._file = FullDisk(journal._file)
-    with pytest.raises(OSError, match="no space"):
-        journal.add(b"x" * 100, 11, 1)
-    assert len(journal) == 10 and journal.size_bytes == size
-    journal.add(b"command-11", 11, 1)
-    journal.sync()
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        journal.add(b"x" * 100, 11, 1) if broken == "append" else journal.setCurrentTerm(2, "h:1")
+    monkeypatch.undo()
+    for attempt in (journal.sync, lambda: journal.add(b"y", 11, 1), lambda: journal.setCurrentTerm(2, None)):
+        with pytest.raises(OSError, match="No space"):
+            attempt()
+    assert len(reasons) == 1 and "No space left on device" in reasons[0] and "free some space" in reasons[0]
+    assert {path.name for path in tmp_path.iterdir()} == {"log", "log.meta"}, "no half file keeps the room"
+    again = Journal(tmp_path / "log")
+    assert again[:] == entries(1, 10) and again.getCurrentTerm() == 1
+    again.add(b"command-11", 11, 1)
+    again.sync()
     assert Journal(tmp_path / "log")[:] == entries(1, 11)
 
 
@@ -159,4 +244,6 @@ def test_the_file_says_what_the_memory_says(tmp_path_factory, steps):
         assert journal[:] == model and len(journal) == len(model)
     journal._destroy()
     assert Journal(path)[:] == model
-    assert json.loads(path.with_name("log.meta").read_bytes())["term"] == 1
+    assert (
+        json.loads(path.with_name("log.meta").read_bytes())["term"] == 1
+    )  # also for whoever reads no checksum

@@ -16,7 +16,7 @@ from tests.sockets import free_address
 from fastcheckd.config import Config, Voter
 from fastcheckd.errors import ConfigError, InvalidRequestError, NoQuorumError
 from fastcheckd.registry import commands
-from fastcheckd.registry import raft as raft_module
+from fastcheckd.registry import disk as disk_module
 from fastcheckd.registry import state as state_module
 from fastcheckd.registry.raft import Raft
 from fastcheckd.registry.state import SCHEMA, snapshot
@@ -167,8 +167,35 @@ def test_a_broken_snapshot_or_another_voters_folder_is_refused(config):
     with pytest.raises(ConfigError, match="belongs to the voter"):
         asyncio.run(once(dataclasses.replace(config, cluster_id="other")))
     (config.state_dir / "registry" / "snapshot").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be used"):
+    with pytest.raises(ConfigError, match=r"cannot be used.*Nothing was changed.*voters replace"):
         asyncio.run(once())
+
+
+def test_one_changed_digit_in_a_snapshot_is_found(config):
+    async def compact():
+        async with running(config) as raft:
+            await raft.propose(register("a"))
+            raft._engine.forceLogCompaction()
+            await eventually(lambda: raft._engine.journal[0][1] > 1)
+
+    async def once():
+        async with running(config):
+            pass
+
+    asyncio.run(compact())
+    path = config.state_dir / "registry" / "snapshot"
+    whole = path.read_bytes()
+    digits = [at for at, byte in enumerate(whole) if chr(byte).isdigit()]
+    for at in digits[:: max(1, len(digits) // 40)]:
+        other = b"%d" % ((int(chr(whole[at])) + 1) % 10)
+        path.write_bytes(whole[:at] + other + whole[at + 1 :])
+        with pytest.raises(ConfigError, match="cannot be used"):
+            asyncio.run(once())
+    path.unlink()
+    with pytest.raises(ConfigError, match="snapshot of what was before is gone. Nothing was changed"):
+        asyncio.run(once())
+    path.write_bytes(whole)
+    asyncio.run(once())
 
 
 def test_a_folder_in_use_and_a_port_in_use_are_refused(config):
@@ -223,7 +250,7 @@ def test_a_log_that_cannot_be_written_stops_the_voter(config, monkeypatch):
 
     async def scenario():
         async with running(config) as raft:
-            monkeypatch.setattr(raft_module.os, "fdatasync", broken)
+            monkeypatch.setattr(disk_module.os, "fdatasync", broken)
             with pytest.raises(NoQuorumError):
                 await raft.propose(register("a"), timeout_s=2.0)
             assert "cannot be written" in raft.failure and not raft.is_leader

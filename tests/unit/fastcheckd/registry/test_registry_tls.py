@@ -116,6 +116,31 @@ def test_three_voters_elect_commit_and_survive_their_leader(voters):
     asyncio.run(scenario())
 
 
+def test_a_connection_that_is_found_dead_and_opened_again_says_nothing_before_its_handshake(voters, caplog):
+    async def scenario():
+        async with three(voters):
+            await be_patient(voters)
+            transports = [raft._engine._SyncObj__transport for raft in voters.running.values()]
+            dialled = [
+                t._connections[node] for t in transports for node in list(t._nodes) if t._shouldConnect(node)
+            ]
+            for connection in dialled * 2:
+                await eventually(lambda connection=connection: connection.authenticated)
+                opened_at = connection.opened_at
+
+                def opened_again(connection=connection, before=opened_at):
+                    if connection.opened_at == before:  # as if it had heard nothing for a minute
+                        connection._TcpConnection__lastReadTime -= 60
+                    return connection.opened_at != before
+
+                await eventually(opened_again)
+            await eventually(lambda: all(connection.authenticated for connection in dialled))
+            await voters.commit()
+        assert "WRONG_VERSION_NUMBER" not in caplog.text, "something was sent in the clear"
+
+    asyncio.run(scenario())
+
+
 # The certificate itself
 
 

@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import pickle
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import zlib
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from pysyncobj.monotonic import monotonic
 from tests.sockets import free_address
 
 from fastcheckd.config import Config, Voter, split_address
+from fastcheckd.log import COMPLAINTS_MAX
 from fastcheckd.registry import raft as raft_module
 from fastcheckd.registry.raft import Raft
 from fastcheckd.registry.sealing import Seal, derive_key
@@ -111,7 +112,7 @@ def test_compaction_forks_nothing(tmp_path, monkeypatch):
                 await raft.propose({"type": "noop"})
             raft._engine.forceLogCompaction()
             await eventually(lambda: len(raft._engine.journal) <= 3)
-            assert raft._folder.snapshot.exists()
+            assert raft._folder.disk.exists("snapshot")
 
     asyncio.run(scenario())
 
@@ -151,27 +152,6 @@ def test_idle_links_between_followers_are_kept_alive(tmp_path):
                 assert idle_s < running[0]._engine.conf.connectionTimeout, f"{idle_s} s without a word"
 
     asyncio.run(scenario())
-
-
-def test_the_engine_is_not_made_where_it_would_die(tmp_path):
-    """pysyncobj's thread ends, without a word, with the thread that made it."""
-    voter = Voter(node_id="v", registry_address=free_address(), raft_address=free_address())
-    config = Config(cluster_id="test", node_id="v", voters=(voter,), state_dir=tmp_path)
-    errors = []
-
-    def elsewhere():
-        async def start():
-            Raft(config, lambda: None).start()
-
-        try:
-            asyncio.run(start())
-        except AssertionError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join(20)
-    assert errors == ["the engine dies with its maker"]
 
 
 def test_there_is_one_replicated_method_and_it_has_no_versions(tmp_path):
@@ -247,3 +227,10 @@ def test_with_the_key_but_no_voters_name_nothing_is_said(tmp_path, what):
             assert (raft.term, raft.voters) == (term, members) and raft.is_leader
 
     asyncio.run(scenario())
+
+
+def test_what_the_engine_says_of_every_entry_is_said_a_few_times(caplog):
+    for number in range(1000):
+        logging.getLogger("pysyncobj.syncobj").critical("truncating entries from index %d", number)
+    assert 1 <= len(caplog.records) <= COMPLAINTS_MAX
+    assert "truncating entries from index 0" in caplog.records[0].getMessage()

@@ -1,0 +1,152 @@
+"""The files of one voter: the few operations that its promises rest on, and what each leaves behind a power cut.
+
+Everything that a voter keeps goes through a `Disk`, so that the simulation can bring one that is full, slow, torn or
+without power. What is not synced may be lost, in whole or in part; `replace` leaves the old content or the new one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Protocol
+
+#: Larger files are none of ours: a log is compacted at a sixteenth of it.
+FILE_BYTES_MAX = 1 << 30
+#: Errors of a disk that may have room again; with any other one it is the disk that has to be looked at.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class Disk(Protocol):
+    """Files by name. All methods raise OSError; after an error a file may hold a part of what was written."""
+
+    def path(self, name: str) -> str:
+        """A file's name for people."""
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file."""
+
+    def read(self, name: str) -> bytes:
+        """All of a file; raises FileNotFoundError."""
+
+    def append(self, name: str, data: bytes) -> None:
+        """Write at a file's end; durable after `sync`."""
+
+    def truncate(self, name: str, size: int) -> None:
+        """Cut a file off; durable after `sync`."""
+
+    def sync(self, name: str) -> None:
+        """Return when all of a file is durable."""
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Give a file, which need not be there, new content. Durable when this returns."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it is there. Durable when this returns."""
+
+    def close(self) -> None:
+        """Let go of open files."""
+
+
+class FolderDisk:
+    """Files in a folder that belongs to this voter alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        #: Files that were appended to or cut, which stay open.
+        self._open: dict[str, int] = {}
+
+    def path(self, name: str) -> str:
+        """A file's name for people."""
+        return str(self.folder / name)
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return (self.folder / name).exists()
+
+    def read(self, name: str) -> bytes:
+        """All of a file."""
+        path = self.folder / name
+        size = path.stat().st_size
+        if size > FILE_BYTES_MAX:
+            raise OSError(errno.EFBIG, f"{path} has {size} bytes: no file of a voter is that large")
+        return path.read_bytes()
+
+    def append(self, name: str, data: bytes) -> None:
+        """Write at a file's end."""
+        descriptor, left = self._descriptor(name), memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+
+    def truncate(self, name: str, size: int) -> None:
+        """Cut a file off."""
+        os.ftruncate(self._descriptor(name), size)
+
+    def sync(self, name: str) -> None:
+        """Return when all of a file is durable."""
+        os.fdatasync(self._descriptor(name))
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Give a file new content, or leave it as it was."""
+        write_file(self.folder / name, data)
+        self._forget(name)
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it is there."""
+        (self.folder / name).unlink(missing_ok=True)
+        self._forget(name)
+        sync_directory(self.folder)
+
+    def close(self) -> None:
+        """Let go of open files."""
+        for name in list(self._open):
+            self._forget(name)
+
+    def _descriptor(self, name: str) -> int:
+        if name not in self._open:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._open[name] = os.open(self.folder / name, flags, 0o600)
+        return self._open[name]
+
+    def _forget(self, name: str) -> None:
+        if (descriptor := self._open.pop(name, None)) is not None:
+            os.close(descriptor)
+
+
+def sync_directory(folder: Path) -> None:
+    """Make renames and new files in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace a file so that a crash leaves either the old or the new content, and no other user can read it."""
+    temporary = path.with_name(path.name + ".new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o600)
+    try:
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(descriptor, left) :]
+            # Synced before it has its name: a power cut between the two would leave the name with nothing in it.
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)  # noqa: PTH105  as the other operations here, a call of the system
+    except OSError:
+        # On a full disk what was written of it would keep the room that others wait for.
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def free_bytes(folder: Path) -> int:
+    """What this user may still write on a folder's file system."""
+    found = os.statvfs(folder)
+    if found.f_files and not found.f_ffree:
+        return 0  # every change writes a new file first
+    return (found.f_bfree if os.geteuid() == 0 else found.f_bavail) * found.f_frsize
