@@ -19,13 +19,14 @@ PEERS_READY := $(PEERS_VENV)/.ready
 TORCHSTORE_VENV := .venv-peers-torchstore
 BUF := @bufbuild/buf@1.75.0
 
-.PHONY: demo test bytecode test-clusters test-rest simulate soak fuzz lint format bench bench-peers peers-torchstore \
+.PHONY: demo test bytecode test-clusters test-rest test-long simulate soak fuzz lint format bench bench-peers peers-torchstore \
 	bench-paper bench-paper-server matrix man screenshots docs \
 	locks sbom proto clean help
 
 help:
 	@echo "make demo   train on 4 nodes, lose one, resume bit for bit from the others' RAM (about 3 minutes)"
 	@echo "make test   all tests        make lint   all checks        make format  let ruff format"
+	@echo "make test-long  what make test has a few rounds of, for many: fifty kills of all voters"
 	@echo "make simulate SEEDS=1-1000   whole clusters in virtual time, with faults, each from its seed"
 	@echo "make soak MINUTES=10 SEED=1  a job trains on five nodes while faults fall, each of them real"
 	@echo "make man    the man page         make screenshots   the pictures in docs/cli.md, of a real cluster"
@@ -65,11 +66,15 @@ test-rest: $(READY)
 	$(BIN)/python -m pytest $(BESIDE) --durations=10 $(CLUSTERS:%=--ignore=%)
 
 test-clusters: $(READY)
-	$(BIN)/python -m pytest $(BESIDE) --durations=15 -m 'not alone' $(CLUSTERS)
+	$(BIN)/python -m pytest $(BESIDE) --durations=15 -m 'not alone and not long' $(CLUSTERS)
 
 # What keeps all cores busy, or judges how a link is shared: nothing runs beside it.
 test-alone: $(READY)
 	$(BIN)/python -m pytest --durations=5 -m alone $(CLUSTERS)
+
+# The same tests for many rounds: hours, and not part of make test.
+test-long: $(READY) bytecode
+	$(BIN)/python -m pytest --durations=0 -m long -s tests
 
 SEEDS ?= 1-1000
 simulate: $(READY)

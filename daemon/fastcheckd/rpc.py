@@ -139,7 +139,8 @@ def answers(
             return await method(self, request, context)
         except FastCheckdError as error:
             await abort(context, error)
-        except grpc.aio.AbortError:
+        except grpc.aio.BaseError:
+            # Ended by us, or the caller is gone: gRPC knows. To end it again would be an error of its own, and logged.
             raise
         except Exception as error:
             logger.exception("%s failed", method.__qualname__)

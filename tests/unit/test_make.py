@@ -11,9 +11,13 @@ def test_every_test_is_in_exactly_one_of_the_runs():
     (folders,) = re.findall(r"^CLUSTERS := (.+)$", text, re.MULTILINE)
     assert all((ROOT / folder).is_dir() for folder in folders.split())
     runs = re.findall(r"^\t\$\(BIN\)/python -m pytest (.+)$", text, re.MULTILINE)
-    rest, clusters, alone = runs
+    rest, clusters, alone, long = runs
     assert rest.endswith(" $(CLUSTERS:%=--ignore=%)") and "-m " not in rest, "all but these folders"
-    assert clusters.endswith(" -m 'not alone' $(CLUSTERS)"), "these folders and no other"
+    assert clusters.endswith(" -m 'not alone and not long' $(CLUSTERS)"), "these folders and no other"
     assert alone.endswith(" -m alone $(CLUSTERS)"), "and what that leaves out"
+    assert " -m long " in long and long.endswith(" tests"), (
+        "what no other run has, since pytest leaves it out by itself"
+    )
+    assert "-m 'not long'" in (ROOT / "pyproject.toml").read_text()
     (together,) = re.findall(r"^test: .*\n\t(.+)$", text, re.MULTILINE)
     assert together.endswith(" test-rest test-clusters test-alone")
