@@ -12,13 +12,14 @@ import logging
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
-from ..errors import FastCheckdError, NotHeldError, StoreError
+from ..errors import FastCheckdError, NoQuorumError, NotHeldError, StoreError
 from ..identity import Identity
 from ..registry.client import RegistryClient
 from ..store.ram_store import RamStore
 from ..store.retention import Kept
 from ..view import ViewFollower
 from .of_rank import RankSaves
+from .without_quorum import Silence
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +31,32 @@ class GivenUp:
     """Frees the memory of one data process' given-up steps. Owned by the event loop's thread."""
 
     def __init__(
-        self, *, identity: Identity, store: RamStore, registry: RegistryClient, view: ViewFollower
+        self,
+        *,
+        identity: Identity,
+        store: RamStore,
+        registry: RegistryClient,
+        view: ViewFollower,
+        silence: Silence,
     ) -> None:
         self._identity = identity
         self._store = store
         self._registry = registry
         self._view = view
+        self._silence = silence
+
+    def rule_out_beside(self, saves: RankSaves, *, keep: int) -> None:
+        """The same as `rule_out`, in a task of its own, unless one is at it."""
+        if (saves.ruling_out is None or saves.ruling_out.done()) and saves.below_step(keep):
+            saves.ruling_out = asyncio.create_task(
+                self.rule_out(saves, keep=keep), name=f"rule-out-{saves.job}-{saves.rank}"
+            )
+
+    async def rule_out_for_room(self, saves: RankSaves) -> bool:
+        """All of a rank whose trainer waits for memory. A registry that does not answer is not waited for."""
+        if self._silence.lasts:
+            return False
+        return await self.rule_out(saves, keep=0)
 
     async def rule_out(self, saves: RankSaves, *, keep: int) -> bool:
         """Have the registry rule out a rank's given-up steps, but for the newest `keep`, and drop them here.
@@ -59,11 +80,14 @@ class GivenUp:
                 timeout_s=SUPERSEDE_TIMEOUT_S,
             )
         except FastCheckdError as error:
+            if isinstance(error, NoQuorumError):
+                self._silence.noted()
             logger.info(
                 "steps of rank %d of job %r below %d keep their memory for now: %s",
                 saves.rank, saves.job, below_step, error,
             )  # fmt: skip
             return False
+        self._silence.heard()
         saves.settled(below_step)
         ruled_out = Kept(steps=frozenset(answer.kept_steps), superseded=((below_step, session + 1),))
         return await asyncio.to_thread(self._drop, saves.job, saves.rank, ruled_out)

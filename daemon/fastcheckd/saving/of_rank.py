@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import SupersededError
 from ..store.retention import PROVISIONAL_KEPT
 from .save import Save
 
@@ -61,6 +62,19 @@ class RankSaves:
     def too_many(self) -> list[Save]:
         """The droppable steps that newer ones have made superfluous."""
         return self.droppable()[:-PROVISIONAL_KEPT]
+
+    def uncommittable(self, keep: int = 0) -> list[Save]:
+        """Provisional steps that a registry has heard of and other ranks do not save, the oldest first.
+
+        But for those among the newest `keep` of all that is reported and will hardly be committed.
+        """
+        stalled = [
+            s
+            for s in self.saves
+            if s.provisional and s.reported and isinstance(s.stalled_because, SupersededError)
+        ]
+        newest = sorted([*self.given_up, *(s.key.step for s in stalled)])[-keep:] if keep else []
+        return sorted((s for s in stalled if s.key.step not in newest), key=lambda s: s.key.step)
 
     def may_report(self) -> bool:
         """Steps with undecided reports can never be dropped, so there are only so many."""

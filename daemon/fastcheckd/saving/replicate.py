@@ -95,6 +95,8 @@ class Replicator:
         self.short_of_room: set[tuple[str, int]] = set()
         self._quarantine = Quarantine(config.quarantine_s)
         self._placing = Placing(config, identity, registry, view, self._quarantine)
+        #: Whether the registry answers these saves.
+        self.silence = self._placing.silence
 
     async def run(self, save: Save) -> None:
         """Bring a save to COMMITTED; raises what stopped it.

@@ -97,7 +97,9 @@ class SavingRoom:
         self.memory = StepMemory(
             config=config, store=store, view=view, counters=counters, short_of_room=replicator.short_of_room
         )
-        self._given_up = GivenUp(identity=identity, store=store, registry=registry, view=view)
+        self._given_up = GivenUp(
+            identity=identity, store=store, registry=registry, view=view, silence=replicator.silence
+        )
         self._ahead = Ahead(config=config, counters=counters, attach=self._attach, send=self._run)
         #: Set once the steps that an earlier life of this process staged are under way again.
         self._resumed = asyncio.Event()
@@ -306,8 +308,10 @@ class SavingRoom:
             except (OverBudgetError, StoreFullError) as error:
                 saves = self._of(*rank)
                 waiting = saves.droppable()
-                if await self._given_up.rule_out(
-                    saves, keep=0
+                for old in saves.uncommittable():
+                    await self._give_up(old, request.step)
+                if await self._given_up.rule_out_for_room(
+                    saves
                 ) or await self._given_up.drop_of_earlier_sessions(saves):
                     continue
                 if len(waiting) >= 2:
@@ -556,10 +560,9 @@ class SavingRoom:
             return  # what is left of it goes as soon as no rank's session is as old
         saves.given_up.append(save.key.step)
         keep = 0 if self.memory.is_lean((saves.job, saves.rank)) else PROVISIONAL_KEPT
-        if (saves.ruling_out is None or saves.ruling_out.done()) and saves.below_step(keep):
-            saves.ruling_out = asyncio.create_task(
-                self._given_up.rule_out(saves, keep=keep), name=f"rule-out-{save.key}"
-            )
+        for old in saves.uncommittable(keep):
+            self._supersede(old, save.key.step)
+        self._given_up.rule_out_beside(saves, keep=keep)
 
     def _drop_own(self, key: SaveKey) -> None:
         """Forget the owner's bytes of a step that cannot be committed any more.

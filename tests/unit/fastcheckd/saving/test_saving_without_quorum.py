@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from tests.unit.fastcheckd.saving.saving_harness import CHUNK, next_step, noise, running_world
+from tests.unit.fastcheckd.saving.saving_harness import BUDGET, CHUNK, next_step, noise, running_world
 from tests.unit.fastcheckd.transfer.transfer_harness import eventually
 
 from fastcheck_proto.v1 import common_pb2 as pb
@@ -192,3 +192,22 @@ def test_short_memory_goes_to_the_newer_step(tmp_path):
         await node.done(save)
 
     in_world(tmp_path, body)
+
+
+def test_provisional_steps_that_another_rank_did_not_save_give_way_when_memory_is_short(tmp_path):
+    """They are reported once there is a registry again, and wait for a rank that will never save them."""
+
+    async def body(node, registry, holders):
+        await node.save(1, state_of(1))
+        registry.silent = True
+        waiting = [await provisional(node, step) for step in (2, 3)]
+        registry.waiting, registry.absent, registry.silent = True, [1], False
+        await eventually(lambda: all(isinstance(save.stalled_because, SupersededError) for save in waiting))
+        node.store.allocate(BUDGET - 9 * len(STATE) // 2, "staging.other.0.1")
+        for step in range(4, 8):
+            await node.stage(step, state_of(step % 8))
+        assert all(save.done for save in waiting)
+        registry.waiting = False
+        await node.save(8, state_of(0))
+
+    in_world(tmp_path, body, stall_after_s=0.05)
