@@ -30,6 +30,8 @@ class Signs:
     data: registry_pb2.DataHealth.ValueType = registry_pb2.DATA_HEALTH_UNSPECIFIED
     #: Why it is suspected or damped; empty: it is neither, or this voter does not lead.
     reason: str = ""
+    #: Which of its processes do not run as they should; empty: none.
+    trouble: str = ""
 
 
 NO_SIGNS = Signs()
@@ -130,5 +132,6 @@ def cluster_view(
             since_ms=node["since_ms"],
             heard_ms_ago=heard.heard_ms_ago,
             data=heard.data,
+            trouble=heard.trouble,
         )
     return view

@@ -189,6 +189,14 @@ def _node_codes(
             remedy=f"wait for 'fastcheck safe-to-stop {node.node_id}', or: "
             f"fastcheck drain {node.node_id} --undo",
         )
+    if node.trouble:
+        yield admin_pb2.HealthCode(
+            code="PROCESS_FAILING",
+            severity=DEGRADED,
+            detail=f"on {name} {node.trouble}",
+            remedy=f"look at the log of {node.node_id} and at the limits that its processes have (pids.max, memory, "
+            "open files); its agent tries again every few seconds",
+        )
     yield from _data_codes(node, name, answers.stats.get(node.node_id), setup)
 
 

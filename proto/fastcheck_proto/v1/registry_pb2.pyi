@@ -148,6 +148,7 @@ class NodeRecord(google.protobuf.message.Message):
     SINCE_MS_FIELD_NUMBER: builtins.int
     HEARD_MS_AGO_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
+    TROUBLE_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     incarnation: builtins.int
     state: Global___NodeState.ValueType
@@ -165,6 +166,8 @@ class NodeRecord(google.protobuf.message.Message):
     heard_ms_ago: builtins.int
     """Since the answering voter heard it last; unset: never in this life."""
     data: Global___DataHealth.ValueType
+    trouble: builtins.str
+    """As its agent said last to the answering voter: which of its processes cannot be started or keep ending, for people."""
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Failure domains and whatever else the node's config says, such as rack=a1."""
@@ -186,9 +189,10 @@ class NodeRecord(google.protobuf.message.Message):
         since_ms: builtins.int = ...,
         heard_ms_ago: builtins.int | None = ...,
         data: Global___DataHealth.ValueType = ...,
+        trouble: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_heard_ms_ago", b"_heard_ms_ago", "heard_ms_ago", b"heard_ms_ago"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_heard_ms_ago", b"_heard_ms_ago", "agent_address", b"agent_address", "data", b"data", "data_address", b"data_address", "heard_ms_ago", b"heard_ms_ago", "incarnation", b"incarnation", "labels", b"labels", "lane_address", b"lane_address", "node_id", b"node_id", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes", "reason", b"reason", "since_ms", b"since_ms", "state", b"state", "voter", b"voter"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_heard_ms_ago", b"_heard_ms_ago", "agent_address", b"agent_address", "data", b"data", "data_address", b"data_address", "heard_ms_ago", b"heard_ms_ago", "incarnation", b"incarnation", "labels", b"labels", "lane_address", b"lane_address", "node_id", b"node_id", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes", "reason", b"reason", "since_ms", b"since_ms", "state", b"state", "trouble", b"trouble", "voter", b"voter"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_heard_ms_ago", b"_heard_ms_ago"]) -> typing.Literal["heard_ms_ago"] | None: ...
 
 Global___NodeRecord: typing_extensions.TypeAlias = NodeRecord
@@ -303,10 +307,13 @@ class HeartbeatRequest(google.protobuf.message.Message):
     RAM_USED_BYTES_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
     SEQ_FIELD_NUMBER: builtins.int
+    TROUBLE_FIELD_NUMBER: builtins.int
     ram_used_bytes: builtins.int
     data: Global___DataHealth.ValueType
     seq: builtins.int
     """Counts up within a life and stream; answers name it."""
+    trouble: builtins.str
+    """Which of the node's processes cannot be started or keep ending, for people. Empty: none."""
     @property
     def node(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
     def __init__(
@@ -316,9 +323,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
         ram_used_bytes: builtins.int = ...,
         data: Global___DataHealth.ValueType = ...,
         seq: builtins.int = ...,
+        trouble: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "node", b"node", "ram_used_bytes", b"ram_used_bytes", "seq", b"seq"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "node", b"node", "ram_used_bytes", b"ram_used_bytes", "seq", b"seq", "trouble", b"trouble"]) -> None: ...
 
 Global___HeartbeatRequest: typing_extensions.TypeAlias = HeartbeatRequest
 
