@@ -164,8 +164,8 @@ class AdminClient:
 
         Args:
             step: or else `everything`: what is under way is refused as well, and step numbers may begin anew.
-            even_if_running: also what a trainer that runs would be restored from: the newest step, or everything. It is
-                fenced. Without it that raises `UnsafeError`.
+            even_if_running: also what a trainer that runs would be restored from: the newest step, or everything.
+                What it has under way is refused, then it saves on. Without it that raises `UnsafeError`.
             dry_run: only say what would go, and as `refusal` why it would be refused.
 
         A step that is not kept is nothing to delete, and no error.

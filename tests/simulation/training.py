@@ -55,6 +55,9 @@ class Job:
         self.takeover: int | None = None
         self._generation = 0
         self._sessions: list[int] = []
+        #: Session → its client, and of one that its trainer knows to be over the client that asks for the next.
+        self._clients: dict[int, str] = {}
+        self._fenced: dict[int, str] = {}
         self._saves: list[list[tuple[Save, asyncio.Task[Any]]]] = [[] for _ in seats]
 
     async def run(self) -> None:
@@ -107,10 +110,22 @@ class Job:
                     if not seat.alive and others:
                         self.seats[rank] = self.rng.choice(others)
 
-    def _open(self, rank: int) -> asyncio.Future[Any]:
-        client = f"{self.name}-{rank}-{self._generation}-{self.rng.random():.6f}"
+    def _new_client(self, rank: int) -> str:
+        return f"{self.name}-{rank}-{self._generation}-{self.rng.random():.6f}"
+
+    def _open(self, rank: int, client: str = "", resumes: str = "") -> asyncio.Future[Any]:
+        client = client or self._new_client(rank)
         world_size = len(self.seats)
-        return ask(self.seats[rank], lambda data: open_rank(data, self.name, rank, world_size, client))
+
+        def note(answer: asyncio.Future[Any]) -> None:
+            if answer.result() is not None:
+                self._clients[answer.result()] = client
+
+        opening = ask(
+            self.seats[rank], lambda data: open_rank(data, self.name, rank, world_size, client, resumes)
+        )
+        opening.add_done_callback(note)
+        return opening
 
     def _load(self, rank: int) -> asyncio.Future[Any]:
         world_size = len(self.seats)
@@ -127,6 +142,9 @@ class Job:
     def _save(self, rank: int, step: int, session: int) -> None:
         if session != self._sessions[rank]:
             return  # that trainer is gone
+        if session in self._fenced:
+            self._resume(rank, session)
+            return
         seat = self.seats[rank]
         process = seat.process("data")
         saves = self._saves[rank] = [(s, t) for s, t in self._saves[rank] if not t.done()]
@@ -138,4 +156,19 @@ class Job:
             if self.rng.random() < 0.5:
                 process.start(rule_out(seat.data, self.name, rank, session, given_up.step + 1))
         save = Save(seat.data, self.name, step, rank, session, len(self.seats))
-        saves.append((save, process.start(save.run())))
+        task = process.start(save.run())
+        saves.append((save, task))
+        task.add_done_callback(lambda _: self._note(save))
+
+    def _note(self, save: Save) -> None:
+        if save.outcome == "FencedError" and save.session not in self._fenced:
+            self._fenced[save.session] = self._new_client(save.rank)
+
+    def _resume(self, rank: int, session: int) -> None:
+        """The trainer of a session that has ended takes the rank's place again, if nobody has had it since."""
+
+        def opened(answer: asyncio.Future[Any]) -> None:
+            if answer.result() is not None and self._sessions[rank] == session:
+                self._sessions[rank] = answer.result()
+
+        self._open(rank, self._fenced[session], self._clients[session]).add_done_callback(opened)

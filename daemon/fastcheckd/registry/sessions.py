@@ -80,6 +80,17 @@ def current_session(state: Json, job_name: str, rank: int) -> int:
     return 0 if seat is None else int(seat["session"])
 
 
+def is_vacant(state: Json, job_name: str, rank: int, *, last: str, client: str) -> bool:
+    """Whether nobody has had a rank's place since the client `last`, but perhaps `client`, which comes after it."""
+    job = state["jobs"].get(job_name)
+    seat = None if job is None else job["ranks"].get(str(rank))
+    if seat is None:  # forgotten with its job, of which nothing is kept
+        return True
+    if seat["client"]:
+        return seat["client"] in (last, client)
+    return [each for each in seat["past"] if each][-1:] == [last]
+
+
 def _new_job(state: Json, job_name: str, owner: str) -> Json:
     jobs = state["jobs"]
     if len(jobs) >= JOBS_MAX:

@@ -163,6 +163,7 @@ class SavingRoom:
                 client_id=request.client_id,
                 node=self._identity.ref(),
                 identity=identity,
+                resumes=request.resumes,
             ),
             timeout_s=OPEN_TIMEOUT_S,
         )
@@ -594,7 +595,7 @@ class SavingRoom:
         if save is None and self._view.is_void(request.job, request.session):
             raise FencedError(
                 f"step {request.step} of rank {request.rank} is not kept: steps of job {request.job!r} were deleted "
-                "meanwhile, which ended the sessions of all its trainers; start the trainer again"
+                "meanwhile, which ended the sessions of all its trainers; the next save opens a new one"
             )
         if save is None:
             with contextlib.suppress(TimeoutError):

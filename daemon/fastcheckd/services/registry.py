@@ -20,7 +20,7 @@ from ..registry.members import LEFT
 from ..registry.owning import IDENTITY_BYTES_MAX, LOCAL, owner_of
 from ..registry.records import Json, is_lossy
 from ..registry.reporting import Reports
-from ..registry.sessions import current_session
+from ..registry.sessions import current_session, is_vacant
 from ..registry.stubs import Stubs
 from ..registry.view import job_views
 from ..rpc import answers
@@ -94,12 +94,12 @@ class RegistryService(
         with checking():
             _check_rank_of(request.job, request.rank, request.world_size)
             records.text({"client_id": request.client_id}, "client_id", records.TOKEN_BYTES_MAX)
+            records.text({"resumes": request.resumes}, "resumes", records.TOKEN_BYTES_MAX, empty=True)
             records.text({"identity": request.identity or LOCAL}, "identity", IDENTITY_BYTES_MAX)
             node = records.node_ref(wire.node_ref(request.node), "the node")
         await self._need_leader(context)
         if not request.HasField("replaces"):
-            current = self._raft.read(lambda state: current_session(state, request.job, request.rank))
-            return registry_pb2.OpenRankResponse(current=current)
+            return self._raft.read(lambda state: _whose(state, request))
         result = await self._propose(
             commands.open_rank(
                 request.job,
@@ -113,7 +113,8 @@ class RegistryService(
         )
         if result["session"]:
             self._reports.opened(request.job, request.rank, result["session"])
-        return registry_pb2.OpenRankResponse(session=result["session"], current=result["current"])
+            return registry_pb2.OpenRankResponse(session=result["session"], current=result["current"])
+        return self._raft.read(lambda state: _whose(state, request))
 
     @decides
     async def Place(self, request: registry_pb2.PlaceRequest, context: Context) -> registry_pb2.PlaceResponse:
@@ -312,6 +313,15 @@ class RegistryService(
     ) -> registry_pb2.ListJobsResponse:
         """All jobs, as applied here."""
         return registry_pb2.ListJobsResponse(jobs=self._raft.read(job_views))
+
+
+def _whose(state: Json, request: registry_pb2.OpenRankRequest) -> registry_pb2.OpenRankResponse:
+    """Who has a rank's place: what whoever wants it has to name."""
+    job, rank = request.job, request.rank
+    return registry_pb2.OpenRankResponse(
+        current=current_session(state, job, rank),
+        vacant=is_vacant(state, job, rank, last=request.resumes, client=request.client_id),
+    )
 
 
 def _check_rank_of(job: str, rank: int, world_size: int) -> None:

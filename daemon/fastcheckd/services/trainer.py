@@ -59,6 +59,8 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
         _check_rank(request.job, request.rank, request.world_size)
         if not 1 <= len(request.client_id) <= 64:
             raise InvalidRequestError("client_id must have 1 to 64 characters")
+        if len(request.resumes) > 64:
+            raise InvalidRequestError("resumes must have at most 64 characters")
         await self._owners.check(request.job)
         self._restore.expect(request.job, request.rank)
         return tpb.OpenSessionResponse(session=await self._saving.open_session(request, str(CALLER.get())))

@@ -695,6 +695,7 @@ class OpenRankRequest(google.protobuf.message.Message):
     NODE_FIELD_NUMBER: builtins.int
     REPLACES_FIELD_NUMBER: builtins.int
     IDENTITY_FIELD_NUMBER: builtins.int
+    RESUMES_FIELD_NUMBER: builtins.int
     job: builtins.str
     rank: builtins.int
     world_size: builtins.int
@@ -706,6 +707,8 @@ class OpenRankRequest(google.protobuf.message.Message):
     """
     identity: builtins.str
     """Who opens it: `trainer/NAME`, `admin/NAME`, or `local`. The first one owns the job. Empty: local."""
+    resumes: builtins.str
+    """The client of the same process' session before: see `vacant`."""
     @property
     def node(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
     def __init__(
@@ -718,9 +721,10 @@ class OpenRankRequest(google.protobuf.message.Message):
         node: fastcheck_proto.v1.common_pb2.NodeRef | None = ...,
         replaces: builtins.int | None = ...,
         identity: builtins.str = ...,
+        resumes: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_replaces", b"_replaces", "node", b"node", "replaces", b"replaces"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_replaces", b"_replaces", "client_id", b"client_id", "identity", b"identity", "job", b"job", "node", b"node", "rank", b"rank", "replaces", b"replaces", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_replaces", b"_replaces", "client_id", b"client_id", "identity", b"identity", "job", b"job", "node", b"node", "rank", b"rank", "replaces", b"replaces", "resumes", b"resumes", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_replaces", b"_replaces"]) -> typing.Literal["replaces"] | None: ...
 
 Global___OpenRankRequest: typing_extensions.TypeAlias = OpenRankRequest
@@ -731,17 +735,21 @@ class OpenRankResponse(google.protobuf.message.Message):
 
     SESSION_FIELD_NUMBER: builtins.int
     CURRENT_FIELD_NUMBER: builtins.int
+    VACANT_FIELD_NUMBER: builtins.int
     session: builtins.int
     """0: not opened, as the place is held by another session than `replaces`."""
     current: builtins.int
     """The session that holds the place."""
+    vacant: builtins.bool
+    """Where nothing was opened: nobody has had the place since the session of `resumes`."""
     def __init__(
         self,
         *,
         session: builtins.int = ...,
         current: builtins.int = ...,
+        vacant: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["current", b"current", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["current", b"current", "session", b"session", "vacant", b"vacant"]) -> None: ...
 
 Global___OpenRankResponse: typing_extensions.TypeAlias = OpenRankResponse
 

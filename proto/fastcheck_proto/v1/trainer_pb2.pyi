@@ -57,11 +57,16 @@ class OpenSessionRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     CLIENT_ID_FIELD_NUMBER: builtins.int
+    RESUMES_FIELD_NUMBER: builtins.int
     job: builtins.str
     rank: builtins.int
     world_size: builtins.int
     client_id: builtins.str
-    """Random, made once per Checkpointer: the same request sent twice is one session."""
+    """Random, made once per session: the same request sent twice is one session."""
+    resumes: builtins.str
+    """The client of this process' session before, which a deletion has ended: refused if another process has had the
+    place since. Empty: whoever has it loses it.
+    """
     def __init__(
         self,
         *,
@@ -69,8 +74,9 @@ class OpenSessionRequest(google.protobuf.message.Message):
         rank: builtins.int = ...,
         world_size: builtins.int = ...,
         client_id: builtins.str = ...,
+        resumes: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client_id", b"client_id", "job", b"job", "rank", b"rank", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_id", b"client_id", "job", b"job", "rank", b"rank", "resumes", b"resumes", "world_size", b"world_size"]) -> None: ...
 
 Global___OpenSessionRequest: typing_extensions.TypeAlias = OpenSessionRequest
 

@@ -19,6 +19,7 @@ from tests.unit.fastcheckd.registry.small_cluster import (
 from fastcheckd.registry import commands as made
 from fastcheckd.registry.commits import Standing, standing
 from fastcheckd.registry.deletion import plan_deletion
+from fastcheckd.registry.sessions import is_vacant
 from fastcheckd.registry.state import SCHEMA, apply, restore, snapshot
 from fastcheckd.registry.view import job_views
 
@@ -258,3 +259,25 @@ def test_whatever_happens_what_is_deleted_stays_so_and_nothing_else_goes(sequenc
         assert job["newest"] == (kept[-1][0] if kept else -1)
         assert all(max(sessions) < job.get("void", 0) or step < job["newest"] for step, sessions in deleted)
         assert restore(snapshot(state)) == state
+
+
+def test_a_place_is_vacant_for_the_process_that_lost_it_to_a_deletion_and_for_no_earlier_one():
+    state = committed(3)
+
+    def vacant(last, client):
+        return is_vacant(state, "gpt", 0, last=last, client=client)
+
+    def take(client):
+        assert apply(state, open_rank(client=client, node=("n0", 1)))["session"]
+
+    take("p0")
+    assert vacant("p0", "p1"), "nobody else has it"
+    assert not vacant("c0", "x"), "a newer process has it"
+    for number in range(6):  # more often than former clients are remembered
+        mine, next_one = f"p{number}", f"p{number + 1}"
+        assert apply(state, made.delete("gpt", None, even_if_running=True))["ends_sessions"]
+        assert vacant(mine, next_one) and not vacant("c0", "x")
+        take(next_one)
+        assert vacant(mine, next_one), "an answer that was lost is asked for again"
+        assert not vacant(mine, "x"), "another process has it"
+    assert is_vacant(state, "unknown", 0, last="x", client="y"), "what is forgotten nobody has"
