@@ -118,7 +118,7 @@ class Job:
         world_size = len(self.seats)
 
         def note(answer: asyncio.Future[Any]) -> None:
-            if answer.result() is not None:
+            if not answer.cancelled() and answer.result() is not None:
                 self._clients[answer.result()] = client
 
         opening = ask(
@@ -168,7 +168,8 @@ class Job:
         """The trainer of a session that has ended takes the rank's place again, if nobody has had it since."""
 
         def opened(answer: asyncio.Future[Any]) -> None:
-            if answer.result() is not None and self._sessions[rank] == session:
-                self._sessions[rank] = answer.result()
+            taken = None if answer.cancelled() else answer.result()
+            if taken is not None and self._sessions[rank] == session:
+                self._sessions[rank] = taken
 
         self._open(rank, self._fenced[session], self._clients[session]).add_done_callback(opened)
