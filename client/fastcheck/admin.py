@@ -7,6 +7,7 @@ Any node's agent answers for the whole cluster. Everything here is JSON-ready, i
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
@@ -188,6 +189,7 @@ class AdminClient:
                     "job": job.job,
                     "world_size": job.world_size,
                     "newest_step": max(job.kept_steps, default=None),
+                    **shapes.last_commit(job, time.time()),
                     "kept_steps": sorted(job.kept_steps),
                     "owner": job.owner or "local",
                 }

@@ -46,8 +46,8 @@ class Seat:
         self._ending = threading.Lock()
         self.client_id = uuid.uuid4().hex
         self._session: int | None = None
-        #: The client of the session that has ended, until there is another one; empty: none has.
-        self._resumes = ""
+        #: The last session has ended, and there is no other one yet.
+        self._fenced = False
 
     def find_daemon(self) -> None:
         """Give a daemon that is just starting a moment; raises DaemonUnavailableError after it."""
@@ -74,8 +74,7 @@ class Seat:
         """The registry holds a session to be over. May be called from any thread."""
         with self._ending:
             if session == self._session:
-                self._session = None
-                self._resumes, self.client_id = self.client_id, uuid.uuid4().hex
+                self._session, self._fenced = None, True
 
     def take(self, patience: Patience) -> int:
         """The session number; the first call gets it, through the registry, and the first one after it has ended.
@@ -84,16 +83,16 @@ class Seat:
             FencedError: a newer process has had the place since.
         """
         with self._ending:
-            session, client_id, resumes = self._session, self.client_id, self._resumes
+            session, again = self._session, self._fenced
         if session is not None:
             return session
         request = pb.OpenSessionRequest(
-            job=self.job, rank=self.rank, world_size=self.world_size, client_id=client_id, resumes=resumes
+            job=self.job, rank=self.rank, world_size=self.world_size, client_id=self.client_id, again=again
         )
         opened = self.daemon.open_session(request, connect_s=patience.connect_s, timeout_s=patience.timeout_s)
         with self._ending:
-            self._session, self._resumes = opened.session, ""
-        if resumes:
+            self._session, self._fenced = opened.session, False
+        if again:
             logger.warning(
                 "rank %d of job %s has a new session: steps of the job were deleted, which ended the one before; what "
                 "it had not committed by then is void",

@@ -242,7 +242,7 @@ async def rule_out(data: Data, job: str, rank: int, session: int, below_step: in
 
 
 async def open_rank(
-    data: Data, job: str, rank: int, world_size: int, client: str, resumes: str = ""
+    data: Data, job: str, rank: int, world_size: int, client: str, *, again: bool = False
 ) -> int | None:
     """A session for a new trainer process, or for one whose session before was ended; None: it is over already."""
     while True:
@@ -254,7 +254,7 @@ async def open_rank(
                 world_size=world_size,
                 client_id=client,
                 node=data.identity.ref(),
-                resumes=resumes,
+                again=again,
             )
             return (await data.client.open_rank(request, timeout_s=REGISTRY_TIMEOUT_S)).session
         except FencedError:

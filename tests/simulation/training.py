@@ -55,9 +55,9 @@ class Job:
         self.takeover: int | None = None
         self._generation = 0
         self._sessions: list[int] = []
-        #: Session → its client, and of one that its trainer knows to be over the client that asks for the next.
+        #: Session → its client; and those sessions that their trainers know to be over.
         self._clients: dict[int, str] = {}
-        self._fenced: dict[int, str] = {}
+        self._fenced: set[int] = set()
         self._saves: list[list[tuple[Save, asyncio.Task[Any]]]] = [[] for _ in seats]
 
     async def run(self) -> None:
@@ -110,11 +110,14 @@ class Job:
                     if not seat.alive and others:
                         self.seats[rank] = self.rng.choice(others)
 
-    def _new_client(self, rank: int) -> str:
-        return f"{self.name}-{rank}-{self._generation}-{self.rng.random():.6f}"
-
-    def _open(self, rank: int, client: str = "", resumes: str = "") -> asyncio.Future[Any]:
-        client = client or self._new_client(rank)
+    def _open(self, rank: int, session: int | None = None) -> asyncio.Future[Any]:
+        """A session for a new trainer, or another one for the trainer of a session that has ended."""
+        again = session is not None
+        client = (
+            f"{self.name}-{rank}-{self._generation}-{self.rng.random():.6f}"
+            if session is None
+            else self._clients[session]
+        )
         world_size = len(self.seats)
 
         def note(answer: asyncio.Future[Any]) -> None:
@@ -122,7 +125,7 @@ class Job:
                 self._clients[answer.result()] = client
 
         opening = ask(
-            self.seats[rank], lambda data: open_rank(data, self.name, rank, world_size, client, resumes)
+            self.seats[rank], lambda data: open_rank(data, self.name, rank, world_size, client, again=again)
         )
         opening.add_done_callback(note)
         return opening
@@ -161,8 +164,8 @@ class Job:
         task.add_done_callback(lambda _: self._note(save))
 
     def _note(self, save: Save) -> None:
-        if save.outcome == "FencedError" and save.session not in self._fenced:
-            self._fenced[save.session] = self._new_client(save.rank)
+        if save.outcome == "FencedError":
+            self._fenced.add(save.session)
 
     def _resume(self, rank: int, session: int) -> None:
         """The trainer of a session that has ended takes the rank's place again, if nobody has had it since."""
@@ -172,4 +175,4 @@ class Job:
             if taken is not None and self._sessions[rank] == session:
                 self._sessions[rank] = taken
 
-        self._open(rank, self._fenced[session], self._clients[session]).add_done_callback(opened)
+        self._open(rank, session).add_done_callback(opened)

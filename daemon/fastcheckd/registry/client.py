@@ -114,8 +114,8 @@ class RegistryClient:
         """Take a rank's place.
 
         Raises:
-            FencedError: others take it in turn with us, or, where the request `resumes` an earlier session, another
-                process has had it since.
+            FencedError: others take it in turn with us, or the client wants it `again` and another process has had
+                it since.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -126,8 +126,8 @@ class RegistryClient:
             answer = await self._call("OpenRank", registry_pb2.OpenRankResponse, asked, left_s)
             if answer.session:
                 return answer
-            # A voter that does not know what it means to resume finds no place vacant.
-            if request.resumes and not answer.vacant:
+            # A voter of an earlier version, which would let it have any place, finds none vacant.
+            if request.again and not answer.vacant:
                 raise FencedError(
                     f"another process has taken the place of rank {request.rank} of job {request.job}; this one's "
                     "saves are refused"

@@ -22,7 +22,7 @@ from ..registry.records import Json, is_lossy
 from ..registry.reporting import Reports
 from ..registry.sessions import current_session, is_vacant
 from ..registry.stubs import Stubs
-from ..registry.view import job_views
+from ..registry.view import job_views, late_ranks
 from ..rpc import answers
 from .deciding import checking, decides
 from .registry_deletion import RegistryDeletion
@@ -94,7 +94,6 @@ class RegistryService(
         with checking():
             _check_rank_of(request.job, request.rank, request.world_size)
             records.text({"client_id": request.client_id}, "client_id", records.TOKEN_BYTES_MAX)
-            records.text({"resumes": request.resumes}, "resumes", records.TOKEN_BYTES_MAX, empty=True)
             records.text({"identity": request.identity or LOCAL}, "identity", IDENTITY_BYTES_MAX)
             node = records.node_ref(wire.node_ref(request.node), "the node")
         await self._need_leader(context)
@@ -250,7 +249,10 @@ class RegistryService(
                         replicated=replicas.is_replicated(list(under_way.reports.values())),
                     )
                 )
-        return registry_pb2.ListJobStepsResponse(steps=steps)
+        late = self._reports.collector.late(request.job, self._now())
+        return registry_pb2.ListJobStepsResponse(
+            steps=steps, late=self._raft.read(lambda state: late_ranks(state, request.job, late))
+        )
 
     @decides
     async def SetDraining(
@@ -320,7 +322,7 @@ def _whose(state: Json, request: registry_pb2.OpenRankRequest) -> registry_pb2.O
     job, rank = request.job, request.rank
     return registry_pb2.OpenRankResponse(
         current=current_session(state, job, rank),
-        vacant=is_vacant(state, job, rank, last=request.resumes, client=request.client_id),
+        vacant=is_vacant(state, job, rank, request.client_id),
     )
 
 
