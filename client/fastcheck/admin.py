@@ -7,6 +7,7 @@ Any node's agent answers for the whole cluster. Everything here is JSON-ready, i
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
@@ -164,8 +165,8 @@ class AdminClient:
 
         Args:
             step: or else `everything`: what is under way is refused as well, and step numbers may begin anew.
-            even_if_running: also what a trainer that runs would be restored from: the newest step, or everything. It is
-                fenced. Without it that raises `UnsafeError`.
+            even_if_running: also what a trainer that runs would be restored from: the newest step, or everything.
+                What it has under way is refused, then it saves on. Without it that raises `UnsafeError`.
             dry_run: only say what would go, and as `refusal` why it would be refused.
 
         A step that is not kept is nothing to delete, and no error.
@@ -188,6 +189,7 @@ class AdminClient:
                     "job": job.job,
                     "world_size": job.world_size,
                     "newest_step": max(job.kept_steps, default=None),
+                    **shapes.last_commit(job, time.time()),
                     "kept_steps": sorted(job.kept_steps),
                     "owner": job.owner or "local",
                 }

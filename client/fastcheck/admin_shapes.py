@@ -140,6 +140,15 @@ def voter(record: node_pb2.VoterRecord) -> Json:
     }
 
 
+def last_commit(job: registry_pb2.JobView, now_s: float) -> Json:
+    """When the newest step of a job was committed, and how long ago; None where that is not known."""
+    at_ms = job.committed_at_ms
+    return {
+        "last_commit_at": iso_utc(at_ms),
+        "last_commit_age_s": round(max(0.0, now_s - at_ms / 1000), 1) if at_ms else None,
+    }
+
+
 def step(summary: registry_pb2.StepSummary) -> Json:
     """A step that can be loaded or is under way."""
     return {

@@ -11,7 +11,7 @@
     ├── DaemonUnavailableError (ConnectionError)   this node's daemon cannot be reached or stopped answering
     ├── RegistryUnavailableError (ConnectionError) no leader that can commit
     ├── OutOfMemoryError (MemoryError)         the node's RAM budget, the job's part of it, or the RAM file system
-    ├── FencedError                            a newer process took this rank's place
+    ├── FencedError                            a newer process took this rank's place, or its job's steps were deleted
     ├── DeniedError (PermissionError)          this process is known to the daemon, and may not do this
     ├── UnsafeError                            committed bytes or the registry's quorum would be lost
     ├── WorldSizeError (ValueError)            the step was saved with another number of ranks
@@ -103,7 +103,8 @@ class OutOfMemoryError(FastCheckError, MemoryError):
 
 
 class FencedError(FastCheckError):
-    """A newer process took this rank's place in the job."""
+    """A newer process took this rank's place in the job: all later saves fail as well. Or the job's newest step was
+    deleted, which voids what was not committed by then: later saves go on in a new session."""
 
 
 class DeniedError(FastCheckError, PermissionError):

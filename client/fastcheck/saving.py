@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fastcheck_proto.conventions import STEP_MAX
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
-from .errors import FastCheckError, SaveFailedError, StateChangedError
+from .errors import FastCheckError, FencedError, SaveFailedError, StateChangedError
 from .fencing import Fence
 from .following import Follower
 from .handle import SaveHandle, as_save_error
@@ -100,7 +100,12 @@ class Saves:
             whole.let_go()
         request = self._request(handle.step, flat.state_bytes)
         session = request.session
-        staging = self._transport.begin(request, flat, Patience(self._pause.connect_s, self._seat.timeout_s))
+        patience = Patience(self._pause.connect_s, self._seat.timeout_s)
+        try:
+            staging = self._transport.begin(request, flat, patience)
+        except FencedError:
+            self._seat.fenced(session)
+            raise
         if flat.watched:
             self.fence.begin(handle, staging, lambda: self._finish_lazily(handle, staging, session))
         else:
@@ -122,8 +127,20 @@ class Saves:
         )
         self._followers = [f for f in self._followers if f.thread.is_alive()]
         self._followers.append(
-            Follower(handle, self._seat.daemon, watch, self._seat.closing, self._ended, self._transport.warm)
+            Follower(
+                handle,
+                self._seat.daemon,
+                watch,
+                self._seat.closing,
+                lambda done: self._followed(done, session),
+                self._transport.warm,
+            )
         )
+
+    def _followed(self, handle: SaveHandle, session: int) -> None:
+        if isinstance(handle.exception(), FencedError):
+            self._seat.fenced(session)
+        self._ended(handle)
 
     def _fail(self, handle: SaveHandle, error: FastCheckError) -> None:
         handle._finish(as_save_error(error))

@@ -1,8 +1,16 @@
-"""This process' seat: one rank of a job, taken from the daemon for as long as the process lives."""
+"""This process' seat: one rank of a job, taken from the daemon for as long as the process lives.
+
+    none ── take ──▶ session ── fenced ──▶ ended ── take ──▶ another session, if nobody took the place since
+                                                      └────▶ FencedError: a newer process has it
+
+A session ends while its process lives when a newer process takes the place, or when the newest step of the job is
+deleted. Only the registry can tell one from the other.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import uuid
@@ -13,6 +21,8 @@ from .daemon import CONNECT_S, Daemon
 from .environment import Identity
 from .errors import DaemonUnavailableError, FastCheckError
 from .transport import Patience
+
+logger = logging.getLogger("fastcheck")
 
 #: A daemon that may just be starting is looked for during this long, where the caller can wait.
 _START_S = 3.0
@@ -32,8 +42,12 @@ class Seat:
         self.timeout_s = timeout_s
         #: Set once, when the Checkpointer is closed.
         self.closing = closing
+        #: Guards what follows: the end of a session is found out by whoever follows a save.
+        self._ending = threading.Lock()
         self.client_id = uuid.uuid4().hex
         self._session: int | None = None
+        #: The last session has ended, and there is no other one yet.
+        self._fenced = False
 
     def find_daemon(self) -> None:
         """Give a daemon that is just starting a moment; raises DaemonUnavailableError after it."""
@@ -56,14 +70,33 @@ class Seat:
             with contextlib.suppress(FastCheckError):
                 self.daemon.close_session(request)
 
+    def fenced(self, session: int) -> None:
+        """The registry holds a session to be over. May be called from any thread."""
+        with self._ending:
+            if session == self._session:
+                self._session, self._fenced = None, True
+
     def take(self, patience: Patience) -> int:
-        """The session number; the first call gets it, through the registry."""
-        if self._session is None:
-            request = pb.OpenSessionRequest(
-                job=self.job, rank=self.rank, world_size=self.world_size, client_id=self.client_id
+        """The session number; the first call gets it, through the registry, and the first one after it has ended.
+
+        Raises:
+            FencedError: a newer process has had the place since.
+        """
+        with self._ending:
+            session, again = self._session, self._fenced
+        if session is not None:
+            return session
+        request = pb.OpenSessionRequest(
+            job=self.job, rank=self.rank, world_size=self.world_size, client_id=self.client_id, again=again
+        )
+        opened = self.daemon.open_session(request, connect_s=patience.connect_s, timeout_s=patience.timeout_s)
+        with self._ending:
+            self._session, self._fenced = opened.session, False
+        if again:
+            logger.warning(
+                "rank %d of job %s has a new session: steps of the job were deleted, which ended the one before; what "
+                "it had not committed by then is void",
+                self.rank,
+                self.job,
             )
-            opened = self.daemon.open_session(
-                request, connect_s=patience.connect_s, timeout_s=patience.timeout_s
-            )
-            self._session = opened.session
-        return self._session
+        return opened.session

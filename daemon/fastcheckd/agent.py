@@ -42,6 +42,8 @@ VOTERS_INTERVAL_S = 0.5
 REGISTER_TIMEOUT_S = 5.0
 REGISTER_PAUSE_S = 0.5
 LEAVE_TIMEOUT_S = 1.0
+#: Of what a heartbeat says about processes that do not run.
+TROUBLE_CHARS_MAX = 300
 
 
 class Agent:
@@ -90,14 +92,15 @@ class Agent:
         life = f"incarnation {self._incarnation}" if self._incarnation else "not registered yet"
         data = rpb.DataHealth.Name(self._data.health).removeprefix("DATA_HEALTH_").lower()
         vote = ", votes" if self.voting.child is not None else ""
-        return f"node {self._config.node_id}: {life}, data process {data}{vote}"
+        troubles = "".join(f"; {trouble}" for trouble in self.facts().troubles)
+        return f"node {self._config.node_id}: {life}, data process {data}{vote}{troubles}"
 
     def facts(self) -> NodeFacts:
         """How this node is, as far as the agent knows by itself: nobody is asked."""
         lease, now = self._lease, asyncio.get_running_loop().time()
         processes = [ProcessFacts("agent", os.getpid(), 0)]
         processes += [
-            ProcessFacts(child.name, child.pid, child.restarts)
+            ProcessFacts(child.name, child.pid, child.restarts, child.start_failures, child.trouble)
             for child in (self._data_child, self.voting.child)
             if child is not None
         ]
@@ -219,6 +222,7 @@ class Agent:
             node=pb.NodeRef(node_id=self._config.node_id, incarnation=self._incarnation),
             ram_used_bytes=self._data.ram_used_bytes,
             data=self._data.health,
+            trouble="; ".join(self.facts().troubles)[:TROUBLE_CHARS_MAX],
         )
 
     async def stop(self) -> None:

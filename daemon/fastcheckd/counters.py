@@ -15,6 +15,7 @@ NAMES: dict[str, str] = {
     "saves_ahead_stopped": "of those, the ones that were stopped before the seal",
     "saves_committed": "saves that were committed",
     "saves_failed": "saves that ended in an error",
+    "saves_refused": "saves refused before their trainers copied anything",
     "saves_superseded": "saves given up for a newer step",
     "saves_provisional": "saves that were replicated while the registry did not answer",
     "replicas_disagreed": "saves refused because ranks did not hold what they should hold alike",

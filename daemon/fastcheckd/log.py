@@ -19,6 +19,8 @@ _CUT = " ...cut... "
 #: Strangers may knock as often as they like: they do not fill the log.
 COMPLAINTS_MAX = 5
 COMPLAINTS_PERIOD_S = 10.0
+#: A problem that lasts is told again so often.
+EPISODE_REPEAT_S = 30.0
 
 
 def bounded(text: str) -> str:
@@ -67,6 +69,62 @@ class Complaints:
             self._logger.log(self._level, "%s: %d more of such lines before", self._about, untold)
         if told:
             self._logger.log(self._level, f"{self._about}: {text}", *values)
+
+
+class Episode:
+    """Lines about a problem that lasts: when it begins, with a count while it goes on, and when it is over.
+
+    May be used from one thread.
+
+    Args:
+        about: what each line begins with.
+        repeat_s: at most one line in so long a time while it goes on.
+    """
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        about: str,
+        *,
+        level: int = logging.WARNING,
+        repeat_s: float = EPISODE_REPEAT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._logger = logger
+        self._about = about
+        self._level = level
+        self._repeat_s = repeat_s
+        self._clock = clock
+        self._began_at = self._told_at = 0.0
+        #: How often it has happened since it began; 0: it is over.
+        self.count = 0
+
+    def again(self, text: str, *values: object) -> None:
+        """It has happened, for the first time or once more; `text` and `values` as for a logger."""
+        now = self._clock()
+        self.count += 1
+        if self.count == 1:
+            self._began_at = self._told_at = now
+            self._logger.log(self._level, f"%s: {text}", self._about, *values)
+        elif now - self._told_at >= self._repeat_s:
+            self._told_at = now
+            self._logger.log(
+                self._level,
+                f"%s: {text} (%d times within %.0f s)",
+                self._about,
+                *values,
+                self.count,
+                now - self._began_at,
+            )
+
+    def over(self) -> None:
+        """It is well again; nothing if it was."""
+        if self.count:
+            lasted_s = self._clock() - self._began_at
+            self._logger.log(
+                self._level, "%s: over after %.1f s (%d times)", self._about, lasted_s, self.count
+            )
+            self.count = 0
 
 
 class JsonLines(logging.Formatter):

@@ -75,16 +75,21 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _quiet_grpc() -> None:
-    """gRPC's core writes a line of its own to stderr for each handshake that fails: strangers could fill a disk.
+def _settle_grpc() -> None:
+    """What gRPC's core reads when it is loaded.
 
-    It reads this when it is loaded. Who wants to see its lines sets the variable.
+    It writes a line of its own to stderr for each handshake that fails: strangers could fill a disk. Who wants to see
+    its lines sets the variable.
+
+    Around a fork it ends its threads and starts them again; where that fails, as it does when a fork fails for want of
+    processes, it aborts. Nothing here forks but to execute something else, which needs none of it.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 
 def _run(process: str, config: Config) -> int:
-    _quiet_grpc()
+    _settle_grpc()
     # Late: `validate` needs none of them, and each process only its own.
     run = importlib.import_module(f".node.{process}", __package__).run
 

@@ -86,7 +86,7 @@ class RegistryServer:
             down_after_s=config.down_after_s,
             hush_s=2 * config.heartbeat_interval_s,
         )
-        self._reports = Reports(self._raft, config)
+        self._reports = Reports(self._raft, config, wall_ms=around.wall_ms)
         self._leader = Leader(
             config,
             self._raft,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from .config import Config, Voter
 from .errors import ConfigError, InvalidRequestError
+from .log import Episode
 from .registry.disk import sync_directory, write_file
 from .registry.remembered import (
     joining_file,
@@ -59,6 +60,7 @@ class Voting:
         #: With the newest voters that this node has heard of.
         self.config = with_remembered_voters(config)
         self._seen = self._signature()
+        self._unread = Episode(logger, "this node stays with the voters that it knew", level=logging.ERROR)
         self._child: Child | None = None
         #: What that process is, by its own config.
         self._running: Voter | None = None
@@ -122,12 +124,13 @@ class Voting:
         if (seen := self._signature()) == self._seen:
             return
         async with self._lock:
-            self._seen = seen
             try:
                 self.config = with_remembered_voters(self._configured)
-            except ConfigError as error:
-                logger.error("this node stays with the voters that it knew: %s", error)
+            except ConfigError as error:  # what hinders may pass: looked at again
+                self._unread.again("%s", error)
                 return
+            self._seen = seen
+            self._unread.over()
             self._on_voters(self.config.effective_voters)
             joining_file(self.config).unlink(missing_ok=True)  # decided, one way or the other
             own = self.config.own_voter

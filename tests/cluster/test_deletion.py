@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.cluster.harness import Job, node_states, replicas_on_disk, until
+from tests.cluster.harness import Job, node_states, replicas_on_disk, run_module, until
 
-from fastcheck import FencedError, StepNotFoundError
+from fastcheck import FastCheckError, FencedError, SaveHandle, StepNotFoundError
 from fastcheck.admin import AdminClient
 from fastcheck.errors import UnsafeError
 from fastcheck.local import LocalCluster
@@ -94,3 +94,86 @@ def test_memory_falls_and_what_was_deleted_is_not_loaded_nor_brought_back(
     assert on_disk(cluster, "node-0", "node-1") == {"node-0": {1}, "node-1": {1}}
     job.stop()
     admin.close()
+
+
+def delete_all(cluster: LocalCluster, job: str) -> None:
+    """As an operator does it, whether the job runs or not."""
+    done = run_module(
+        "fastcheck",
+        "delete",
+        job,
+        "--all",
+        "--even-if-running",
+        "--yes",
+        "--address",
+        cluster.address("node-2"),
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def committed(*handles: SaveHandle) -> bool:
+    """Whether all of these saves end well; what one fails with otherwise is a matter of the step."""
+    errors = 0
+    for handle in handles:
+        try:
+            handle.result(timeout=60)
+        except FastCheckError:
+            errors += 1
+    return not errors
+
+
+def test_trainers_whose_steps_are_deleted_as_they_start_save_on_with_new_sessions(
+    standing_cluster: LocalCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = standing_cluster
+    job = Job(cluster, ["node-0", "node-1"], "restarted")
+    job.commit(1)
+    job.start()
+    assert job.load() == 1  # both ranks have their sessions
+    delete_all(cluster, job.name)
+
+    tries = 0
+    for step in range(2, 6):
+        tries += 1
+        if committed(*job.save(step)):
+            break
+    else:
+        pytest.fail("no step is committed any more")
+    assert tries <= 2, "only saves that a deletion met may fail"
+    job.commit(10)
+    told = [r.getMessage() for r in caplog.records if "has a new session" in r.getMessage()]
+    assert len(told) == 2 and all("restarted" in line for line in told), told  # once per rank
+
+    # Not only at a start, and the session that a deletion has ended commits nothing: all begins anew.
+    delete_all(cluster, job.name)
+    until(lambda: committed(*job.save(3)), "a commit")
+    assert job.ranks[0].steps() == [3]
+    job.start()
+    assert job.load() == 3
+    job.stop()
+
+
+def test_a_process_whose_rank_was_taken_over_stays_fenced_whatever_is_deleted(
+    standing_cluster: LocalCluster,
+) -> None:
+    cluster = standing_cluster
+    job = Job(cluster, ["node-0"], "overtaken")
+    old = job.ranks[0]
+    job.commit(1)
+    new = job.trainer(0, "node-1")
+    assert new.load(job.state(0, 0)) == 1
+    for number in (2, 3):
+        with pytest.raises(FencedError):
+            old.save(number, job.state(number, 0)).result(timeout=60)
+    new.save(4, job.state(4, 0)).result(timeout=60)
+
+    delete_all(cluster, job.name)
+    for number in (5, 6):
+        with pytest.raises(FencedError):
+            old.save(number, job.state(number, 0)).result(timeout=60)
+    until(lambda: committed(new.save(7, job.state(7, 0))), "the newer process to save on")
+    with pytest.raises(FencedError):
+        old.save(8, job.state(8, 0)).result(timeout=60)
+    assert new.steps() == [7]
+    new.close()
+    job.stop()

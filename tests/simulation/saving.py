@@ -241,13 +241,20 @@ async def rule_out(data: Data, job: str, rank: int, session: int, below_step: in
     data.drop_own(job, rank, session, below_step, answer.kept_steps)
 
 
-async def open_rank(data: Data, job: str, rank: int, world_size: int, client: str) -> int | None:
-    """A session for a new trainer process; None: it is over already, and the process ends with that error."""
+async def open_rank(
+    data: Data, job: str, rank: int, world_size: int, client: str, *, again: bool = False
+) -> int | None:
+    """A session for a new trainer process, or for one whose session before was ended; None: it is over already."""
     while True:
         try:
             await data.identity.until_known(REGISTRY_TIMEOUT_S)
             request = rpb.OpenRankRequest(
-                job=job, rank=rank, world_size=world_size, client_id=client, node=data.identity.ref()
+                job=job,
+                rank=rank,
+                world_size=world_size,
+                client_id=client,
+                node=data.identity.ref(),
+                again=again,
             )
             return (await data.client.open_rank(request, timeout_s=REGISTRY_TIMEOUT_S)).session
         except FencedError:

@@ -55,6 +55,9 @@ class Job:
         self.takeover: int | None = None
         self._generation = 0
         self._sessions: list[int] = []
+        #: Session → its client; and those sessions that their trainers know to be over.
+        self._clients: dict[int, str] = {}
+        self._fenced: set[int] = set()
         self._saves: list[list[tuple[Save, asyncio.Task[Any]]]] = [[] for _ in seats]
 
     async def run(self) -> None:
@@ -107,10 +110,25 @@ class Job:
                     if not seat.alive and others:
                         self.seats[rank] = self.rng.choice(others)
 
-    def _open(self, rank: int) -> asyncio.Future[Any]:
-        client = f"{self.name}-{rank}-{self._generation}-{self.rng.random():.6f}"
+    def _open(self, rank: int, session: int | None = None) -> asyncio.Future[Any]:
+        """A session for a new trainer, or another one for the trainer of a session that has ended."""
+        again = session is not None
+        client = (
+            f"{self.name}-{rank}-{self._generation}-{self.rng.random():.6f}"
+            if session is None
+            else self._clients[session]
+        )
         world_size = len(self.seats)
-        return ask(self.seats[rank], lambda data: open_rank(data, self.name, rank, world_size, client))
+
+        def note(answer: asyncio.Future[Any]) -> None:
+            if not answer.cancelled() and answer.result() is not None:
+                self._clients[answer.result()] = client
+
+        opening = ask(
+            self.seats[rank], lambda data: open_rank(data, self.name, rank, world_size, client, again=again)
+        )
+        opening.add_done_callback(note)
+        return opening
 
     def _load(self, rank: int) -> asyncio.Future[Any]:
         world_size = len(self.seats)
@@ -127,6 +145,9 @@ class Job:
     def _save(self, rank: int, step: int, session: int) -> None:
         if session != self._sessions[rank]:
             return  # that trainer is gone
+        if session in self._fenced:
+            self._resume(rank, session)
+            return
         seat = self.seats[rank]
         process = seat.process("data")
         saves = self._saves[rank] = [(s, t) for s, t in self._saves[rank] if not t.done()]
@@ -138,4 +159,20 @@ class Job:
             if self.rng.random() < 0.5:
                 process.start(rule_out(seat.data, self.name, rank, session, given_up.step + 1))
         save = Save(seat.data, self.name, step, rank, session, len(self.seats))
-        saves.append((save, process.start(save.run())))
+        task = process.start(save.run())
+        saves.append((save, task))
+        task.add_done_callback(lambda _: self._note(save))
+
+    def _note(self, save: Save) -> None:
+        if save.outcome == "FencedError":
+            self._fenced.add(save.session)
+
+    def _resume(self, rank: int, session: int) -> None:
+        """The trainer of a session that has ended takes the rank's place again, if nobody has had it since."""
+
+        def opened(answer: asyncio.Future[Any]) -> None:
+            taken = None if answer.cancelled() else answer.result()
+            if taken is not None and self._sessions[rank] == session:
+                self._sessions[rank] = taken
+
+        self._open(rank, session).add_done_callback(opened)

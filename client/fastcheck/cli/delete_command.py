@@ -27,7 +27,7 @@ Json = dict[str, Any]
 @click.option(
     "--even-if-running",
     is_flag=True,
-    help="Also what a running trainer would be restored from. It is fenced: it saves nothing any more.",
+    help="Also what a running trainer would be restored from. What it has under way is refused; then it saves on.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would go. Exits 1 if it would be refused.")
 @yes_option
@@ -77,7 +77,10 @@ def describe(plan: Json) -> str:
     lines.append(tables.what_stays(plan))
     if plan["running_ranks"] and plan["ends_sessions"]:
         ranks = ", ".join(map(str, plan["running_ranks"]))
-        lines.append(f"The trainers of rank {ranks} are fenced: what they save from now on is refused.")
+        lines.append(
+            f"The trainers of rank {ranks} run: what they have under way is refused, and then they save on. "
+            "To go back to an older step, end them first."
+        )
     if plan["unreachable"]:
         lines.append(
             f"Not reached: {', '.join(plan['unreachable'])}; what they hold goes when they are back."

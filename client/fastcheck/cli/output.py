@@ -91,7 +91,12 @@ def human_age(iso_utc: str | None, now: datetime.datetime) -> str:
     """How long ago an ISO-8601 moment was: `12 s`, `3 min`, `2 h`; `never` for none."""
     if iso_utc is None:
         return "never"
-    seconds = max(0.0, (now - datetime.datetime.fromisoformat(iso_utc)).total_seconds())
+    return human_seconds((now - datetime.datetime.fromisoformat(iso_utc)).total_seconds())
+
+
+def human_seconds(seconds: float) -> str:
+    """A length of time: `12 s`, `3 min`, `2 h`."""
+    seconds = max(0.0, seconds)
     for limit, unit, divisor in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):
         if seconds < limit:
             return f"{seconds / divisor:.0f} {unit}"

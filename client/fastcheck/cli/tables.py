@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .output import human_age, human_bytes
+from .output import human_age, human_bytes, human_seconds
 
 Json = dict[str, Any]
 
@@ -161,12 +161,23 @@ def _since(unix_ms: int | None, now: datetime.datetime) -> str:
     return human_age(datetime.datetime.fromtimestamp(unix_ms / 1000, tz=datetime.UTC).isoformat(), now)
 
 
+def last_commit(job: Json) -> str:
+    """How long ago a job's newest step was committed."""
+    age_s = job["last_commit_age_s"]
+    return "" if age_s is None else f"{human_seconds(age_s)} ago"
+
+
 def jobs(result: Json) -> RenderableType:
     """Jobs with their newest step."""
-    table = columns("JOB", ">RANKS", ">NEWEST STEP", "KEPT STEPS")
+    table = columns("JOB", ">RANKS", ">NEWEST STEP", ">LAST COMMIT", "KEPT STEPS")
     for job in result["jobs"]:
-        newest = "none" if job["newest_step"] is None else str(job["newest_step"])
-        table.add_row(job["job"], str(job["world_size"]), newest, ", ".join(map(str, job["kept_steps"])))
+        table.add_row(
+            job["job"],
+            str(job["world_size"]),
+            "none" if job["newest_step"] is None else str(job["newest_step"]),
+            last_commit(job),
+            ", ".join(map(str, job["kept_steps"])),
+        )
     return or_note(table, "no job has saved anything yet")
 
 

@@ -51,7 +51,7 @@ def snapshot(status: Json, nodes: Json, jobs: Json, at_s: float, before: Json | 
         ],
         "jobs": [
             {
-                **{key: job[key] for key in ("job", "world_size", "newest_step", "kept_steps")},
+                **{key: job[key] for key in _JOB_KEYS},
                 "steps_per_s": _steps_per_s(job, before, seconds),
             }
             for job in jobs["jobs"]
@@ -59,6 +59,7 @@ def snapshot(status: Json, nodes: Json, jobs: Json, at_s: float, before: Json | 
     }
 
 
+_JOB_KEYS = ("job", "world_size", "newest_step", "last_commit_at", "last_commit_age_s", "kept_steps")
 _NODE_KEYS = (
     "node_id", "state", "incarnation", "reachable", "voter", "data", "ram_used_bytes", "ram_budget_bytes",
     "heard_ms_ago", "counters",
@@ -136,13 +137,14 @@ def _bar(used: int, budget: int) -> Text:
 
 
 def _jobs(jobs: list[Json]) -> RenderableType:
-    table = tables.columns("JOB", ">RANKS", ">NEWEST STEP", ">STEPS/s", "KEPT STEPS")
+    table = tables.columns("JOB", ">RANKS", ">NEWEST STEP", ">LAST COMMIT", ">STEPS/s", "KEPT STEPS")
     for job in jobs:
         rate = job["steps_per_s"]
         table.add_row(
             job["job"],
             str(job["world_size"]),
             "none" if job["newest_step"] is None else str(job["newest_step"]),
+            tables.last_commit(job),
             "" if rate is None else f"{rate:.2f}",
             ", ".join(map(str, job["kept_steps"])),
         )

@@ -249,8 +249,9 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
         """Delete committed steps, or with `recursive` all of a job; as `rm_file` for files.
 
         Args:
-            even_if_running: Also what a running trainer would be restored from: the newest step, or all of a job. It is
-                fenced. This process' own savers by URL are closed where all of a job goes, and do not count as running.
+            even_if_running: Also what a running trainer would be restored from: the newest step, or all of a job. What
+                it has under way is refused, then it saves on. This process' own savers by URL are closed where all of
+                a job goes, and do not count as running.
 
         Raises:
             FileNotFoundError: it is not there.

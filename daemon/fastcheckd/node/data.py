@@ -162,9 +162,10 @@ class _DataRooms:
             cluster_id=config.cluster_id, desk=self.desk, store=store, tickets=tickets, counters=counters,
             upkeep=self.upkeep,
             lease=self.lease, lane_report=self._lane_report, certificates=dialer.certificates,
+            saves=self.saving.reports,
         )  # fmt: skip
         owners = Owners(view, registry, enforced=config.tls_cert_file is not None)
-        self.trainer_service = TrainerService(config, self.saving, restore, registry, owners)
+        self.trainer_service = TrainerService(self.saving, restore, registry, owners)
         self._resumed = False
         view.on_change(self._on_view)
 

@@ -55,7 +55,10 @@ async def _watch_crowds() -> None:
     crowded, most = False, connections_max()
     while True:
         await asyncio.sleep(CROWD_LOOK_S)
-        count = _open_descriptors()
+        try:
+            count = _open_descriptors()
+        except OSError:  # none is left to look with
+            count = most
         if crowded == (count >= most):
             continue
         crowded = not crowded

@@ -23,6 +23,9 @@ class ProcessFacts:
     #: None: it does not run now.
     pid: int | None
     restarts: int
+    start_failures: int = 0
+    #: Why it does not run as it should, to be read after its name; empty: it does.
+    trouble: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,11 @@ class NodeFacts:
     #: A majority of the voters answers this node's heartbeats.
     has_quorum: bool
     processes: tuple[ProcessFacts, ...] = ()
+
+    @property
+    def troubles(self) -> list[str]:
+        """A sentence for each process that does not run as it should."""
+        return [f"the {p.name} process {p.trouble}" for p in self.processes if p.trouble]
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,12 @@ def families(
             "process_restarts",
             "Times that the agent started the process anew.",
             {(p.name,): p.restarts for p in facts.processes if p.name != "agent"},
+            ("process",),
+        ),
+        counter(
+            "process_start_failures",
+            "Times that the process could not be started.",
+            {(p.name,): p.start_failures for p in facts.processes if p.name != "agent"},
             ("process",),
         ),
         gauge(

@@ -13,7 +13,7 @@ from .agent_metrics import NodeFacts
 _DATA = {
     rpb.DATA_HEALTH_UNSPECIFIED: "the data process has not been heard of",
     rpb.DATA_HEALTH_STARTING: "the data process is starting: it adopts what the RAM directory holds",
-    rpb.DATA_HEALTH_GONE: "the data process has ended; another one is being started",
+    rpb.DATA_HEALTH_GONE: "the data process has ended; another one is to be started",
     rpb.DATA_HEALTH_HUNG: "the data process is there and makes no progress",
 }
 
@@ -23,6 +23,7 @@ def why_not_ready(facts: NodeFacts) -> list[str]:
     reasons = []
     if facts.data != rpb.DATA_HEALTH_OK:
         reasons.append(_DATA[facts.data])
+    reasons.extend(facts.troubles)
     if not facts.incarnation:
         return [*reasons, "the registry has not registered this node yet"]
     if not facts.has_quorum:

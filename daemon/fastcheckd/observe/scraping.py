@@ -88,7 +88,7 @@ class NodeScrape:
 
 
 def _usage(pid: int | None) -> Usage | None:
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(psutil.Error, OSError):  # it is gone, or no descriptor is left to look
         if pid is not None:
             process = psutil.Process(pid)
             times = process.cpu_times()

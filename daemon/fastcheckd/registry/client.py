@@ -111,7 +111,12 @@ class RegistryClient:
     async def open_rank(
         self, request: registry_pb2.OpenRankRequest, timeout_s: float
     ) -> registry_pb2.OpenRankResponse:
-        """Take a rank's place; FencedError where others take it in turn with us."""
+        """Take a rank's place.
+
+        Raises:
+            FencedError: others take it in turn with us, or the client wants it `again` and another process has had
+                it since.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         asked = registry_pb2.OpenRankRequest()
@@ -121,6 +126,12 @@ class RegistryClient:
             answer = await self._call("OpenRank", registry_pb2.OpenRankResponse, asked, left_s)
             if answer.session:
                 return answer
+            # A voter of an earlier version, which would let it have any place, finds none vacant.
+            if request.again and not answer.vacant:
+                raise FencedError(
+                    f"another process has taken the place of rank {request.rank} of job {request.job}; this one's "
+                    "saves are refused"
+                )
             # Whoever asks again lives: what it says to replace is what it was just told of.
             asked.replaces = answer.current
         raise FencedError(

@@ -217,6 +217,19 @@ class Collector:
         steps = sorted(self._jobs.get(job, {}).items())
         return [collection for _, collection in steps if now - collection.touched_at < SHOWN_S]
 
+    def late(self, job: str, now: float) -> list[int]:
+        """Ranks that have reported no step under way, or else those that the newest waits for: a few of them."""
+        steps = [step for step in self.under_way(job, now) if step.reports]
+        if not steps:
+            return []
+
+        def missing(of: list[Collection]) -> list[int]:
+            ranks = range(max(step.world_size for step in of))
+            found = (rank for rank in ranks if not any(rank in step.reports for step in of))
+            return list(islice(found, ABSENT_SHOWN_MAX))
+
+        return missing(steps) or missing(steps[-1:])
+
     def expire(self, now: float) -> None:
         """Forget what nobody reports or places any more."""
         for job, steps in list(self._jobs.items()):

@@ -95,6 +95,7 @@ def commit(
     tolerate: int,
     keep_steps: int,
     ranks: Sequence[Json],
+    at_ms: int | None = None,
 ) -> Json:
     """All ranks of a step are replicated."""
     return {
@@ -106,6 +107,7 @@ def commit(
         "tolerate": tolerate,
         "keep_steps": keep_steps,
         "ranks": list(ranks),
+        **({} if at_ms is None else {"at_ms": at_ms}),
     }
 
 

@@ -12,11 +12,13 @@ from typing import Any
 from fastcheck_proto.conventions import RANK_MAX, STEP_MAX
 
 from . import replicas
-from .records import HOLDERS_MAX, Json, MalformedError, integer, live, name, rank_record
+from .records import HOLDERS_MAX, Json, MalformedError, at_ms, integer, live, name, rank_record
 
 #: Committed steps whose number is remembered after their record is gone, so that a late repetition
 #: of a report still gets the right answer.
 RECENT_MAX = 64
+#: What the state must be agreed on before a step's record says when it was committed.
+SCHEMA_TIMED = 5
 
 
 class Standing(Enum):
@@ -167,6 +169,7 @@ def commit(state: Json, command: Json) -> Json:
     tolerate = integer(command, "tolerate", 1, HOLDERS_MAX)
     keep_steps = integer(command, "keep_steps", 1, 1000)
     integer(command, "epoch", 0, state["epoch"])
+    when = at_ms(command)
     if not isinstance(command.get("ranks"), list) or len(command["ranks"]) != world_size:
         raise MalformedError(f"a commit must have the records of exactly {world_size} ranks")
     ranks = sorted((rank_record(value) for value in command["ranks"]), key=lambda r: int(r["rank"]))
@@ -193,6 +196,8 @@ def commit(state: Json, command: Json) -> Json:
 
     assert job is not None, "a current session implies its job"
     kept = {"step": step, "world_size": world_size, "copies": copies_of(ranks), "ranks": ranks}
+    if when is not None and state["schema"] >= SCHEMA_TIMED:  # voters before that would keep none
+        kept["at_ms"] = when
     job["steps"].append(kept)
     del job["steps"][:-keep_steps]
     job["recent"].append([step, job["next_session"]])

@@ -67,7 +67,7 @@ def plan_deletion(state: Json, job_name: str, step: int | None) -> Deletion:
         objection = (
             f"job {job_name} seems to be running (rank {ranks} on {', '.join(nodes)}), and {what} it would be restored "
             "from: end its trainers with Checkpointer.close(), or say that it is to go even if they run; "
-            "they could not save any more"
+            "what they have under way is refused then"
         )
     return Deletion(deleted, kept, ends, running, objection)
 

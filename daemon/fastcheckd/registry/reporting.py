@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from fastcheck_proto.v1 import common_pb2, registry_pb2
 
@@ -61,9 +61,13 @@ def _disagreement(job: str, step: Collection) -> Json | None:
 class Reports:
     """The leader's reports under way, and who waits for them."""
 
-    def __init__(self, raft: Engine, config: Config) -> None:
+    def __init__(
+        self, raft: Engine, config: Config, *, wall_ms: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """`wall_ms`: the wall clock, for what people are shown; nothing is decided by it."""
         self._raft = raft
         self._config = config
+        self._wall_ms = wall_ms
         self.collector = Collector()
         #: At most one waiter per (job, step) and rank: a newer call sends the older one home.
         self._waiters: dict[tuple[str, int], dict[int, asyncio.Future[Response]]] = {}
@@ -227,6 +231,7 @@ class Reports:
             tolerate=self._config.tolerate,
             keep_steps=self._config.keep_steps,
             ranks=[ready.reports[rank] for rank in sorted(ready.reports)],
+            at_ms=self._wall_ms(),
         )
 
     def _conclude(self, job: str, step: Collection, proposed: dict[int, Json], result: Json) -> None:

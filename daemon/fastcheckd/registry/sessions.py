@@ -16,13 +16,16 @@ from .records import TOKEN_BYTES_MAX, Json, MalformedError, integer, live, name,
 JOBS_MAX = 4096
 #: Former processes of a rank that are recognised when they come back late.
 PAST_CLIENTS_MAX = 4
+#: What the state must be agreed on before a process gets back what a deletion took: older voters would refuse it.
+SCHEMA_REOPENED = 5
 SESSION_MAX = (1 << 63) - 1
 
 
 def open_rank(state: Json, command: Json) -> Json:
     """A process takes a rank's place: a new session, and the end of the one before.
 
-    Only of the session that it `replaces`, if it says so: a command that comes late ends no younger session.
+    Only of the session that it `replaces`, if it says so: a command that comes late ends no younger session. A process
+    that has lost the place does not get it back, unless it lost it to a deletion and nobody has had it since.
     """
     job_name = name(command, "job")
     world_size = integer(command, "world_size", 1, RANK_MAX)
@@ -47,10 +50,11 @@ def open_rank(state: Json, command: Json) -> Json:
             if seat.pop("closed", False):
                 state["version"] += 1  # it goes on after all
             return {"ok": True, "session": seat["session"], "current": seat["session"]}
-        if client in seat["past"]:
+        vacant = state["schema"] >= SCHEMA_REOPENED and is_vacant(state, job_name, rank, client)
+        if client in seat["past"] and not vacant:
             return refusal(
                 "FENCED",
-                f"another process took the place of rank {rank} of job {job_name}, or its newest step was deleted",
+                f"another process took the place of rank {rank} of job {job_name}",
             )
     current = current_session(state, job_name, rank)
     if replaces is not None and replaces != current:
@@ -59,7 +63,8 @@ def open_rank(state: Json, command: Json) -> Json:
         job = _new_job(state, job_name, identity)
     session = job["next_session"]
     job["next_session"] += 1
-    past = [] if seat is None else [c for c in [*seat["past"], seat["client"]] if c != client]
+    without = ("", client) if state["schema"] >= SCHEMA_REOPENED else (client,)
+    past = [] if seat is None else [c for c in [*seat["past"], seat["client"]] if c not in without]
     job["ranks"][str(rank)] = {
         "session": session,
         "client": client,
@@ -78,6 +83,16 @@ def current_session(state: Json, job_name: str, rank: int) -> int:
     job = state["jobs"].get(job_name)
     seat = None if job is None else job["ranks"].get(str(rank))
     return 0 if seat is None else int(seat["session"])
+
+
+def is_vacant(state: Json, job_name: str, rank: int, client: str) -> bool:
+    """Whether nobody has had a rank's place since this client: a deletion has ended its session, or nothing has."""
+    job = state["jobs"].get(job_name)
+    seat = None if job is None else job["ranks"].get(str(rank))
+    if seat is None:  # forgotten with its job, of which nothing is kept
+        return True
+    sitters = [each for each in [*seat["past"], seat["client"]] if each]
+    return sitters[-1:] == [client]
 
 
 def _new_job(state: Json, job_name: str, owner: str) -> Json:

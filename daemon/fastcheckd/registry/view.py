@@ -30,6 +30,8 @@ class Signs:
     data: registry_pb2.DataHealth.ValueType = registry_pb2.DATA_HEALTH_UNSPECIFIED
     #: Why it is suspected or damped; empty: it is neither, or this voter does not lead.
     reason: str = ""
+    #: Which of its processes do not run as they should; empty: none.
+    trouble: str = ""
 
 
 NO_SIGNS = Signs()
@@ -66,7 +68,26 @@ def job_view(state: Json, name: str, job: Json) -> registry_pb2.JobView:
             for step, session in job.get("superseded", ())
         ],
         live_from_session=min((seat["session"] for seat in job["ranks"].values()), default=0),
+        committed_at_ms=job["steps"][-1].get("at_ms", 0) if job["steps"] else 0,
     )
+
+
+def late_ranks(state: Json, name: str, ranks: Sequence[int]) -> list[registry_pb2.LateRank]:
+    """Ranks that others wait for, with the nodes on which they took their places."""
+    job = state["jobs"].get(name, {"ranks": {}})
+    late = []
+    for rank in ranks:
+        seat = job["ranks"].get(str(rank))
+        node = None if seat is None else state["nodes"].get(seat["node"][0])
+        late.append(
+            registry_pb2.LateRank(
+                rank=rank,
+                node_id="" if seat is None else seat["node"][0],
+                node_state=state_value("" if node is None else node["state"]),
+                closed=seat is not None and seat.get("closed", False),
+            )
+        )
+    return late
 
 
 def job_views(state: Json) -> list[registry_pb2.JobView]:
@@ -130,5 +151,6 @@ def cluster_view(
             since_ms=node["since_ms"],
             heard_ms_ago=heard.heard_ms_ago,
             data=heard.data,
+            trouble=heard.trouble,
         )
     return view

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 
 from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import peer_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
@@ -49,6 +50,7 @@ from .content import NOTHING
 from .given_up import GivenUp
 from .memory import ROOM_WAIT_S, StepMemory
 from .of_rank import RankSaves
+from .outcomes import Outcomes
 from .progress import JobProgress, job_progress
 from .replicate import Replicator
 from .resuming import left_over
@@ -93,6 +95,7 @@ class SavingRoom:
         self._replicator = replicator
         self._ranks: dict[tuple[str, int], RankSaves] = {}
         self._committed = Committed(store, view)
+        self._outcomes = Outcomes(counters)
         self._reserved: dict[str, Save] = {}
         self.memory = StepMemory(
             config=config, store=store, view=view, counters=counters, short_of_room=replicator.short_of_room
@@ -143,6 +146,16 @@ class SavingRoom:
             now=time.monotonic(),
         )
 
+    def reports(self) -> list[peer_pb2.JobSaves]:
+        """How the saves of each job go here."""
+        stalled = {
+            job: why
+            for (job, _), saves in self._ranks.items()
+            for save in saves.under_way()[:1]
+            if (why := save.stalled_because) is not None
+        }
+        return self._outcomes.reports(self.progress(), stalled)
+
     # --- sessions --------------------------------------------------------------------------------
 
     def job_of(self, save_id: str) -> str | None:
@@ -165,6 +178,7 @@ class SavingRoom:
                 client_id=request.client_id,
                 node=self._identity.ref(),
                 identity=identity,
+                again=request.again,
             ),
             timeout_s=OPEN_TIMEOUT_S,
         )
@@ -245,11 +259,31 @@ class SavingRoom:
             self._replicator.short_of_room.discard(rank)
         if gone:
             self._committed.forget_except({job for job, _ in self._ranks})
+            self._outcomes.forget_except(self._ranks.keys())
 
     # --- one save --------------------------------------------------------------------------------
 
     async def begin(self, request: tpb.BeginSaveRequest) -> tuple[Save, float]:
         """Reserve a staging segment; returns the save and the seconds waited for older steps."""
+        self._of(request.job, request.rank)  # known from now on, also by what is told of it
+        key = SaveKey(request.job, request.rank, request.step)
+        with self._outcomes.beginning(key, lambda: self._why_waiting(request)):
+            return await self._begin(request, key)
+
+    def _why_waiting(self, request: tpb.BeginSaveRequest) -> str:
+        under_way = self._of(request.job, request.rank).under_way()
+        if not under_way:
+            return "memory is made ready"
+        oldest = under_way[0]
+        why = f" does not move: {oldest.stalled_because}" if oldest.stalled_because else " is on its way"
+        return f"{len(under_way)} older steps are under way, of which {oldest.key.step}{why}"
+
+    async def _begin(self, request: tpb.BeginSaveRequest, key: SaveKey) -> tuple[Save, float]:
+        if request.state_bytes > self._config.ram_budget_bytes:
+            raise OverBudgetError(
+                f"this rank's state has {request.state_bytes} bytes, but node {self._config.node_id} may use only "
+                f"{self._config.ram_budget_bytes}: raise ram_budget_bytes"
+            )
         began = time.monotonic()
         await self._check_opened(request)
         await self._admit(request.job, request.rank, request.session)
@@ -267,7 +301,7 @@ class SavingRoom:
             self._store.discard(segment)
             self._check_session(saves, request.session)
         save = Save(
-            key=SaveKey(request.job, request.rank, request.step),
+            key=key,
             save_id=secrets.token_hex(16),
             session=request.session,
             world_size=request.world_size,
@@ -495,6 +529,7 @@ class SavingRoom:
         self._replicator.rhythm.sealed(rank, save.sealed_at)
         save.moved()
         save.advance(tpb.SAVE_STATE_STAGED)
+        self._outcomes.sealed(save.key)
         if save.task is None:
             save.task = asyncio.create_task(self._run(save), name=f"save-{save.key}")
         elif save.filling is not None:
@@ -523,6 +558,7 @@ class SavingRoom:
     def _finish(self, save: Save, error: FastCheckdError | None) -> None:
         if save.done:
             return
+        self._outcomes.ended(save.key, error)
         if error is None:
             self._counters.add("saves_committed")
             saves = self._of(save.key.job, save.key.rank)
@@ -597,7 +633,7 @@ class SavingRoom:
         if save is None and self._view.is_void(request.job, request.session):
             raise FencedError(
                 f"step {request.step} of rank {request.rank} is not kept: steps of job {request.job!r} were deleted "
-                "meanwhile, which ended the sessions of all its trainers; start the trainer again"
+                "meanwhile, which ended the sessions of all its trainers; the next save opens a new one"
             )
         if save is None:
             with contextlib.suppress(TimeoutError):

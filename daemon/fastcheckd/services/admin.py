@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from fastcheck_proto.v1 import admin_pb2, peer_pb2, registry_pb2
@@ -23,6 +24,7 @@ from . import checkpoints
 from . import health_codes as health
 from .admin_needs import Peers, Registry
 from .admin_upkeep import AdminUpkeep, Context, Patience, checked_job
+from .health_of_saves import ASKED_MAX, stuck_jobs
 from .survival import survival
 
 logger = logging.getLogger(__name__)
@@ -48,10 +50,14 @@ class AdminService(AdminUpkeep):
             logger.warning("status without a registry: %s", error)
             return self._status(self._empty_view(), reports.Answers(), has_quorum=False)
         within_s = patience.question_s()
-        stats, redundancy, (newest, held, has_quorum) = await asyncio.gather(
-            self._stats(view, within_s), self._redundancy(view, within_s), self._copies(view, patience)
+        (stats, late), redundancy, (newest, held, has_quorum) = await asyncio.gather(
+            self._stats_and_late(view, patience),
+            self._redundancy(view, within_s),
+            self._copies(view, patience),
         )
-        answers = reports.Answers(stats=stats, replicas=held, newest_steps=newest, redundancy=redundancy)
+        answers = reports.Answers(
+            stats=stats, replicas=held, newest_steps=newest, late=late, redundancy=redundancy
+        )
         return self._status(view, answers, has_quorum=view.has_leader and has_quorum)
 
     @answers
@@ -146,7 +152,13 @@ class AdminService(AdminUpkeep):
         *,
         has_quorum: bool,
     ) -> admin_pb2.StatusResponse:
-        codes = health.health_codes(view, answered, health.Setup.of(self._config), has_quorum=has_quorum)
+        codes = health.health_codes(
+            view,
+            answered,
+            health.Setup.of(self._config),
+            has_quorum=has_quorum,
+            now_ms=time.time_ns() // 1_000_000,
+        )
         return admin_pb2.StatusResponse(
             health=health.worst(codes),
             codes=codes,
@@ -252,6 +264,25 @@ class AdminService(AdminUpkeep):
             kept = ", ".join(map(str, found.kept_steps)) or "none"
             raise StepGoneError(f"step {step} of job {job} is not kept; kept steps: {kept}")
         return found.record
+
+    async def _stats_and_late(
+        self, view: registry_pb2.ClusterView, patience: Patience
+    ) -> tuple[dict[str, peer_pb2.GetStatsResponse], dict[str, Sequence[registry_pb2.LateRank]]]:
+        """What the nodes say of themselves, and whom the jobs wait for that get nowhere by that."""
+        stats = await self._stats(view, patience.question_s())
+        stuck = stuck_jobs(reports.Answers(stats=stats))[:ASKED_MAX] if view.has_leader else []
+        within_s = patience.question_s()
+
+        async def ask(job: str) -> Sequence[registry_pb2.LateRank]:
+            try:
+                asked = registry_pb2.ListJobStepsRequest(job=job)
+                return (await self._registry.list_job_steps(asked, within_s)).late
+            except FastCheckdError as error:
+                logger.info("whom job %s waits for is not known: %s", job, error)
+                return ()
+
+        found = await asyncio.gather(*map(ask, stuck))
+        return stats, dict(zip(stuck, found, strict=True))
 
     async def _stats(
         self, view: registry_pb2.ClusterView, within_s: float

@@ -22,6 +22,8 @@ class Answers:
     replicas: Mapping[str, Sequence[peer_pb2.Replica]] = field(default_factory=dict)
     #: Each job's newest committed step.
     newest_steps: Sequence[registry_pb2.StepRecord] = ()
+    #: Job that commits nothing → the ranks that its steps wait for.
+    late: Mapping[str, Sequence[registry_pb2.LateRank]] = field(default_factory=dict)
     #: What the leader says about the copies; None: it said nothing.
     redundancy: registry_pb2.GetRedundancyResponse | None = None
 

@@ -15,6 +15,7 @@ from fastcheck_proto.v1 import admin_pb2, peer_pb2, registry_pb2
 from ..config import Config, is_loopback, split_address
 from .admin_reports import Answers
 from .health_of_copies import copy_codes
+from .health_of_saves import save_codes
 
 #: A node above this share of its budget soon refuses saves: the codes warn before that happens.
 MEMORY_NEAR_FULL_SHARE = 0.9
@@ -69,18 +70,21 @@ class Setup:
 
 
 def health_codes(
-    view: registry_pb2.ClusterView, answers: Answers, setup: Setup, *, has_quorum: bool
+    view: registry_pb2.ClusterView, answers: Answers, setup: Setup, *, has_quorum: bool, now_ms: int = 0
 ) -> list[admin_pb2.HealthCode]:
     """Everything that is wrong or worth knowing, the worst first.
 
     Args:
         view: the members as the registry last said.
         has_quorum: whether the registry answers for what it decides.
+        now_ms: the wall clock, to say how long ago something was.
     """
     codes = [*_registry_codes(view, setup, has_quorum=has_quorum)]
     for node in sorted(view.nodes, key=lambda n: n.node_id):
         codes.extend(_node_codes(node, answers, setup))
     codes.extend(copy_codes(view, answers))
+    if has_quorum:  # without one nothing is committed, and that is said above
+        codes.extend(save_codes(view, answers, now_ms))
     return sorted(codes, key=lambda c: -c.severity)
 
 
@@ -188,6 +192,14 @@ def _node_codes(
             detail=f"{name} is being drained: it gets nothing new, its copies are made elsewhere",
             remedy=f"wait for 'fastcheck safe-to-stop {node.node_id}', or: "
             f"fastcheck drain {node.node_id} --undo",
+        )
+    if node.trouble:
+        yield admin_pb2.HealthCode(
+            code="PROCESS_FAILING",
+            severity=DEGRADED,
+            detail=f"on {name} {node.trouble}",
+            remedy=f"look at the log of {node.node_id} and at the limits that its processes have (pids.max, memory, "
+            "open files); its agent tries again every few seconds",
         )
     yield from _data_codes(node, name, answers.stats.get(node.node_id), setup)
 

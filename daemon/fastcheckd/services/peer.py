@@ -54,6 +54,7 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
         upkeep: UpkeepRoom | None = None,
         lane_report: Callable[[], peer_pb2.LaneReport] | None = None,
         certificates: Certificates | None = None,
+        saves: Callable[[], list[peer_pb2.JobSaves]] = list,
     ) -> None:
         self._cluster_id = cluster_id
         self._lease = lease
@@ -64,6 +65,7 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
         self._upkeep = upkeep
         self._lane_report = lane_report
         self._certificates = certificates
+        self._saves = saves
         #: One check of a reported replica at a time: reports must not take all cores.
         self._checking = asyncio.Semaphore(1)
 
@@ -188,6 +190,7 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
             certificate=self._certificate(),
             jobs=self._jobs(),
             job_budget_bytes=self._store.job_budget_bytes,
+            saves=self._saves(),
         )
 
     def _jobs(self) -> list[peer_pb2.JobMemory]:

@@ -20,9 +20,9 @@ from ..registry.members import LEFT
 from ..registry.owning import IDENTITY_BYTES_MAX, LOCAL, owner_of
 from ..registry.records import Json, is_lossy
 from ..registry.reporting import Reports
-from ..registry.sessions import current_session
+from ..registry.sessions import current_session, is_vacant
 from ..registry.stubs import Stubs
-from ..registry.view import job_views
+from ..registry.view import job_views, late_ranks
 from ..rpc import answers
 from .deciding import checking, decides
 from .registry_deletion import RegistryDeletion
@@ -98,8 +98,7 @@ class RegistryService(
             node = records.node_ref(wire.node_ref(request.node), "the node")
         await self._need_leader(context)
         if not request.HasField("replaces"):
-            current = self._raft.read(lambda state: current_session(state, request.job, request.rank))
-            return registry_pb2.OpenRankResponse(current=current)
+            return self._raft.read(lambda state: _whose(state, request))
         result = await self._propose(
             commands.open_rank(
                 request.job,
@@ -113,7 +112,8 @@ class RegistryService(
         )
         if result["session"]:
             self._reports.opened(request.job, request.rank, result["session"])
-        return registry_pb2.OpenRankResponse(session=result["session"], current=result["current"])
+            return registry_pb2.OpenRankResponse(session=result["session"], current=result["current"])
+        return self._raft.read(lambda state: _whose(state, request))
 
     @decides
     async def Place(self, request: registry_pb2.PlaceRequest, context: Context) -> registry_pb2.PlaceResponse:
@@ -249,7 +249,10 @@ class RegistryService(
                         replicated=replicas.is_replicated(list(under_way.reports.values())),
                     )
                 )
-        return registry_pb2.ListJobStepsResponse(steps=steps)
+        late = self._reports.collector.late(request.job, self._now())
+        return registry_pb2.ListJobStepsResponse(
+            steps=steps, late=self._raft.read(lambda state: late_ranks(state, request.job, late))
+        )
 
     @decides
     async def SetDraining(
@@ -312,6 +315,15 @@ class RegistryService(
     ) -> registry_pb2.ListJobsResponse:
         """All jobs, as applied here."""
         return registry_pb2.ListJobsResponse(jobs=self._raft.read(job_views))
+
+
+def _whose(state: Json, request: registry_pb2.OpenRankRequest) -> registry_pb2.OpenRankResponse:
+    """Who has a rank's place: what whoever wants it has to name."""
+    job, rank = request.job, request.rank
+    return registry_pb2.OpenRankResponse(
+        current=current_session(state, job, rank),
+        vacant=is_vacant(state, job, rank, request.client_id),
+    )
 
 
 def _check_rank_of(job: str, rank: int, world_size: int) -> None:

@@ -38,6 +38,8 @@ PROBES_MAX = 32
 VIEW_REPEAT_S = 5.0
 #: Changes within this time make one view.
 VIEW_MERGE_S = 0.02
+#: Of what a node says about its processes.
+TROUBLE_CHARS_MAX = 300
 #: A cluster has at most `state.NODES_MAX` nodes with an agent and a data process each.
 STREAMS_MAX = 10_000
 _NO_DATA_PROCESS = {registry_pb2.DATA_HEALTH_GONE, registry_pb2.DATA_HEALTH_STARTING}
@@ -52,6 +54,8 @@ class RegistrySigns:
         self._leader = leader
         self._detector = detector
         self._ram_used_bytes: dict[str, int] = {}
+        #: What nodes say of processes that do not run as they should; of those that have such.
+        self._troubles: dict[Life, str] = {}
         self._streams = 0
         self._probes = 0
         self._renews_from: float | None = None
@@ -77,7 +81,12 @@ class RegistrySigns:
 
         def signs(life: Life) -> Signs:
             heard = self._detector
-            return Signs(heard.heard_ms_ago(life, now), heard.data(life), self._leader.judge.why(life))
+            return Signs(
+                heard.heard_ms_ago(life, now),
+                heard.data(life),
+                self._leader.judge.why(life),
+                self._troubles.get(life, ""),
+            )
 
         def build(state: Json) -> registry_pb2.ClusterView:
             return cluster_view(
@@ -164,6 +173,10 @@ class RegistrySigns:
             self._ram_used_bytes[life[0]] = request.ram_used_bytes
             if request.data in _NO_DATA_PROCESS:
                 self._leader.data_process_gone(life)
+            if request.trouble:
+                self._troubles[life] = request.trouble[:TROUBLE_CHARS_MAX]
+            else:
+                self._troubles.pop(life, None)
         leader = self._raft.leader
         return over, epoch, "" if leader is None else leader.node_id
 
@@ -201,6 +214,7 @@ class RegistrySigns:
     def forget_except(self, node_ids: set[str]) -> None:
         """Drop what heartbeats told about nodes that are not in the cluster any more."""
         self._ram_used_bytes = {n: used for n, used in self._ram_used_bytes.items() if n in node_ids}
+        self._troubles = {life: said for life, said in self._troubles.items() if life[0] in node_ids}
 
     def _stream(self, context: Context) -> _StreamSlot:
         return _StreamSlot(self, context)

@@ -14,8 +14,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 from fastcheck_proto.v1 import trainer_pb2_grpc as tpb_grpc
 
-from ..config import Config
-from ..errors import FastCheckdError, FencedError, InvalidRequestError, NoQuorumError, OverBudgetError
+from ..errors import FastCheckdError, FencedError, InvalidRequestError, NoQuorumError
 from ..registry.client import RegistryClient
 from ..restore.following import Following
 from ..restore.room import RestoreRoom
@@ -41,14 +40,12 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
 
     def __init__(
         self,
-        config: Config,
         saving: SavingRoom,
         restore: RestoreRoom,
         registry: RegistryClient,
         owners: Owners,
     ) -> None:
         self._owners = owners
-        self._config = config
         self._saving = saving
         self._restore = restore
         self._registry = registry
@@ -110,11 +107,6 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             raise InvalidRequestError(f"step {request.step} is not from 0 to {STEP_MAX}")
         if request.state_bytes == 0:
             raise InvalidRequestError("a state has at least its header")
-        if request.state_bytes > self._config.ram_budget_bytes:
-            raise OverBudgetError(
-                f"this rank's state has {request.state_bytes} bytes, but node {self._config.node_id} may use only "
-                f"{self._config.ram_budget_bytes}: raise ram_budget_bytes"
-            )
         if request.ahead.header_bytes > HEADER_BYTES_MAX:
             raise InvalidRequestError(f"a state header may have at most {HEADER_BYTES_MAX} bytes")
         return await self._saving.begin(request)

@@ -534,6 +534,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     CERTIFICATE_FIELD_NUMBER: builtins.int
     JOBS_FIELD_NUMBER: builtins.int
     JOB_BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    SAVES_FIELD_NUMBER: builtins.int
     ram_used_bytes: builtins.int
     ram_budget_bytes: builtins.int
     scrub_age_ms: builtins.int
@@ -554,6 +555,10 @@ class GetStatsResponse(google.protobuf.message.Message):
     def jobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___JobMemory]:
         """Jobs that have memory here, those with the most first; at most 32."""
 
+    @property
+    def saves(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___JobSaves]:
+        """How the saves of each job go that are made through this node, failing ones first; at most 32."""
+
     def __init__(
         self,
         *,
@@ -565,12 +570,68 @@ class GetStatsResponse(google.protobuf.message.Message):
         certificate: Global___CertificateReport | None = ...,
         jobs: collections.abc.Iterable[Global___JobMemory] | None = ...,
         job_budget_bytes: builtins.int = ...,
+        saves: collections.abc.Iterable[Global___JobSaves] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_scrub_age_ms", b"_scrub_age_ms", "certificate", b"certificate", "lane", b"lane", "scrub_age_ms", b"scrub_age_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_scrub_age_ms", b"_scrub_age_ms", "certificate", b"certificate", "counters", b"counters", "job_budget_bytes", b"job_budget_bytes", "jobs", b"jobs", "lane", b"lane", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes", "scrub_age_ms", b"scrub_age_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_scrub_age_ms", b"_scrub_age_ms", "certificate", b"certificate", "counters", b"counters", "job_budget_bytes", b"job_budget_bytes", "jobs", b"jobs", "lane", b"lane", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes", "saves", b"saves", "scrub_age_ms", b"scrub_age_ms"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_scrub_age_ms", b"_scrub_age_ms"]) -> typing.Literal["scrub_age_ms"] | None: ...
 
 Global___GetStatsResponse: typing_extensions.TypeAlias = GetStatsResponse
+
+@typing.final
+class JobSaves(google.protobuf.message.Message):
+    """How the saves of a job go here."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    TRIED_MS_AGO_FIELD_NUMBER: builtins.int
+    UNCOMMITTED_MS_FIELD_NUMBER: builtins.int
+    FAILURES_FIELD_NUMBER: builtins.int
+    LAST_FAILURE_FIELD_NUMBER: builtins.int
+    FAILED_MS_AGO_FIELD_NUMBER: builtins.int
+    STAGED_STEP_FIELD_NUMBER: builtins.int
+    INTERVAL_MS_FIELD_NUMBER: builtins.int
+    STALLED_BECAUSE_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    tried_ms_ago: builtins.int
+    """Since a trainer last tried to save."""
+    uncommitted_ms: builtins.int
+    """Since the first save that was handed over after the last commit. Unset: nothing was."""
+    failures: builtins.int
+    """Saves in a row that were refused or failed since the last commit, and the last of them."""
+    failed_ms_ago: builtins.int
+    staged_step: builtins.int
+    """Newest step that was handed over."""
+    interval_ms: builtins.int
+    """Shortest time between the last saves of the rank that saves least often. Unset: none has saved twice."""
+    stalled_because: builtins.str
+    """Why the oldest step under way does not move. Empty: it does, or there is none."""
+    @property
+    def last_failure(self) -> fastcheck_proto.v1.common_pb2.ErrorDetail: ...
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        tried_ms_ago: builtins.int = ...,
+        uncommitted_ms: builtins.int | None = ...,
+        failures: builtins.int = ...,
+        last_failure: fastcheck_proto.v1.common_pb2.ErrorDetail | None = ...,
+        failed_ms_ago: builtins.int = ...,
+        staged_step: builtins.int | None = ...,
+        interval_ms: builtins.int | None = ...,
+        stalled_because: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_interval_ms", b"_interval_ms", "_staged_step", b"_staged_step", "_uncommitted_ms", b"_uncommitted_ms", "interval_ms", b"interval_ms", "last_failure", b"last_failure", "staged_step", b"staged_step", "uncommitted_ms", b"uncommitted_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_interval_ms", b"_interval_ms", "_staged_step", b"_staged_step", "_uncommitted_ms", b"_uncommitted_ms", "failed_ms_ago", b"failed_ms_ago", "failures", b"failures", "interval_ms", b"interval_ms", "job", b"job", "last_failure", b"last_failure", "staged_step", b"staged_step", "stalled_because", b"stalled_because", "tried_ms_ago", b"tried_ms_ago", "uncommitted_ms", b"uncommitted_ms"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_interval_ms", b"_interval_ms"]) -> typing.Literal["interval_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_staged_step", b"_staged_step"]) -> typing.Literal["staged_step"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_uncommitted_ms", b"_uncommitted_ms"]) -> typing.Literal["uncommitted_ms"] | None: ...
+
+Global___JobSaves: typing_extensions.TypeAlias = JobSaves
 
 @typing.final
 class JobMemory(google.protobuf.message.Message):

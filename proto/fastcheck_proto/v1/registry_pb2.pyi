@@ -148,6 +148,7 @@ class NodeRecord(google.protobuf.message.Message):
     SINCE_MS_FIELD_NUMBER: builtins.int
     HEARD_MS_AGO_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
+    TROUBLE_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     incarnation: builtins.int
     state: Global___NodeState.ValueType
@@ -165,6 +166,8 @@ class NodeRecord(google.protobuf.message.Message):
     heard_ms_ago: builtins.int
     """Since the answering voter heard it last; unset: never in this life."""
     data: Global___DataHealth.ValueType
+    trouble: builtins.str
+    """As its agent said last to the answering voter: which of its processes cannot be started or keep ending, for people."""
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Failure domains and whatever else the node's config says, such as rack=a1."""
@@ -186,9 +189,10 @@ class NodeRecord(google.protobuf.message.Message):
         since_ms: builtins.int = ...,
         heard_ms_ago: builtins.int | None = ...,
         data: Global___DataHealth.ValueType = ...,
+        trouble: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_heard_ms_ago", b"_heard_ms_ago", "heard_ms_ago", b"heard_ms_ago"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_heard_ms_ago", b"_heard_ms_ago", "agent_address", b"agent_address", "data", b"data", "data_address", b"data_address", "heard_ms_ago", b"heard_ms_ago", "incarnation", b"incarnation", "labels", b"labels", "lane_address", b"lane_address", "node_id", b"node_id", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes", "reason", b"reason", "since_ms", b"since_ms", "state", b"state", "voter", b"voter"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_heard_ms_ago", b"_heard_ms_ago", "agent_address", b"agent_address", "data", b"data", "data_address", b"data_address", "heard_ms_ago", b"heard_ms_ago", "incarnation", b"incarnation", "labels", b"labels", "lane_address", b"lane_address", "node_id", b"node_id", "ram_budget_bytes", b"ram_budget_bytes", "ram_used_bytes", b"ram_used_bytes", "reason", b"reason", "since_ms", b"since_ms", "state", b"state", "trouble", b"trouble", "voter", b"voter"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_heard_ms_ago", b"_heard_ms_ago"]) -> typing.Literal["heard_ms_ago"] | None: ...
 
 Global___NodeRecord: typing_extensions.TypeAlias = NodeRecord
@@ -303,10 +307,13 @@ class HeartbeatRequest(google.protobuf.message.Message):
     RAM_USED_BYTES_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
     SEQ_FIELD_NUMBER: builtins.int
+    TROUBLE_FIELD_NUMBER: builtins.int
     ram_used_bytes: builtins.int
     data: Global___DataHealth.ValueType
     seq: builtins.int
     """Counts up within a life and stream; answers name it."""
+    trouble: builtins.str
+    """Which of the node's processes cannot be started or keep ending, for people. Empty: none."""
     @property
     def node(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
     def __init__(
@@ -316,9 +323,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
         ram_used_bytes: builtins.int = ...,
         data: Global___DataHealth.ValueType = ...,
         seq: builtins.int = ...,
+        trouble: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "node", b"node", "ram_used_bytes", b"ram_used_bytes", "seq", b"seq"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "node", b"node", "ram_used_bytes", b"ram_used_bytes", "seq", b"seq", "trouble", b"trouble"]) -> None: ...
 
 Global___HeartbeatRequest: typing_extensions.TypeAlias = HeartbeatRequest
 
@@ -468,6 +476,7 @@ class JobView(google.protobuf.message.Message):
     RUNNING_RANKS_FIELD_NUMBER: builtins.int
     SUPERSEDED_FIELD_NUMBER: builtins.int
     LIVE_FROM_SESSION_FIELD_NUMBER: builtins.int
+    COMMITTED_AT_MS_FIELD_NUMBER: builtins.int
     job: builtins.str
     world_size: builtins.int
     owner: builtins.str
@@ -480,6 +489,8 @@ class JobView(google.protobuf.message.Message):
     """Ranks whose trainers have not said that they are done, on nodes that are not DOWN. Unset: not told."""
     live_from_session: builtins.int
     """No session below this speaks for a rank any more: of what they made only the kept steps are needed. 0: not told."""
+    committed_at_ms: builtins.int
+    """When the newest kept step was committed, by the wall clock of the leader. To be shown, never compared. 0: not known."""
     @property
     def kept_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Committed steps that are kept, oldest first."""
@@ -500,9 +511,10 @@ class JobView(google.protobuf.message.Message):
         running_ranks: builtins.int | None = ...,
         superseded: collections.abc.Iterable[Global___SupersededSteps] | None = ...,
         live_from_session: builtins.int = ...,
+        committed_at_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_running_ranks", b"_running_ranks", "running_ranks", b"running_ranks"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_running_ranks", b"_running_ranks", "job", b"job", "kept_steps", b"kept_steps", "live_from_session", b"live_from_session", "next_session", b"next_session", "owner", b"owner", "running_ranks", b"running_ranks", "superseded", b"superseded", "void_below_session", b"void_below_session", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_running_ranks", b"_running_ranks", "committed_at_ms", b"committed_at_ms", "job", b"job", "kept_steps", b"kept_steps", "live_from_session", b"live_from_session", "next_session", b"next_session", "owner", b"owner", "running_ranks", b"running_ranks", "superseded", b"superseded", "void_below_session", b"void_below_session", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_running_ranks", b"_running_ranks"]) -> typing.Literal["running_ranks"] | None: ...
 
 Global___JobView: typing_extensions.TypeAlias = JobView
@@ -687,6 +699,7 @@ class OpenRankRequest(google.protobuf.message.Message):
     NODE_FIELD_NUMBER: builtins.int
     REPLACES_FIELD_NUMBER: builtins.int
     IDENTITY_FIELD_NUMBER: builtins.int
+    AGAIN_FIELD_NUMBER: builtins.int
     job: builtins.str
     rank: builtins.int
     world_size: builtins.int
@@ -698,6 +711,8 @@ class OpenRankRequest(google.protobuf.message.Message):
     """
     identity: builtins.str
     """Who opens it: `trainer/NAME`, `admin/NAME`, or `local`. The first one owns the job. Empty: local."""
+    again: builtins.bool
+    """This client has had the place before, and may have it again only if it is `vacant`."""
     @property
     def node(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
     def __init__(
@@ -710,9 +725,10 @@ class OpenRankRequest(google.protobuf.message.Message):
         node: fastcheck_proto.v1.common_pb2.NodeRef | None = ...,
         replaces: builtins.int | None = ...,
         identity: builtins.str = ...,
+        again: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_replaces", b"_replaces", "node", b"node", "replaces", b"replaces"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_replaces", b"_replaces", "client_id", b"client_id", "identity", b"identity", "job", b"job", "node", b"node", "rank", b"rank", "replaces", b"replaces", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_replaces", b"_replaces", "again", b"again", "client_id", b"client_id", "identity", b"identity", "job", b"job", "node", b"node", "rank", b"rank", "replaces", b"replaces", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_replaces", b"_replaces"]) -> typing.Literal["replaces"] | None: ...
 
 Global___OpenRankRequest: typing_extensions.TypeAlias = OpenRankRequest
@@ -723,17 +739,21 @@ class OpenRankResponse(google.protobuf.message.Message):
 
     SESSION_FIELD_NUMBER: builtins.int
     CURRENT_FIELD_NUMBER: builtins.int
+    VACANT_FIELD_NUMBER: builtins.int
     session: builtins.int
     """0: not opened, as the place is held by another session than `replaces`."""
     current: builtins.int
     """The session that holds the place."""
+    vacant: builtins.bool
+    """Where nothing was opened: nobody has had the place since this client."""
     def __init__(
         self,
         *,
         session: builtins.int = ...,
         current: builtins.int = ...,
+        vacant: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["current", b"current", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["current", b"current", "session", b"session", "vacant", b"vacant"]) -> None: ...
 
 Global___OpenRankResponse: typing_extensions.TypeAlias = OpenRankResponse
 
@@ -1138,16 +1158,48 @@ class ListJobStepsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STEPS_FIELD_NUMBER: builtins.int
+    LATE_FIELD_NUMBER: builtins.int
     @property
     def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StepSummary]: ...
+    @property
+    def late(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LateRank]:
+        """Ranks that have reported none of the steps under way, or else those that the newest of these waits for: at most 16."""
+
     def __init__(
         self,
         *,
         steps: collections.abc.Iterable[Global___StepSummary] | None = ...,
+        late: collections.abc.Iterable[Global___LateRank] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["late", b"late", "steps", b"steps"]) -> None: ...
 
 Global___ListJobStepsResponse: typing_extensions.TypeAlias = ListJobStepsResponse
+
+@typing.final
+class LateRank(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    NODE_ID_FIELD_NUMBER: builtins.int
+    NODE_STATE_FIELD_NUMBER: builtins.int
+    CLOSED_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    node_id: builtins.str
+    """Where its process took its place last. Empty: nobody has."""
+    node_state: Global___NodeState.ValueType
+    closed: builtins.bool
+    """Its process has said that it is done."""
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        node_id: builtins.str = ...,
+        node_state: Global___NodeState.ValueType = ...,
+        closed: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["closed", b"closed", "node_id", b"node_id", "node_state", b"node_state", "rank", b"rank"]) -> None: ...
+
+Global___LateRank: typing_extensions.TypeAlias = LateRank
 
 @typing.final
 class ListJobsRequest(google.protobuf.message.Message):

@@ -57,11 +57,16 @@ class OpenSessionRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     CLIENT_ID_FIELD_NUMBER: builtins.int
+    AGAIN_FIELD_NUMBER: builtins.int
     job: builtins.str
     rank: builtins.int
     world_size: builtins.int
     client_id: builtins.str
     """Random, made once per Checkpointer: the same request sent twice is one session."""
+    again: builtins.bool
+    """This client has had a session, which has ended: refused if another process has had the place since. Otherwise
+    whoever has it loses it.
+    """
     def __init__(
         self,
         *,
@@ -69,8 +74,9 @@ class OpenSessionRequest(google.protobuf.message.Message):
         rank: builtins.int = ...,
         world_size: builtins.int = ...,
         client_id: builtins.str = ...,
+        again: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client_id", b"client_id", "job", b"job", "rank", b"rank", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["again", b"again", "client_id", b"client_id", "job", b"job", "rank", b"rank", "world_size", b"world_size"]) -> None: ...
 
 Global___OpenSessionRequest: typing_extensions.TypeAlias = OpenSessionRequest
 

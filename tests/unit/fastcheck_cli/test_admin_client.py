@@ -76,7 +76,15 @@ def test_nodes_have_the_promised_keys(client):
 
 def test_jobs_and_checkpoints(client):
     assert client.jobs()["jobs"] == [
-        {"job": "gpt", "world_size": 1, "newest_step": 5, "kept_steps": [4, 5], "owner": "local"}
+        {
+            "job": "gpt",
+            "world_size": 1,
+            "newest_step": 5,
+            "last_commit_at": None,
+            "last_commit_age_s": None,
+            "kept_steps": [4, 5],
+            "owner": "local",
+        }
     ]
     found = client.checkpoints("gpt")["checkpoints"]
     assert [(c["step"], c["state"]) for c in found] == [

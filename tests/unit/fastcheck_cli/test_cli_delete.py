@@ -70,7 +70,7 @@ def test_a_running_job_is_refused_with_the_reason_until_the_word_is_said(run, wo
     assert json.loads(result.stdout)["refusal"] == "job gpt seems to be running"
     assert world.deletions == []
     result = run("gpt", "5", "--even-if-running", "--yes")
-    assert result.exit_code == 0 and "rank 0, 1 are fenced" in result.stderr
+    assert result.exit_code == 0 and "rank 0, 1 run" in result.stderr
     assert world.deletions[0].even_if_running
 
 

@@ -25,7 +25,14 @@ def node(name, *, sent=None, used=0, budget=100, state="UP", reachable=True):
 
 
 def job(newest):
-    return {"job": "gpt", "world_size": 2, "newest_step": newest, "kept_steps": [newest] if newest else []}
+    return {
+        "job": "gpt",
+        "world_size": 2,
+        "newest_step": newest,
+        "last_commit_at": "2026-01-01T00:00:00.000Z" if newest else None,
+        "last_commit_age_s": 61.0 if newest else None,
+        "kept_steps": [newest] if newest else [],
+    }
 
 
 def moment(*nodes, newest=None, at_s=0.0, before=None):

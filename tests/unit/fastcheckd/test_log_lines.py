@@ -11,6 +11,7 @@ from fastcheckd.log import (
     COMPLAINTS_PERIOD_S,
     FIELD_CHARS_MAX,
     Complaints,
+    Episode,
     HumanLines,
     JsonLines,
 )
@@ -80,3 +81,22 @@ def test_of_a_thousand_complaints_the_first_are_told_and_the_others_counted(capl
     complaints.add("closed %s", "one more")
     told = [r.getMessage() for r in caplog.records]
     assert told == [f"lane: {1000 - COMPLAINTS_MAX} more of such lines before", "lane: closed one more"]
+
+
+def test_a_problem_that_lasts_is_told_when_it_begins_now_and_then_and_when_it_is_over(caplog):
+    now = [100.0]
+    episode = Episode(logging.getLogger("t"), "saving", repeat_s=30.0, clock=lambda: now[0])
+    episode.over()
+    assert not caplog.records
+    for second in range(41):
+        now[0] = 100.0 + second
+        episode.again("no room for step %d", second)
+    episode.over()
+    episode.over()
+    episode.again("no room for step %d", 50)
+    assert [r.getMessage() for r in caplog.records] == [
+        "saving: no room for step 0",
+        "saving: no room for step 30 (31 times within 30 s)",
+        "saving: over after 40.0 s (41 times)",
+        "saving: no room for step 50",
+    ]

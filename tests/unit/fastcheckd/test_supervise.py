@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from fastcheckd import supervise
 from fastcheckd.supervise import EXIT_CONFIG, Child
 
 
@@ -120,6 +122,48 @@ def test_signs_of_life_are_counted_and_a_child_that_is_stopped_gives_none():
         assert supervised.beats == seen
         supervised.kill()
         await until(lambda: supervised.beats > seen)  # the next life's
+        await supervised.stop(grace_s=5)
+
+    asyncio.run(story())
+
+
+def test_a_child_that_keeps_ending_is_in_trouble_until_it_has_lived_a_while(monkeypatch, tmp_path):
+    monkeypatch.setattr(supervise, "HEALTHY_AFTER_S", 0.3)
+    mended = tmp_path / "mended"
+
+    async def story():
+        supervised = child(
+            f"""
+            import pathlib, time
+            if not pathlib.Path({str(mended)!r}).exists():
+                raise SystemExit(5)
+            time.sleep(60)
+            """,
+            [],
+        )
+        supervised.start()
+        said = await until(lambda: supervised.trouble)
+        assert said.startswith("keeps ending (3 times in a row, lastly with 5)")
+        mended.touch()
+        await until(lambda: not supervised.trouble)
+        assert supervised.pid and supervised.restarts >= 3
+        await supervised.stop(grace_s=5)
+
+    asyncio.run(story())
+
+
+def test_the_end_of_a_child_is_noticed_where_no_descriptor_is_left_for_it(monkeypatch):
+    def none_left(_pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+
+    async def story():
+        supervised = child("import time; time.sleep(60)", [])
+        supervised.start()
+        first = await until(lambda: supervised.pid)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: supervised.pid not in {None, first})
         await supervised.stop(grace_s=5)
 
     asyncio.run(story())

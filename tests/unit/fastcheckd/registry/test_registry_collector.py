@@ -2,7 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheckd.registry.collector import SHOWN_S, STALE_AFTER_S, STEPS_MAX, Collector, WorldSizeConflictError
+from fastcheckd.registry.collector import (
+    ABSENT_SHOWN_MAX,
+    SHOWN_S,
+    STALE_AFTER_S,
+    STEPS_MAX,
+    Collector,
+    WorldSizeConflictError,
+)
 
 
 def record(rank, session=1, mark="x"):
@@ -159,3 +166,23 @@ def test_a_rank_at_work_on_newer_steps_only_is_absent_from_the_older():
     place(c, 3, rank=0, oldest_step=2)
     assert c.absent("gpt", 1, is_live=bool) == [0]
     assert c.absent("gpt", 2, is_live=bool) == [1, 2]
+
+
+def test_late_are_ranks_that_no_step_under_way_has_or_those_that_the_newest_waits_for():
+    c = Collector()
+    assert c.late("gpt", 0) == []
+    place(c, 1, rank=2, oldest_step=1)
+    assert c.late("gpt", 0) == [], "nobody waits for anybody"
+    for step in (1, 2, 3):
+        report(c, step, 0, world_size=3)
+    report(c, 2, 2, world_size=3)
+    assert c.late("gpt", 0) == [1]
+    report(c, 1, 1, world_size=3)
+    assert c.late("gpt", 0) == [1, 2], "each has reported something, so the newest step says it"
+    assert c.late("gpt", SHOWN_S) == []
+
+
+def test_few_late_ranks_are_named():
+    c = Collector()
+    report(c, 1, 0, world_size=1000)
+    assert c.late("gpt", 0) == list(range(1, 1 + ABSENT_SHOWN_MAX))

@@ -19,6 +19,7 @@ from tests.unit.fastcheckd.registry.small_cluster import (
 from fastcheckd.registry import commands as made
 from fastcheckd.registry.commits import Standing, standing
 from fastcheckd.registry.deletion import plan_deletion
+from fastcheckd.registry.sessions import current_session, is_vacant
 from fastcheckd.registry.state import SCHEMA, apply, restore, snapshot
 from fastcheckd.registry.view import job_views
 
@@ -112,10 +113,9 @@ def test_without_the_newest_step_the_job_goes_back_and_its_processes_are_over():
     for rank in RANKS:
         assert job["ranks"][str(rank["rank"])]["session"] > rank["session"]
         assert job["void"] > rank["session"]
-    # Nothing of theirs comes back: not the step, not a later one, not they themselves.
+    # Nothing of theirs comes back: not the step, not a later one.
     assert refused(state, commit(5, RANKS))["code"] == "FENCED"
     assert refused(state, commit(9, RANKS))["code"] == "FENCED"
-    assert refused(state, open_rank(rank=0, client="c0"))["code"] == "FENCED"
     assert standing(job, 3, 0, 1) is not Standing.OPEN
     # Who comes next may use the number again.
     sessions = [
@@ -126,6 +126,7 @@ def test_without_the_newest_step_the_job_goes_back_and_its_processes_are_over():
         record(1, sessions[1], ("n1", 2), [("n2", 3)], digest="cd" * 16),
     ]
     assert min(sessions) >= job["void"]
+    assert refused(state, open_rank(rank=0, client="c0"))["code"] == "FENCED", "they have a successor now"
     assert apply(state, commit(4, again))["ok"] and apply(state, commit(5, again))["ok"]
 
 
@@ -258,3 +259,32 @@ def test_whatever_happens_what_is_deleted_stays_so_and_nothing_else_goes(sequenc
         assert job["newest"] == (kept[-1][0] if kept else -1)
         assert all(max(sessions) < job.get("void", 0) or step < job["newest"] for step, sessions in deleted)
         assert restore(snapshot(state)) == state
+
+
+def test_a_process_that_lost_its_place_to_a_deletion_has_it_again_and_no_earlier_one_does():
+    state = committed(3)
+
+    def take(client, **replaces):
+        return apply(state, open_rank(client=client, node=("n0", 1)) | replaces)
+
+    def deleted():
+        assert apply(state, made.delete("gpt", None, even_if_running=True))["ends_sessions"]
+
+    take("mine")
+    assert is_vacant(state, "gpt", 0, "mine") and not is_vacant(state, "gpt", 0, "c0")
+    sessions = []
+    for _ in range(6):  # more often than former clients are remembered
+        late = current_session(state, "gpt", 0)
+        deleted()
+        assert is_vacant(state, "gpt", 0, "mine") and not is_vacant(state, "gpt", 0, "c0")
+        assert take("mine", replaces=late)["session"] == 0, "from before the deletion, and late"
+        assert refused(state, open_rank(client="c0", node=("n0", 1)))["code"] == "FENCED"
+        sessions.append(take("mine")["session"])
+        assert take("mine")["session"] == sessions[-1], "an answer that was lost is asked for again"
+    assert sessions == sorted(set(sessions))
+    deleted()
+    assert take("newer")["session"]
+    assert not is_vacant(state, "gpt", 0, "mine")
+    deleted()
+    assert refused(state, open_rank(client="mine", node=("n0", 1)))["code"] == "FENCED"
+    assert is_vacant(state, "unknown", 0, "mine"), "what is forgotten nobody has"

@@ -18,7 +18,7 @@ from tests.unit.fastcheckd.registry.small_cluster import (
 )
 
 import fastcheckd.registry.state as state_module
-from fastcheckd.registry import wire
+from fastcheckd.registry import commands, wire
 from fastcheckd.registry.commits import Standing, standing
 from fastcheckd.registry.members import NODES_MAX
 from fastcheckd.registry.records import is_lossy
@@ -33,6 +33,7 @@ from fastcheckd.registry.state import (
     restore,
     snapshot,
 )
+from fastcheckd.registry.view import job_views
 
 
 def test_a_lossy_rank_stays_lossy_and_an_exact_one_is_as_before_there_was_such_a_thing():
@@ -332,3 +333,17 @@ def test_snapshots_and_logs_of_the_version_before_come_to_the_same_state():
     assert set(states[0]) == set(new_state()) and states[0]["schema"] == SCHEMA_FIRST == 3
     assert states[0]["history"] == [] and states[0]["nodes"]["n2"]["state"] == "DOWN"
     assert apply(states[0], register("n2", "life-2"))["incarnation"] == 4
+
+
+def test_when_a_step_was_committed_is_kept_once_all_voters_would_keep_it():
+    state = cluster()
+    assert apply(state, commit(1, RANKS, at_ms=7))["ok"]
+    assert "at_ms" not in state["jobs"]["gpt"]["steps"][-1]
+    assert apply(state, commands.upgrade(SCHEMA))["ok"]
+    assert apply(state, commit(2, RANKS, at_ms=8))["ok"]
+    (job,) = job_views(state)
+    assert job.committed_at_ms == 8
+    assert apply(state, commit(3, RANKS))["ok"], "of a leader that does not say"
+    (job,) = job_views(state)
+    assert job.committed_at_ms == 0
+    assert refused(state, commit(4, RANKS, at_ms="noon"))["code"] == "INVALID"

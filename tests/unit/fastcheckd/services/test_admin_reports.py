@@ -85,6 +85,14 @@ def test_a_down_node_is_not_also_called_unreachable_or_full():
     assert "b is DOWN" in found[0].detail
 
 
+def test_a_process_that_cannot_be_started_degrades():
+    seen = view(a=UP, b=UP)
+    seen.nodes[0].trouble = "the registry process cannot be started: [Errno 11] why"
+    found = codes(seen)
+    assert names(found) == [("PROCESS_FAILING", "DEGRADED")]
+    assert found[0].detail == "on a (a registry voter) the registry process cannot be started: [Errno 11] why"
+
+
 def test_a_suspect_node_and_a_silent_data_process_are_two_codes():
     found = codes(view(a=SUSPECT, b=UP), stats={"b": STATS})
     assert names(found) == [("NODE_SUSPECT", "DEGRADED"), ("DATA_UNREACHABLE", "DEGRADED")]
