@@ -6,6 +6,7 @@ The procedure is that of docs/operating/upgrading.md, and the two builds are rea
 import json
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -24,6 +25,8 @@ from fastcheck.local import LocalCluster
 OLDER, PRESENT = older_build.VERSION, fastcheckd.__version__
 NODES = ["node-0", "node-1", "node-2"]
 JOB = "gpt"
+#: A node is back sooner than an SDK that did not find it looks again; its saves fail at once until then.
+SDK_LOOKS_AGAIN_S = 1.1
 #: What an operator waits for before the next node, with any severity.
 WAIT_FOR = {"NO_QUORUM", "QUORUM_THIN", "NODE_DOWN", "NODE_SUSPECT", "REPLICA_SHORT"}
 
@@ -59,6 +62,7 @@ class Job:
             text=True,
         )
         self.step = 0
+        self._saved_at = 0.0
         self.committed = []
         self.late = []
 
@@ -81,6 +85,11 @@ class Job:
         """All ranks save the next step; nobody waits for its end."""
         self.step += 1
         self._ask("save", self.step)
+        self._saved_at = time.monotonic()
+
+    def looks_again(self):
+        """Whether every SDK looks for its daemon anew, had the last save not found one."""
+        return time.monotonic() - self._saved_at > SDK_LOOKS_AGAIN_S
 
     def settle(self, step):
         """Wait for a step's end, which may be that a later one was committed in its place."""
@@ -123,6 +132,7 @@ def replaced(cluster, job, node, start, *, while_away):
     fell_into_it = job.step
     # Its copies count again, and its voter: only then comes the next node.
     until(well, f"the cluster to be well again with {node}")
+    until(job.looks_again, "the SDK to look for its daemon again")
     job.commit()
     job.settle(fell_into_it)
     assert counters(cluster, node)["manifests_adopted"] > 0, "what it held is there, whichever build wrote it"
