@@ -20,8 +20,9 @@ NODE = "node-3"
 #: When the first rank is done the other has this part of its own bytes, at least. TCP shares by connection, and of a
 #: rank's three one may come off badly in so short a while; a rank that waited would have next to nothing.
 FAIR = 1 / 3
-#: The median counts: one connection that loses packets at a bad moment is slow for most of such a short while.
-TRIES = 3
+#: The mean counts. One connection that loses packets at a bad moment is slow for most of such a short while, so single
+#: restores gave the later rank between 0.19 and 0.94, 0.5 in the mean.
+TRIES = 6
 
 
 def connect(job):
@@ -101,7 +102,7 @@ def share_of_a_save(job, step):
 def test_two_ranks_of_a_node_restore_side_by_side(job):
     job.commit(1)
     shares = [shares_of_a_restore(job) for _ in range(TRIES)]
-    assert statistics.median(min(found.values()) for found in shares) >= FAIR, shares
+    assert statistics.fmean(min(found.values()) for found in shares) >= FAIR, shares
 
 
 def test_two_ranks_of_a_node_save_side_by_side(job):
@@ -109,4 +110,4 @@ def test_two_ranks_of_a_node_save_side_by_side(job):
     job.commit(2)
     job.cluster.network.shape_both(NODE, MBIT_PER_S)
     shares = [share_of_a_save(job, step) for step in range(3, 3 + TRIES)]
-    assert statistics.median(shares) >= FAIR, shares
+    assert statistics.fmean(shares) >= FAIR, shares
