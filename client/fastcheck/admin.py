@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -117,19 +117,9 @@ class AdminClient:
         return shapes.verified(self._ask(lambda t: self._admin.Verify(request, timeout=t)))
 
     def voters(self) -> Json:
-        """The registry's voters and how they are."""
-        status, members = self.status(), {node["node_id"]: node for node in self.nodes()["nodes"]}
-        return {
-            "voters": [
-                {
-                    "node_id": voter,
-                    "state": members[voter]["state"] if voter in members else None,
-                    "leader": voter == status["leader"],
-                    "address": members[voter]["address"] if voter in members else None,
-                }
-                for voter in status["voters"]
-            ]
-        }
+        """The registry's voters and how they are, each asked for itself: also where none leads or answers."""
+        reply = self._ask(lambda t: self._admin.ListVoters(admin_pb2.ListVotersRequest(), timeout=t))
+        return {"voters": [shapes.voter_report(report) for report in reply.voters]}
 
     def replace_voter(
         self, old: str, new: str, *, registry_address: str = "", raft_address: str = ""
@@ -150,6 +140,40 @@ class AdminClient:
             )
         )
         reply = self._ask(lambda t: self._admin.ChangeVoter(request, timeout=t))
+        return {"voters": [shapes.voter(record) for record in reply.voters]}
+
+    def add_voters(
+        self,
+        nodes: Sequence[str],
+        *,
+        registry_addresses: Sequence[str] = (),
+        raft_addresses: Sequence[str] = (),
+    ) -> Json:
+        """Have more nodes vote: so many that there are 3, 5 or 7 voters afterwards.
+
+        Args:
+            registry_addresses, raft_addresses: host:port of each, in the order of `nodes`; none: each node's host with
+                the first voter's ports.
+
+        Takes as long as they need to catch up: give the client a `timeout_s` to match.
+        """
+        for given in (registry_addresses, raft_addresses):
+            if given and len(given) != len(nodes):
+                raise InvalidArgumentError(
+                    f"{len(nodes)} nodes need as many addresses, or none, not {len(given)}"
+                )
+        addresses = zip(
+            nodes, registry_addresses or [""] * len(nodes), raft_addresses or [""] * len(nodes), strict=True
+        )
+        request = admin_pb2.EnlargeVotersRequest(
+            change=registry_pb2.AddVotersRequest(
+                voters=[
+                    node_pb2.VoterRecord(node_id=name, registry_address=registry, raft_address=raft)
+                    for name, registry, raft in addresses
+                ]
+            )
+        )
+        reply = self._ask(lambda t: self._admin.EnlargeVoters(request, timeout=t))
         return {"voters": [shapes.voter(record) for record in reply.voters]}
 
     def delete(

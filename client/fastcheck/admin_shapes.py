@@ -140,6 +140,18 @@ def voter(record: node_pb2.VoterRecord) -> Json:
     }
 
 
+def voter_report(report: admin_pb2.VoterReport) -> Json:
+    """A voter and how it is."""
+    return {
+        "node_id": report.record.node_id,
+        "state": node_state(report.state) if report.state else None,
+        "leader": report.leader,
+        "address": report.agent_address or None,
+        "answers": report.answers,
+        "version": report.version if report.answers else None,
+    }
+
+
 def last_commit(job: registry_pb2.JobView, now_s: float) -> Json:
     """When the newest step of a job was committed, and how long ago; None where that is not known."""
     at_ms = job.committed_at_ms

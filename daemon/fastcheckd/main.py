@@ -3,6 +3,7 @@
     fastcheckd run --config FILE [--set key=value ...]        the daemon
     fastcheckd validate --config FILE [--set key=value ...]   check the configuration and stop
     fastcheckd config --config FILE [--set key=value ...]     print every key, its value and what decided it, as JSON
+    fastcheckd recover-quorum --config FILE [--yes]           have this voter go on alone: the others are gone for good
 
 Exit codes: 0 stopped as asked, 1 failed, 2 usage, 78 the configuration cannot work.
 """
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = with_lane_host(config, interfaces())  # once, before the children get it
         check_exposure(config)
+        if arguments.command == "recover-quorum":
+            return _recover_quorum(config, yes=arguments.yes)
         if arguments.command == "validate":
             print(
                 f"valid: node {config.node_id} of cluster {config.cluster_id}, agent at {config.agent_address}, "
@@ -57,6 +60,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"fastcheckd: {error}", file=sys.stderr)
         return EXIT_CONFIG
+
+
+def _recover_quorum(config: Config, *, yes: bool) -> int:
+    recovery = importlib.import_module(".registry.recovery", __package__)
+    with recovery.Recovery(config) as files:
+        found = files.found
+        print(
+            f"voter {found.voter.node_id}: term {found.term}, entry {found.index}, known to be committed "
+            f"{found.committed}; voters: {', '.join(sorted(v.node_id for v in found.voters.values()))}"
+        )
+        gone = ", ".join(sorted(voter.node_id for voter in found.others))
+        if not gone:
+            print("it is the only voter already: start fastcheckd")
+        elif not yes:
+            print(f"nothing was changed; with --yes it votes alone from its next start on, without {gone}")
+        else:
+            print(
+                f"it votes alone from its next start on, without {gone}; as it was before: {files.make_sole()}"
+            )
+    return 0
 
 
 def _run_child(process: str) -> int:
@@ -115,12 +138,20 @@ def make_parser() -> argparse.ArgumentParser:
         ("run", "run the daemon"),
         ("validate", "check the configuration and stop"),
         ("config", "print every key, its value and what decided it, as JSON"),
+        (
+            "recover-quorum",
+            "have this node's voter go on alone, a majority of the others being gone for good",
+        ),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("--config", type=Path, help="YAML file; without it the defaults are used")
         command.add_argument(
             "--set", action="append", metavar="KEY=VALUE", help="override one key; may be repeated"
         )
+        if name == "recover-quorum":
+            command.add_argument(
+                "--yes", action="store_true", help="do it; else only say what is on the disk"
+            )
     child = commands.add_parser("child")  # no help: started by the agent
     child.add_argument("process", choices=("data", "registry"))
     return parser

@@ -23,6 +23,7 @@ from .registry.remembered import (
     joining_file,
     read_voters,
     voters_file,
+    was_decided,
     with_remembered_voters,
     with_voters,
     write_voters,
@@ -126,14 +127,17 @@ class Voting:
         async with self._lock:
             try:
                 self.config = with_remembered_voters(self._configured)
+                decided = was_decided(self.config)
             except ConfigError as error:  # what hinders may pass: looked at again
                 self._unread.again("%s", error)
                 return
             self._seen = seen
             self._unread.over()
             self._on_voters(self.config.effective_voters)
-            joining_file(self.config).unlink(missing_ok=True)  # decided, one way or the other
             own = self.config.own_voter
+            if own is None and not decided:
+                return  # named before this node was asked to become one
+            joining_file(self.config).unlink(missing_ok=True)
             if own == self._running:
                 return
             if self._child is not None:
@@ -142,11 +146,12 @@ class Voting:
             if own is not None:
                 self._start_child(self.config, self._not_started)
 
-    async def become(self, cluster_id: str, voters: Sequence[Voter]) -> None:
+    async def become(self, cluster_id: str, voters: Sequence[Voter], version: int = 0) -> None:
         """Start a registry process, with nothing in its log, that waits to be added by the others.
 
         Args:
             voters: all of them from then on, this node among them. Asked again for the same, nothing happens.
+            version: of the registry's state when it asked; 0: not told.
 
         Raises:
             InvalidRequestError: this node cannot be that voter; the message says why.
@@ -168,7 +173,7 @@ class Voting:
                 return
             self._check_free(own)
             await self._stop_child()
-            await asyncio.to_thread(_begin_folder, joining, own)
+            await asyncio.to_thread(_begin_folder, joining, own, version)
             self._start_child(joining, self._not_started)
 
     def _check_free(self, own: Voter) -> None:
@@ -187,7 +192,7 @@ class Voting:
             await self._stop_child()
 
 
-def _begin_folder(joining: Config, own: Voter) -> None:
+def _begin_folder(joining: Config, own: Voter, version: int) -> None:
     """An empty folder for a new voter; what an earlier voter left is kept aside, the last one of them."""
     folder = registry_folder(joining)
     marker = read_marker(folder)
@@ -200,4 +205,4 @@ def _begin_folder(joining: Config, own: Voter) -> None:
     if not (folder / "log").exists():
         write_file(folder / "JOIN", b"")
     sync_directory(folder.parent)
-    write_voters(joining_file(joining), joining.cluster_id, joining.voters)
+    write_voters(joining_file(joining), joining.cluster_id, joining.voters, version=version)

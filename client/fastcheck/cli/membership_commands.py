@@ -87,7 +87,7 @@ def drain(
         raise click.UsageError("--undo and --wait exclude each other")
     if not undo:
         what = (
-            f"{node} will get nothing new, and the copies it has are made on other nodes; it goes on running."
+            f"To drain {node}: it gets nothing new, and its copies are made on other nodes, while it runs on."
         )
         go_ahead(ctx, what, yes=yes)
     with AdminClient(address, timeout_s=timeout_s) as client:
@@ -131,7 +131,7 @@ def _exit_for(verdict: Json) -> Exit:
 @click.pass_context
 def forget(ctx: click.Context, node: str, yes: bool, address: str, timeout_s: float, output: str) -> None:
     """Take a DOWN node off the list."""
-    what = f"{node} is taken off the list of nodes; started again, it is a new one."
+    what = f"To take {node} off the list of nodes: started again, it would be a new one."
     go_ahead(ctx, what, yes=yes)
     with AdminClient(address, timeout_s=timeout_s) as client:
         emit(client.forget(node), output, tables.forget)
@@ -171,9 +171,51 @@ def replace(
 
     OLD must be DOWN. NEW copies the registry first.
     """
-    what = f"{old} is no voter any more, whatever it still knows; {new} becomes one and copies the registry."
+    what = f"To have {new} vote in the place of {old}: {old} never votes again, whatever it still knows."
     go_ahead(ctx, what, yes=yes)
     with AdminClient(address, timeout_s=timeout_s) as client:
         result = client.replace_voter(old, new, registry_address=registry_address, raft_address=raft_address)
+    emit(result, output, tables.replaced_voters)
+    say("write these voters into the config key 'voters' of every node")
+
+
+@voters.command("add", epilog=examples("fastcheck voters add node-3 node-4"))
+@click.argument("nodes", type=Name("node"), nargs=-1, required=True, shell_complete=completing.nodes)
+@click.option(
+    "--registry-address",
+    "registry_addresses",
+    multiple=True,
+    metavar="HOST:PORT",
+    help="For each node, in their order. Default: its host, the first voter's port.",
+)
+@click.option(
+    "--raft-address",
+    "raft_addresses",
+    multiple=True,
+    metavar="HOST:PORT",
+    help="For each node, in their order. Default: its host, the first voter's port.",
+)
+@yes_option
+@patient_admin_options(120.0)
+@click.pass_context
+def add(
+    ctx: click.Context,
+    nodes: tuple[str, ...],
+    registry_addresses: tuple[str, ...],
+    raft_addresses: tuple[str, ...],
+    yes: bool,
+    address: str,
+    timeout_s: float,
+    output: str,
+) -> None:
+    """Have more nodes vote, so that there are 3, 5 or 7 voters.
+
+    Each copies the registry first.
+    """
+    go_ahead(ctx, f"To have {', '.join(nodes)} vote as well.", yes=yes)
+    with AdminClient(address, timeout_s=timeout_s) as client:
+        result = client.add_voters(
+            nodes, registry_addresses=registry_addresses, raft_addresses=raft_addresses
+        )
     emit(result, output, tables.replaced_voters)
     say("write these voters into the config key 'voters' of every node")

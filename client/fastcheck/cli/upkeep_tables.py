@@ -110,13 +110,15 @@ def verify(result: Json) -> RenderableType:
 
 def voters(result: Json) -> RenderableType:
     """The voters and how they are."""
-    table = columns("VOTER", "STATE", "ADDRESS", "LEADER")
+    table = columns("VOTER", "STATE", "REGISTRY", "LEADER", ">VERSION", "ADDRESS")
     for voter in result["voters"]:
         table.add_row(
             voter["node_id"],
-            state(voter["state"] or "not registered"),
-            voter["address"] or "",
+            state(voter["state"] or "not known"),
+            "answers" if voter["answers"] else Text("no answer", style="red"),
             "yes" if voter["leader"] else "",
+            "" if voter["version"] is None else str(voter["version"]),
+            voter["address"] or "",
         )
     return table
 

@@ -166,14 +166,18 @@ class FailureDetector:
 
         With a silence of at least `silence_s` it also renews no lease of that life for `withhold_s` from now on.
         """
+        silent_s = self.silent_s(life, now)
+        if silent_s is not None and silent_s >= silence_s:
+            self.withhold(life, now + withhold_s)
+        return silent_s
+
+    def silent_s(self, life: Life, now: float) -> float | None:
+        """For how long this voter, which was awake, has heard nothing; None: it cannot tell."""
         self.awake(now)
         signs = self._signs.get(life)
         if signs is None or self._listened_s - self._listening_since < self._suspect_after_s:
             return None
-        silent_s = self._silence_s(signs)
-        if silent_s >= silence_s:
-            signs.withheld_until = max(signs.withheld_until, now + withhold_s)
-        return silent_s
+        return self._silence_s(signs)
 
     def withhold(self, life: Life, until: float) -> None:
         """The leader's own silence is part of its verdict: it renews no lease of that life either."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, TypeVar
 
@@ -39,6 +40,8 @@ OPEN_TRIES = 5
 LEADERLESS_S = 2.0
 #: A voter that could not be reached is not tried directly for this long while another one relays to it.
 CUT_S = 10.0
+#: A change of the voters waits so long for a leader that can make it: longer than an election takes.
+LEADER_PATIENCE_S = 3.0
 #: A living voter repeats its view more often than this.
 SILENCE_S = 15.0
 
@@ -77,6 +80,12 @@ class RegistryClient:
         if stubs is None:
             stubs = self._channels = GrpcStubs(dialer or Dialer.of(config), self._node_at.__getitem__)
         self._stubs: Stubs = stubs
+        self._voters = [
+            node_pb2.VoterRecord(
+                node_id=v.node_id, registry_address=v.registry_address, raft_address=v.raft_address
+            )
+            for v in config.effective_voters
+        ]
         #: Voters that did not answer us, and until when that is taken for a cut.
         self._cut_until: dict[str, float] = {}
         #: The voter that is asked first relayed our last call.
@@ -87,16 +96,22 @@ class RegistryClient:
 
         Calls under way that wait for another voter go on with these when that one has failed.
         """
-        by_node = {voter.node_id: voter.registry_address for voter in voters}
+        known = list(voters)
+        by_node = {voter.node_id: voter.registry_address for voter in known}
         if not by_node or by_node == self._by_node:
             return
         logger.info("the registry's voters are now %s", ", ".join(f"{n} at {a}" for n, a in by_node.items()))
-        self._by_node = by_node
+        self._by_node, self._voters = by_node, known
         self._addresses = list(by_node.values())
         self._node_at.update({address: node_id for node_id, address in by_node.items()})
         self._cut_until = {a: until for a, until in self._cut_until.items() if a in self._addresses}
         if self._leader not in self._addresses:
             self._leader, self._relaying = self._addresses[0], False
+
+    @property
+    def voters(self) -> list[node_pb2.VoterRecord]:
+        """The voters that are known here."""
+        return list(self._voters)
 
     async def register(
         self, request: registry_pb2.RegisterRequest, timeout_s: float
@@ -239,10 +254,47 @@ class RegistryClient:
     async def replace_voter(
         self, request: registry_pb2.ReplaceVoterRequest, timeout_s: float
     ) -> registry_pb2.ReplaceVoterResponse:
-        """Replace a voter that is gone for good. May take as long as `timeout_s`: the new one has to catch up."""
+        """Replace a voter that is gone for good. May take as long as `timeout_s`: the new one has to catch up.
+
+        Without a leader for `LEADER_PATIENCE_S` it fails at once: nothing would come of waiting.
+        """
         return await self._call(
-            "ReplaceVoter", registry_pb2.ReplaceVoterResponse, request, timeout_s, attempt_s=timeout_s
+            "ReplaceVoter",
+            registry_pb2.ReplaceVoterResponse,
+            request,
+            timeout_s,
+            attempt_s=timeout_s,
+            leaderless_s=LEADER_PATIENCE_S,
         )
+
+    async def add_voters(
+        self, request: registry_pb2.AddVotersRequest, timeout_s: float
+    ) -> registry_pb2.AddVotersResponse:
+        """Have more nodes vote. As long and as patient as `replace_voter`."""
+        return await self._call(
+            "AddVoters",
+            registry_pb2.AddVotersResponse,
+            request,
+            timeout_s,
+            attempt_s=timeout_s,
+            leaderless_s=LEADER_PATIENCE_S,
+        )
+
+    async def views(self, timeout_s: float) -> dict[str, registry_pb2.ClusterView | None]:
+        """The view of each voter that is known here, asked directly; None: it does not answer."""
+
+        async def ask(address: str) -> registry_pb2.ClusterView | None:
+            try:
+                request = registry_pb2.GetViewRequest()
+                answer = await self._stubs(address).GetView(request, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                logger.debug("the voter at %s does not answer: %s", address, error.code().name)
+                return None
+            assert isinstance(answer, registry_pb2.GetViewResponse)
+            return answer.view
+
+        voters = dict(self._by_node)
+        return dict(zip(voters, await asyncio.gather(*map(ask, voters.values())), strict=True))
 
     async def corroborate(
         self, voter_address: str, request: registry_pb2.CorroborateRequest, timeout_s: float
@@ -277,12 +329,27 @@ class RegistryClient:
             return view
 
     async def _call(
-        self, method: str, _kind: type[R], request: Any, timeout_s: float, *, attempt_s: float | None = None
+        self,
+        method: str,
+        _kind: type[R],
+        request: Any,
+        timeout_s: float,
+        *,
+        attempt_s: float | None = None,
+        leaderless_s: float = math.inf,
     ) -> R:
+        """Ask voter after voter until one answers.
+
+        Args:
+            timeout_s: for all attempts; `attempt_s` for each.
+            leaderless_s: gives up when attempts have failed for so long and nobody knew a leader.
+        """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
+        began = loop.time()
+        deadline = began + timeout_s
         address, relay = self._leader, self._relaying and self._is_cut(*self._addresses)
         backoff_s = BACKOFF_S_MIN
+        leaderless_at: float | None = None
         problem = "there was no time to ask"
         if attempt_s is None:
             # Short of time, a hung voter must leave some for the others.
@@ -305,6 +372,9 @@ class RegistryClient:
                 elif not relay:
                     self._cut_until[address] = loop.time() + CUT_S
                 hint = str(trailing.get(LEADER_METADATA_KEY, ""))
+                leaderless_at = None if hint else leaderless_at or loop.time()
+                if leaderless_at is not None and loop.time() - leaderless_at > leaderless_s:
+                    break
                 if relay or hint not in self._addresses or hint == address:
                     address, relay = self._next(address), False
                     await asyncio.sleep(min(backoff_s, max(0.0, deadline - loop.time())))
@@ -320,7 +390,7 @@ class RegistryClient:
                     self._leader, self._relaying = address, relay
                 return response
         raise NoQuorumError(
-            f"the registry did not answer {method} within {timeout_s:g} s (last: {problem}); "
+            f"the registry did not answer {method} within {loop.time() - began:.3g} s (last: {problem}); "
             "see 'fastcheck status' and whether a majority of the voters runs"
         )
 

@@ -23,7 +23,7 @@ from .judging import Judge
 from .loads import Loads, domain_label
 from .outward import GrpcOutward, Outward
 from .records import SHARDS_MAX, Json
-from .replacing import replace_voter
+from .replacing import add_voters, replace_voter
 from .reporting import Reports
 
 logger = logging.getLogger(__name__)
@@ -259,6 +259,21 @@ class Leader:
         """
         return await replace_voter(
             self._raft, self._config.cluster_id, request, at_ms=self.wall_ms(), ask=self.outward.become_voter
+        )
+
+    async def add_voters(self, request: registry_pb2.AddVotersRequest) -> list[Voter]:
+        """Have more nodes vote; returns all voters afterwards.
+
+        Raises:
+            InvalidRequestError, UnsafeError, NoQuorumError: see `replacing`.
+        """
+        return await add_voters(
+            self._raft,
+            self._config.cluster_id,
+            request,
+            at_ms=self.wall_ms(),
+            ask=self.outward.become_voter,
+            knows_schema=self.outward.knows_schema,
         )
 
     async def agree(self) -> None:

@@ -67,11 +67,13 @@ def voter_from_list(value: Any) -> Voter:
     return Voter(node_id=node_id, registry_address=registry_address, raft_address=raft_address)
 
 
-def enough_without(voters: Voters, gone: Voter, newcomer: Voter, healthy: Iterable[str]) -> bool:
-    """Whether the healthy ones (by raft address) are a majority at every stage of a replacement.
+def enough_without(voters: Voters, gone: Voter | None, newcomer: Voter, healthy: Iterable[str]) -> bool:
+    """Whether the healthy ones (by raft address) are a majority at every stage of a change.
 
-    First without the one that goes, then with a newcomer that has nothing yet.
+    First without the one that goes, then with a newcomer that has nothing yet. Beside a voter that was alone the
+    newcomer is needed: there it has to be known to be there.
     """
-    rest = set(voters) - {gone.raft_address, newcomer.raft_address}
+    rest = set(voters) - {newcomer.raft_address} - ({gone.raft_address} if gone else set())
     up = len(rest & set(healthy))
-    return 2 * up > len(rest) and 2 * up > len(rest) + 1
+    alone = gone is None and len(rest) == 1
+    return 2 * up > len(rest) and (alone or 2 * up > len(rest) + 1)

@@ -62,9 +62,9 @@ class Outward(Protocol):
         """
 
     async def become_voter(
-        self, node_id: str, agent_address: str, cluster_id: str, voters: Sequence[Voter]
+        self, node_id: str, agent_address: str, cluster_id: str, voters: Sequence[Voter], version: int
     ) -> None:
-        """Ask a node's agent to become one of these voters.
+        """Ask a node's agent to become one of these voters; `version`: of the state that this follows from.
 
         Raises:
             FastCheckdError: it refuses, or cannot be reached.
@@ -161,14 +161,16 @@ class GrpcOutward:
         return list(response.replicas)
 
     async def become_voter(
-        self, node_id: str, agent_address: str, cluster_id: str, voters: Sequence[Voter]
+        self, node_id: str, agent_address: str, cluster_id: str, voters: Sequence[Voter], version: int
     ) -> None:
-        """Ask a node's agent to become one of these voters.
+        """Ask a node's agent to become one of these voters; `version`: of the state that this follows from.
 
         Raises:
             FastCheckdError: it refuses, or cannot be reached.
         """
-        request = node_pb2.BecomeVoterRequest(cluster_id=cluster_id, voters=map(voter_message, voters))
+        request = node_pb2.BecomeVoterRequest(
+            cluster_id=cluster_id, voters=map(voter_message, voters), version=version
+        )
         async with self._dialer.channel(node_id, agent_address) as channel:
             try:
                 await node_pb2_grpc.NodeServiceStub(channel).BecomeVoter(request, timeout=BECOME_TIMEOUT_S)

@@ -545,15 +545,33 @@ class Raft:
             deadline = self._loop.time() + timeout_s
             await self._change(Change("rem", old), old, new, deadline)
             await self._change(Change("add", new), old, new, deadline)
-            while not self._engine.has_caught_up(new):
-                if not self.is_leader or self._loop.time() > deadline:
-                    raise NoQuorumError(
-                        f"the new voter {new.node_id} at {new.raft_address} is added, but has not caught up yet; "
-                        "see whether its registry process runs and can be reached, then repeat the command"
-                    )
-                await asyncio.sleep(CHANGE_PAUSE_S)
+            await self._until_caught_up(new, deadline)
 
-    async def _change(self, change: Change, old: Voter, new: Voter, deadline: float) -> None:
+    async def add_member(self, new: Voter, *, timeout_s: float) -> None:
+        """Have `new` vote as well; at the leader. Repeating it completes it.
+
+        Raises:
+            UnsafeError: with one more that has nothing yet there would be no majority.
+            NoQuorumError: not done in time, or by another leader.
+            RegistryError: another change of the voters is under way here.
+        """
+        if self._changing.locked():
+            raise RegistryError("another change of the voters is under way; try again when that is done")
+        async with self._changing:
+            deadline = self._loop.time() + timeout_s
+            await self._change(Change("add", new), None, new, deadline)
+            await self._until_caught_up(new, deadline)
+
+    async def _until_caught_up(self, new: Voter, deadline: float) -> None:
+        while not self._engine.has_caught_up(new):
+            if not self.is_leader or self._loop.time() > deadline:
+                raise NoQuorumError(
+                    f"the new voter {new.node_id} at {new.raft_address} is added, but has not caught up yet; "
+                    "see whether its registry process runs and can be reached, then repeat the command"
+                )
+            await asyncio.sleep(CHANGE_PAUSE_S)
+
+    async def _change(self, change: Change, old: Voter | None, new: Voter, deadline: float) -> None:
         address = change.voter.raft_address
         while (address in self._committed) != (change.kind == "add"):
             if not self.is_leader:
@@ -562,9 +580,10 @@ class Raft:
                 raise NoQuorumError("the change of voters was not committed in time; repeat the command")
             voters = {voter.raft_address: voter for voter in self.voters}
             if not enough_without(voters, old, new, self._engine.healthy(HEALTHY_S)):
+                what = "with one more" if old is None else f"without {old.node_id}"
                 raise UnsafeError(
-                    f"without {old.node_id} too few of the voters {', '.join(v.node_id for v in self.voters)} are "
-                    "healthy to go on; bring another one back first"
+                    f"{what} too few of the voters {', '.join(v.node_id for v in self.voters)} are healthy to go on; "
+                    "bring another one back first"
                 )
             if (address in voters) != (change.kind == "add"):
                 answer: asyncio.Future[Any] = self._loop.create_future()

@@ -84,6 +84,11 @@ def change_in(command: bytes) -> Change | None:
     return Change.from_request(unpickling.loads(command[1:]))
 
 
+def to_entry(change: Change) -> bytes:
+    """A change of the membership as an entry of the log has it; the inverse of `change_in`."""
+    return bytes([_COMMAND_TYPE.MEMBERSHIP]) + unpickling.dumps(change.to_request())
+
+
 class Engine(SyncObj):  # type: ignore[misc]  # pysyncobj has no types
     """Does nothing at all once `halted` is set. Whoever makes it calls `doTick`, from one thread.
 

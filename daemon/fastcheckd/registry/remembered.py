@@ -54,6 +54,12 @@ def _read(path: Path, cluster_id: str) -> tuple[int, tuple[Voter, ...] | None]:
         ) from None
 
 
+def was_decided(config: Config) -> bool:
+    """Whether the registry has named its voters since this node was asked to become one; also if it was not asked."""
+    joining_version, joining = _read(joining_file(config), config.cluster_id)
+    return joining is None or _read(voters_file(config), config.cluster_id)[0] > joining_version
+
+
 def write_voters(path: Path, cluster_id: str, voters: Sequence[Voter], *, version: int = 0) -> None:
     """Keep voters in a file; a crash leaves the old ones or these."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

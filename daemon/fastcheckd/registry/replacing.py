@@ -1,12 +1,13 @@
-"""Replacing a voter that is gone for good: what is checked, who is asked, in which order.
+"""Changes of the voters: one that is gone for good is replaced, or more are added. What is checked, whom it asks.
 
-The new node is asked first: if it cannot, nothing has changed. Then the engine changes its membership, one
+New nodes are asked first: if one cannot, nothing has changed. Then the engine changes its membership, one
 server at a time, and last the registry names the new voters to everyone. After any failure the same request
 goes on from where it stopped.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -20,14 +21,23 @@ from .membership import voter_from_list
 from .records import Json
 
 CHANGE_TIMEOUT_S = 20.0
+#: A new voter's process takes a second or two to start.
+ANSWER_S = 1.0
+ANSWER_PAUSE_S = 0.2
 
-#: Asks a node's agent to become one of these voters: (node id, agent address, cluster id, voters).
-Ask = Callable[[str, str, str, Sequence[Voter]], Awaitable[None]]
+#: Asks a node's agent to become one of these voters: (node id, agent address, cluster id, voters, version of the
+#: state that this follows from).
+Ask = Callable[[str, str, str, Sequence[Voter], int], Awaitable[None]]
+#: The newest schema that the registry process of a voter knows; None: it does not answer within that time.
+KnowsSchema = Callable[[Voter, float], Awaitable[int | None]]
 
 
 @runtime_checkable
 class Replaceable(Protocol):
     """An engine whose members can be replaced."""
+
+    async def add_member(self, new: Voter, *, timeout_s: float) -> None:
+        """Have `new` vote as well; repeating it completes it."""
 
     async def replace_member(self, old: Voter, new: Voter, *, timeout_s: float) -> None:
         """Have `new` vote in the place of `old`; repeating it completes it."""
@@ -62,13 +72,119 @@ async def replace_voter(
     if new not in voters:
         if named is None:
             # So that nobody takes the voters for fewer while one is gone and the other not there yet.
-            await engine.propose(commands.set_voters(voters, at_ms=at_ms))
-        await ask(new.node_id, nodes[new.node_id]["agent_address"], cluster_id, after)
+            await _name(engine, voters, at_ms)
+        await ask(new.node_id, nodes[new.node_id]["agent_address"], cluster_id, after, _version(engine))
         await engine.replace_member(old, new, timeout_s=CHANGE_TIMEOUT_S)
-        result = await engine.propose(commands.set_voters(after, at_ms=at_ms))
-        if not result["ok"]:
-            raise FastCheckdError(f"the registry refused its new voters: {result.get('message')}")
+        await _name(engine, after, at_ms)
     return after
+
+
+async def add_voters(
+    engine: Engine,
+    cluster_id: str,
+    request: registry_pb2.AddVotersRequest,
+    *,
+    at_ms: int,
+    ask: Ask,
+    knows_schema: KnowsSchema,
+) -> list[Voter]:
+    """Have more nodes vote; at the leader. Returns all voters afterwards.
+
+    Raises:
+        InvalidRequestError: the request does not fit the cluster.
+        UnsafeError: too few voters are healthy for one more.
+        NoQuorumError: not done in time; the same request goes on from there.
+    """
+    if not isinstance(engine, Replaceable):
+        raise InvalidRequestError("the voters of this registry are those of its config")
+    # The log's: what the registry names may be older, after an addition that broke off or a recovery.
+    voters = sorted(engine.voters, key=lambda v: v.node_id)
+    nodes: dict[str, Json] = engine.read(lambda state: {n: dict(node) for n, node in state["nodes"].items()})
+    added = plan_added(request, voters, nodes)
+    after = sorted({*voters, *added}, key=lambda v: v.node_id)
+    if len(voters) % 2:
+        # So that everyone goes by these until all of the others have been added; between them there is an even number.
+        await _name(engine, voters, at_ms)
+    if after == voters:
+        return voters  # said again after it was done
+    for new in added:
+        await ask(new.node_id, nodes[new.node_id]["agent_address"], cluster_id, after, _version(engine))
+    for new in added:
+        # Of two voters both are needed: one that cannot be reached would end the quorum.
+        await _until_it_answers(new, engine.read(lambda state: int(state["schema"])), knows_schema)
+        await engine.add_member(new, timeout_s=CHANGE_TIMEOUT_S)
+    await _name(engine, after, at_ms)
+    return after
+
+
+def _version(engine: Engine) -> int:
+    return engine.read(lambda state: int(state["version"]))
+
+
+async def _name(engine: Engine, voters: Sequence[Voter], at_ms: int) -> None:
+    """Have the registry name its voters to everyone."""
+    result = await engine.propose(commands.set_voters(voters, at_ms=at_ms))
+    if not result["ok"]:
+        raise FastCheckdError(f"the registry refused its new voters: {result.get('message')}")
+
+
+async def _until_it_answers(voter: Voter, schema: int, knows_schema: KnowsSchema) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + CHANGE_TIMEOUT_S
+    while (known := await knows_schema(voter, ANSWER_S)) is None:
+        if loop.time() > deadline:
+            raise UnsafeError(
+                f"the registry process of {voter.node_id} does not answer at {voter.registry_address}: nothing was "
+                "changed for it; see the log of that node"
+            )
+        await asyncio.sleep(ANSWER_PAUSE_S)
+    if known < schema:
+        raise UnsafeError(
+            f"{voter.node_id} runs a version that does not know the registry's state: upgrade it"
+        )
+
+
+def plan_added(
+    request: registry_pb2.AddVotersRequest, voters: Sequence[Voter], nodes: dict[str, Json]
+) -> list[Voter]:
+    """The voters that come. Pure.
+
+    Raises:
+        InvalidRequestError: they are not nodes that could become voters, or would make an even number of them.
+    """
+    added = []
+    taken = {address for v in voters for address in (v.registry_address, v.raft_address)}
+    for asked in request.voters:
+        node = nodes.get(asked.node_id)
+        if node is None:
+            raise InvalidRequestError(f"there is no node {asked.node_id}; see 'fastcheck nodes'")
+        known = next((voter for voter in voters if voter.node_id == asked.node_id), None)
+        if known is not None:
+            added.append(known)
+            continue
+        if node["state"] != "UP":
+            raise InvalidRequestError(f"{asked.node_id} is {node['state']}; a new voter must be UP")
+        host = split_address(node["agent_address"])[0]
+        new = Voter(
+            node_id=asked.node_id,
+            registry_address=asked.registry_address or _at(host, voters[0].registry_address),
+            raft_address=asked.raft_address or _at(host, voters[0].raft_address),
+        )
+        own = {new.registry_address, new.raft_address}
+        if len(own) < 2 or own & taken:
+            raise InvalidRequestError(
+                f"{new.registry_address} or {new.raft_address} is taken by another voter; give {asked.node_id} others"
+            )
+        taken |= own
+        added.append(new)
+    count = len({voter.node_id for voter in [*voters, *added]})
+    if len({voter.node_id for voter in added}) != len(added) or not added:
+        raise InvalidRequestError("name each new voter once")
+    if count % 2 == 0:
+        raise InvalidRequestError(
+            f"that would make {count} voters: an even number survives no more losses than one less; add another one"
+        )
+    return added
 
 
 def plan(

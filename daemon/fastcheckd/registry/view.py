@@ -28,7 +28,7 @@ class Signs:
     #: Since it was heard last; None: never.
     heard_ms_ago: int | None = None
     data: registry_pb2.DataHealth.ValueType = registry_pb2.DATA_HEALTH_UNSPECIFIED
-    #: Why it is suspected or damped; empty: it is neither, or this voter does not lead.
+    #: Why it is suspected or damped; empty: it is neither, or this voter neither leads nor is without a leader.
     reason: str = ""
     #: Which of its processes do not run as they should; empty: none.
     trouble: str = ""

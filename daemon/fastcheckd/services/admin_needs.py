@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from fastcheck_proto.v1 import peer_pb2, registry_pb2
+from fastcheck_proto.v1 import node_pb2, peer_pb2, registry_pb2
 
 
 class Registry(Protocol):
@@ -62,6 +62,18 @@ class Registry(Protocol):
         self, request: registry_pb2.ReplaceVoterRequest, timeout_s: float
     ) -> registry_pb2.ReplaceVoterResponse:
         """Put another node in a voter's place."""
+
+    async def add_voters(
+        self, request: registry_pb2.AddVotersRequest, timeout_s: float
+    ) -> registry_pb2.AddVotersResponse:
+        """Have more nodes vote."""
+
+    async def views(self, timeout_s: float) -> dict[str, registry_pb2.ClusterView | None]:
+        """Each voter's own view."""
+
+    @property
+    def voters(self) -> list[node_pb2.VoterRecord]:
+        """The voters that are known here."""
 
 
 class Peers(Protocol):

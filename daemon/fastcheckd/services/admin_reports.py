@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fastcheck_proto.v1 import admin_pb2, common_pb2, peer_pb2, registry_pb2
+from fastcheck_proto.v1 import admin_pb2, common_pb2, node_pb2, peer_pb2, registry_pb2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,37 @@ def node_reports(
             report.record.ram_budget_bytes = answer.ram_budget_bytes
         reports.append(report)
     return reports
+
+
+def voter_reports(
+    known: Sequence[node_pb2.VoterRecord], views: Mapping[str, registry_pb2.ClusterView | None]
+) -> list[admin_pb2.VoterReport]:
+    """One report per voter, by node id.
+
+    Args:
+        known: the voters that the asked node goes by.
+        views: each one's own view, None where it did not answer. The newest says who votes and how the nodes are.
+    """
+    answered = {node_id: view for node_id, view in views.items() if view is not None}
+    newest = max(
+        answered.values(),
+        key=lambda view: (view.has_leader, view.version),
+        default=registry_pb2.ClusterView(),
+    )
+    nodes = {node.node_id: node for node in newest.nodes}
+    found = []
+    for record in sorted(newest.voter_records or known, key=lambda voter: voter.node_id):
+        own, node = answered.get(record.node_id), nodes.get(record.node_id)
+        report = admin_pb2.VoterReport(record=record, answers=own is not None)
+        if node is not None:
+            report.state, report.agent_address = node.state, node.agent_address
+            if own is None and node.state == registry_pb2.NODE_STATE_UP and record.node_id in views:
+                report.state = registry_pb2.NODE_STATE_SUSPECT
+        if own is not None:
+            report.leader = newest.has_leader and newest.leader == record.node_id
+            report.version, report.epoch = own.version, own.epoch
+        found.append(report)
+    return found
 
 
 def replica_reports(

@@ -16,7 +16,7 @@ from fastcheck_proto.conventions import check_name
 from fastcheck_proto.v1 import admin_pb2, admin_pb2_grpc, registry_pb2
 
 from ..config import Config
-from ..errors import FastCheckdError, InvalidRequestError
+from ..errors import FastCheckdError, InvalidRequestError, NoQuorumError
 from ..rpc import answers
 from . import admin_reports as reports
 from .admin_needs import Peers, Registry
@@ -33,6 +33,8 @@ CALL_TIMEOUT_S = 1.5
 QUESTION_S_MIN = 0.3
 #: A node reads all that it holds, and a new voter gets a snapshot. Less where the caller waits less.
 WORK_TIMEOUT_S = 600.0
+#: For the proof that somebody leads: longer than an election takes.
+QUORUM_S = 2.5
 #: What is left of the caller's patience for the answer's way back.
 REPLY_S = 0.3
 
@@ -106,10 +108,44 @@ class AdminUpkeep(admin_pb2_grpc.AdminServiceServicer):
         """Put another node in the place of a voter that is gone for good."""
         _node(request.change.old_node_id)
         _node(request.change.new_node_id)
-        changed = await self._registry.replace_voter(
-            request.change, Patience(context).question_s(WORK_TIMEOUT_S)
-        )
+        patience = Patience(context)
+        await self._need_quorum(patience)
+        changed = await self._registry.replace_voter(request.change, patience.question_s(WORK_TIMEOUT_S))
         return admin_pb2.ChangeVoterResponse(voters=changed.voters)
+
+    @answers
+    async def EnlargeVoters(
+        self, request: admin_pb2.EnlargeVotersRequest, context: Context
+    ) -> admin_pb2.EnlargeVotersResponse:
+        """Have more nodes vote."""
+        for voter in request.change.voters:
+            _node(voter.node_id)
+        patience = Patience(context)
+        await self._need_quorum(patience)
+        changed = await self._registry.add_voters(request.change, patience.question_s(WORK_TIMEOUT_S))
+        return admin_pb2.EnlargeVotersResponse(voters=changed.voters)
+
+    async def _need_quorum(self, patience: Patience) -> None:
+        """Only voters that can commit can change who votes; without them the change itself would wait for minutes.
+
+        Raises:
+            NoQuorumError: no leader has proved that it leads.
+        """
+        try:
+            await self._registry.history(registry_pb2.HistoryRequest(limit=1), patience.question_s(QUORUM_S))
+        except NoQuorumError as error:
+            raise NoQuorumError(
+                f"nothing was changed: {error}. If a majority is gone for good, see "
+                "docs/operating/quorum-lost.md"
+            ) from None
+
+    @answers
+    async def ListVoters(
+        self, request: admin_pb2.ListVotersRequest, context: Context
+    ) -> admin_pb2.ListVotersResponse:
+        """The voters, each asked for itself: also where none leads, or none answers."""
+        views = await self._registry.views(Patience(context).question_s())
+        return admin_pb2.ListVotersResponse(voters=reports.voter_reports(self._registry.voters, views))
 
     @answers
     async def Verify(self, request: admin_pb2.VerifyRequest, context: Context) -> admin_pb2.VerifyResponse:

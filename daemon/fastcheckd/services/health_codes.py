@@ -102,7 +102,8 @@ def _registry_codes(
             severity=CRITICAL,
             detail="the registry has no leader that can commit "
             f"(voters: {', '.join(view.voters) or 'not known'}); no step is committed",
-            remedy="bring back a majority of the voters; training goes on, and steps commit afterwards",
+            remedy="bring back a majority of the voters; training goes on, and steps commit afterwards. "
+            "If a majority is gone for good: docs/operating/quorum-lost.md",
         )
     down = {node.node_id for node in view.nodes if node.state == registry_pb2.NODE_STATE_DOWN}
     gone = sorted(down & {*view.voters})

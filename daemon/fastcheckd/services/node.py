@@ -31,7 +31,7 @@ class NodeService(npb_grpc.NodeServiceServicer):
         self,
         config: Config,
         incarnation: Callable[[], int],
-        become_voter: Callable[[str, list[Voter]], Awaitable[None]],
+        become_voter: Callable[[str, list[Voter], int], Awaitable[None]],
         dialer: Dialer | None = None,
     ) -> None:
         self._config = config
@@ -81,5 +81,5 @@ class NodeService(npb_grpc.NodeServiceServicer):
             Voter(node_id=v.node_id, registry_address=v.registry_address, raft_address=v.raft_address)
             for v in request.voters
         ]
-        await self._become_voter(request.cluster_id, voters)
+        await self._become_voter(request.cluster_id, voters, request.version)
         return npb.BecomeVoterResponse()

@@ -307,6 +307,23 @@ class RegistryService(
         voters = await self._leader.replace_voter(request)
         return registry_pb2.ReplaceVoterResponse(voters=map(wire.voter_message, voters))
 
+    @decides
+    async def AddVoters(
+        self, request: registry_pb2.AddVotersRequest, context: Context
+    ) -> registry_pb2.AddVotersResponse:
+        """Have more nodes vote."""
+        with checking():
+            if not 1 <= len(request.voters) <= records.VOTERS_MAX:
+                raise ValueError(f"name 1 to {records.VOTERS_MAX} nodes")
+            for voter in request.voters:
+                check_name("node", voter.node_id)
+                for address in (voter.registry_address, voter.raft_address):
+                    if address:
+                        split_address(address)
+        await self._need_leader(context)
+        voters = await self._leader.add_voters(request)
+        return registry_pb2.AddVotersResponse(voters=map(wire.voter_message, voters))
+
     # Calls that every voter answers
 
     @answers

@@ -81,29 +81,35 @@ class RegistrySigns:
 
         def signs(life: Life) -> Signs:
             heard = self._detector
+            reason = self._leader.judge.why(life) if leader is not None else self._silence(life, now)
             return Signs(
-                heard.heard_ms_ago(life, now),
-                heard.data(life),
-                self._leader.judge.why(life),
-                self._troubles.get(life, ""),
+                heard.heard_ms_ago(life, now), heard.data(life), reason, self._troubles.get(life, "")
             )
 
         def build(state: Json) -> registry_pb2.ClusterView:
+            lives = [(node_id, node["incarnation"]) for node_id, node in state["nodes"].items()]
+            known = {life: signs(life) for life in lives}
+            suspects = self._leader.judge.suspects
+            if leader is None:
+                suspects = frozenset(life for life in lives if known[life].reason)
             return cluster_view(
                 state,
                 cluster_id=self._config.cluster_id,
                 leader="" if leader is None else leader.node_id,
                 voters=self._raft.voters,
-                suspects=self._leader.judge.suspects,
+                suspects=suspects,
                 ram_used_bytes=self._ram_used_bytes,
-                signs={
-                    life: signs(life)
-                    for node_id, node in state["nodes"].items()
-                    for life in [(node_id, node["incarnation"])]
-                },
+                signs=known,
             )
 
         return self._raft.read(build)
+
+    def _silence(self, life: Life, now: float) -> str:
+        """Why a node may not be UP, while nobody leads who could judge it: this voter does not hear it either."""
+        silent_s = self._detector.silent_s(life, now)
+        if silent_s is None or silent_s < self._config.down_after_s:
+            return ""
+        return "SILENT: no heartbeat, and no leader that could say whether it is DOWN"
 
     async def WatchView(
         self, request: registry_pb2.WatchViewRequest, context: Context

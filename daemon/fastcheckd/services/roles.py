@@ -54,7 +54,7 @@ RULES: dict[str, dict[str, frozenset[str]]] = {
         (
             "Register", "Leave", "Heartbeat", "GetView", "WatchView", "OpenRank", "Place", "Report", "Lookup",
             "ListJobSteps", "ListJobs", "Corroborate", "ReportInventory", "SetDraining", "SafeToStop", "Forget",
-            "History", "GetRedundancy", "ReplaceVoter", "CloseRank", "DeleteSteps", "Supersede",
+            "History", "GetRedundancy", "ReplaceVoter", "AddVoters", "CloseRank", "DeleteSteps", "Supersede",
         ),
         _NODES,
     ),
@@ -75,7 +75,7 @@ RULES: dict[str, dict[str, frozenset[str]]] = {
     "fastcheck.v1.AdminService": dict.fromkeys(
         (
             "Status", "Nodes", "Jobs", "Checkpoints", "Replicas", "Inspect", "Drain", "CheckStop", "ForgetNode",
-            "NodeHistory", "ChangeVoter", "Verify", "Delete",
+            "NodeHistory", "ChangeVoter", "EnlargeVoters", "ListVoters", "Verify", "Delete",
         ),
         _ADMINS,
     ),

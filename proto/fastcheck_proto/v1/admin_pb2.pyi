@@ -667,6 +667,105 @@ class ChangeVoterResponse(google.protobuf.message.Message):
 Global___ChangeVoterResponse: typing_extensions.TypeAlias = ChangeVoterResponse
 
 @typing.final
+class EnlargeVotersRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHANGE_FIELD_NUMBER: builtins.int
+    @property
+    def change(self) -> fastcheck_proto.v1.registry_pb2.AddVotersRequest: ...
+    def __init__(
+        self,
+        *,
+        change: fastcheck_proto.v1.registry_pb2.AddVotersRequest | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["change", b"change"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["change", b"change"]) -> None: ...
+
+Global___EnlargeVotersRequest: typing_extensions.TypeAlias = EnlargeVotersRequest
+
+@typing.final
+class EnlargeVotersResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VOTERS_FIELD_NUMBER: builtins.int
+    @property
+    def voters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.node_pb2.VoterRecord]: ...
+    def __init__(
+        self,
+        *,
+        voters: collections.abc.Iterable[fastcheck_proto.v1.node_pb2.VoterRecord] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["voters", b"voters"]) -> None: ...
+
+Global___EnlargeVotersResponse: typing_extensions.TypeAlias = EnlargeVotersResponse
+
+@typing.final
+class ListVotersRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListVotersRequest: typing_extensions.TypeAlias = ListVotersRequest
+
+@typing.final
+class ListVotersResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VOTERS_FIELD_NUMBER: builtins.int
+    @property
+    def voters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___VoterReport]: ...
+    def __init__(
+        self,
+        *,
+        voters: collections.abc.Iterable[Global___VoterReport] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["voters", b"voters"]) -> None: ...
+
+Global___ListVotersResponse: typing_extensions.TypeAlias = ListVotersResponse
+
+@typing.final
+class VoterReport(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    AGENT_ADDRESS_FIELD_NUMBER: builtins.int
+    ANSWERS_FIELD_NUMBER: builtins.int
+    LEADER_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    state: fastcheck_proto.v1.registry_pb2.NodeState.ValueType
+    """Of its node, as the newest view that was had says; SUSPECT instead of UP where the voter does not answer. Unset: no
+    view names the node.
+    """
+    agent_address: builtins.str
+    answers: builtins.bool
+    """Its registry process answered."""
+    leader: builtins.bool
+    version: builtins.int
+    """How far it has applied the log."""
+    epoch: builtins.int
+    @property
+    def record(self) -> fastcheck_proto.v1.node_pb2.VoterRecord: ...
+    def __init__(
+        self,
+        *,
+        record: fastcheck_proto.v1.node_pb2.VoterRecord | None = ...,
+        state: fastcheck_proto.v1.registry_pb2.NodeState.ValueType = ...,
+        agent_address: builtins.str = ...,
+        answers: builtins.bool = ...,
+        leader: builtins.bool = ...,
+        version: builtins.int = ...,
+        epoch: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["record", b"record"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["agent_address", b"agent_address", "answers", b"answers", "epoch", b"epoch", "leader", b"leader", "record", b"record", "state", b"state", "version", b"version"]) -> None: ...
+
+Global___VoterReport: typing_extensions.TypeAlias = VoterReport
+
+@typing.final
 class DeleteRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

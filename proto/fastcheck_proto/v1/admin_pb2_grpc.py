@@ -94,6 +94,16 @@ class AdminServiceStub(object):
                 request_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.ChangeVoterRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.ChangeVoterResponse.FromString,
                 _registered_method=True)
+        self.EnlargeVoters = channel.unary_unary(
+                '/fastcheck.v1.AdminService/EnlargeVoters',
+                request_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.EnlargeVotersRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.EnlargeVotersResponse.FromString,
+                _registered_method=True)
+        self.ListVoters = channel.unary_unary(
+                '/fastcheck.v1.AdminService/ListVoters',
+                request_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.ListVotersRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.ListVotersResponse.FromString,
+                _registered_method=True)
         self.Verify = channel.unary_unary(
                 '/fastcheck.v1.AdminService/Verify',
                 request_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
@@ -177,6 +187,19 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EnlargeVoters(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListVoters(self, request, context):
+        """The voters, each asked for itself: also where none leads, or none answers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Verify(self, request, context):
         """Has every node check what it holds of a job, or of one step, now.
         """
@@ -248,6 +271,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ChangeVoter,
                     request_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.ChangeVoterRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.ChangeVoterResponse.SerializeToString,
+            ),
+            'EnlargeVoters': grpc.unary_unary_rpc_method_handler(
+                    servicer.EnlargeVoters,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.EnlargeVotersRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.EnlargeVotersResponse.SerializeToString,
+            ),
+            'ListVoters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListVoters,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_admin__pb2.ListVotersRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_admin__pb2.ListVotersResponse.SerializeToString,
             ),
             'Verify': grpc.unary_unary_rpc_method_handler(
                     servicer.Verify,
@@ -556,6 +589,60 @@ class AdminService(object):
             '/fastcheck.v1.AdminService/ChangeVoter',
             fastcheck__proto_dot_v1_dot_admin__pb2.ChangeVoterRequest.SerializeToString,
             fastcheck__proto_dot_v1_dot_admin__pb2.ChangeVoterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EnlargeVoters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.AdminService/EnlargeVoters',
+            fastcheck__proto_dot_v1_dot_admin__pb2.EnlargeVotersRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_admin__pb2.EnlargeVotersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListVoters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.AdminService/ListVoters',
+            fastcheck__proto_dot_v1_dot_admin__pb2.ListVotersRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_admin__pb2.ListVotersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -203,6 +203,38 @@ _AdminServiceChangeVoterType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminServiceEnlargeVotersType = typing_extensions.TypeVar(
+    '_AdminServiceEnlargeVotersType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.EnlargeVotersRequest,
+        fastcheck_proto.v1.admin_pb2.EnlargeVotersResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.EnlargeVotersRequest,
+        fastcheck_proto.v1.admin_pb2.EnlargeVotersResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.EnlargeVotersRequest,
+        fastcheck_proto.v1.admin_pb2.EnlargeVotersResponse,
+    ],
+)
+
+_AdminServiceListVotersType = typing_extensions.TypeVar(
+    '_AdminServiceListVotersType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.ListVotersRequest,
+        fastcheck_proto.v1.admin_pb2.ListVotersResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.ListVotersRequest,
+        fastcheck_proto.v1.admin_pb2.ListVotersResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.ListVotersRequest,
+        fastcheck_proto.v1.admin_pb2.ListVotersResponse,
+    ],
+)
+
 _AdminServiceVerifyType = typing_extensions.TypeVar(
     '_AdminServiceVerifyType',
     grpc.UnaryUnaryMultiCallable[
@@ -235,7 +267,7 @@ _AdminServiceDeleteType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceNodesType, _AdminServiceJobsType, _AdminServiceCheckpointsType, _AdminServiceReplicasType, _AdminServiceInspectType, _AdminServiceDrainType, _AdminServiceCheckStopType, _AdminServiceForgetNodeType, _AdminServiceNodeHistoryType, _AdminServiceChangeVoterType, _AdminServiceVerifyType, _AdminServiceDeleteType]):
+class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceNodesType, _AdminServiceJobsType, _AdminServiceCheckpointsType, _AdminServiceReplicasType, _AdminServiceInspectType, _AdminServiceDrainType, _AdminServiceCheckStopType, _AdminServiceForgetNodeType, _AdminServiceNodeHistoryType, _AdminServiceChangeVoterType, _AdminServiceEnlargeVotersType, _AdminServiceListVotersType, _AdminServiceVerifyType, _AdminServiceDeleteType]):
     @typing.overload
     def __init__(self: AdminServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -281,6 +313,14 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceNode
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.admin_pb2.ChangeVoterRequest,
             fastcheck_proto.v1.admin_pb2.ChangeVoterResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.EnlargeVotersRequest,
+            fastcheck_proto.v1.admin_pb2.EnlargeVotersResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.ListVotersRequest,
+            fastcheck_proto.v1.admin_pb2.ListVotersResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.admin_pb2.VerifyRequest,
@@ -339,6 +379,14 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceNode
             fastcheck_proto.v1.admin_pb2.ChangeVoterResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.EnlargeVotersRequest,
+            fastcheck_proto.v1.admin_pb2.EnlargeVotersResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.admin_pb2.ListVotersRequest,
+            fastcheck_proto.v1.admin_pb2.ListVotersResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.admin_pb2.VerifyRequest,
             fastcheck_proto.v1.admin_pb2.VerifyResponse,
         ],
@@ -371,6 +419,11 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceNode
     NodeHistory: _AdminServiceNodeHistoryType
 
     ChangeVoter: _AdminServiceChangeVoterType
+
+    EnlargeVoters: _AdminServiceEnlargeVotersType
+
+    ListVoters: _AdminServiceListVotersType
+    """The voters, each asked for itself: also where none leads, or none answers."""
 
     Verify: _AdminServiceVerifyType
     """Has every node check what it holds of a job, or of one step, now."""
@@ -422,6 +475,14 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.admin_pb2.ChangeVoterRequest,
         fastcheck_proto.v1.admin_pb2.ChangeVoterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.EnlargeVotersRequest,
+        fastcheck_proto.v1.admin_pb2.EnlargeVotersResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.admin_pb2.ListVotersRequest,
+        fastcheck_proto.v1.admin_pb2.ListVotersResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.admin_pb2.VerifyRequest,
@@ -512,6 +573,21 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: fastcheck_proto.v1.admin_pb2.ChangeVoterRequest,
         context: _ServicerContext,
     ) -> typing.Union[fastcheck_proto.v1.admin_pb2.ChangeVoterResponse, collections.abc.Awaitable[fastcheck_proto.v1.admin_pb2.ChangeVoterResponse]]: ...
+
+    @abc.abstractmethod
+    def EnlargeVoters(
+        self,
+        request: fastcheck_proto.v1.admin_pb2.EnlargeVotersRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.admin_pb2.EnlargeVotersResponse, collections.abc.Awaitable[fastcheck_proto.v1.admin_pb2.EnlargeVotersResponse]]: ...
+
+    @abc.abstractmethod
+    def ListVoters(
+        self,
+        request: fastcheck_proto.v1.admin_pb2.ListVotersRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.admin_pb2.ListVotersResponse, collections.abc.Awaitable[fastcheck_proto.v1.admin_pb2.ListVotersResponse]]:
+        """The voters, each asked for itself: also where none leads, or none answers."""
 
     @abc.abstractmethod
     def Verify(

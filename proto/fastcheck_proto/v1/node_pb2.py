@@ -15,15 +15,15 @@ _sym_db = _symbol_database.Default()
 from fastcheck_proto.v1 import common_pb2 as fastcheck__proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x66\x61stcheck_proto/v1/node.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\"\x11\n\x0f\x44\x65scribeRequest\"\x9f\x01\n\x10\x44\x65scribeResponse\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_socket\x18\x05 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x06 \x01(\t\x12\x15\n\ragent_address\x18\x07 \x01(\t\"\x0e\n\x0cProbeRequest\"5\n\rProbeResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"`\n\x0fProbeForRequest\x12#\n\x04node\x18\x01 \x01(\x0b\x32\x15.fastcheck.v1.NodeRef\x12\x15\n\ragent_address\x18\x02 \x01(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"?\n\x10ProbeForResponse\x12+\n\x07\x66inding\x18\x01 \x01(\x0e\x32\x1a.fastcheck.v1.ProbeFinding\"N\n\x0bVoterRecord\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x18\n\x10registry_address\x18\x02 \x01(\t\x12\x14\n\x0craft_address\x18\x03 \x01(\t\"S\n\x12\x42\x65\x63omeVoterRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12)\n\x06voters\x18\x02 \x03(\x0b\x32\x19.fastcheck.v1.VoterRecord\"\x15\n\x13\x42\x65\x63omeVoterResponse\"$\n\rAssumeRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\"d\n\x0e\x41ssumeResponse\x12\x10\n\x08progress\x18\x01 \x01(\x04\x12\x16\n\x0eram_used_bytes\x18\x02 \x01(\x04\x12\x18\n\x10ram_budget_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06not_up\x18\x04 \x01(\t\"U\n\x0bHoldRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x1d\n\x15\x64\x65\x61\x64line_monotonic_ns\x18\x02 \x01(\x04\x12\x12\n\nhas_quorum\x18\x03 \x01(\x08\"\x0e\n\x0cHoldResponse*~\n\x0cProbeFinding\x12\x1d\n\x19PROBE_FINDING_UNSPECIFIED\x10\x00\x12\x1a\n\x16PROBE_FINDING_ANSWERED\x10\x01\x12\x19\n\x15PROBE_FINDING_REFUSED\x10\x02\x12\x18\n\x14PROBE_FINDING_SILENT\x10\x03\x32\xb9\x02\n\x0bNodeService\x12I\n\x08\x44\x65scribe\x12\x1d.fastcheck.v1.DescribeRequest\x1a\x1e.fastcheck.v1.DescribeResponse\x12@\n\x05Probe\x12\x1a.fastcheck.v1.ProbeRequest\x1a\x1b.fastcheck.v1.ProbeResponse\x12I\n\x08ProbeFor\x12\x1d.fastcheck.v1.ProbeForRequest\x1a\x1e.fastcheck.v1.ProbeForResponse\x12R\n\x0b\x42\x65\x63omeVoter\x12 .fastcheck.v1.BecomeVoterRequest\x1a!.fastcheck.v1.BecomeVoterResponse2\x9a\x01\n\x12\x44\x61taControlService\x12\x43\n\x06\x41ssume\x12\x1b.fastcheck.v1.AssumeRequest\x1a\x1c.fastcheck.v1.AssumeResponse\x12?\n\x04Hold\x12\x19.fastcheck.v1.HoldRequest\x1a\x1a.fastcheck.v1.HoldResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x66\x61stcheck_proto/v1/node.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\"\x11\n\x0f\x44\x65scribeRequest\"\x9f\x01\n\x10\x44\x65scribeResponse\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_socket\x18\x05 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x06 \x01(\t\x12\x15\n\ragent_address\x18\x07 \x01(\t\"\x0e\n\x0cProbeRequest\"5\n\rProbeResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"`\n\x0fProbeForRequest\x12#\n\x04node\x18\x01 \x01(\x0b\x32\x15.fastcheck.v1.NodeRef\x12\x15\n\ragent_address\x18\x02 \x01(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"?\n\x10ProbeForResponse\x12+\n\x07\x66inding\x18\x01 \x01(\x0e\x32\x1a.fastcheck.v1.ProbeFinding\"N\n\x0bVoterRecord\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x18\n\x10registry_address\x18\x02 \x01(\t\x12\x14\n\x0craft_address\x18\x03 \x01(\t\"d\n\x12\x42\x65\x63omeVoterRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12)\n\x06voters\x18\x02 \x03(\x0b\x32\x19.fastcheck.v1.VoterRecord\x12\x0f\n\x07version\x18\x03 \x01(\x04\"\x15\n\x13\x42\x65\x63omeVoterResponse\"$\n\rAssumeRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\"d\n\x0e\x41ssumeResponse\x12\x10\n\x08progress\x18\x01 \x01(\x04\x12\x16\n\x0eram_used_bytes\x18\x02 \x01(\x04\x12\x18\n\x10ram_budget_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06not_up\x18\x04 \x01(\t\"U\n\x0bHoldRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x1d\n\x15\x64\x65\x61\x64line_monotonic_ns\x18\x02 \x01(\x04\x12\x12\n\nhas_quorum\x18\x03 \x01(\x08\"\x0e\n\x0cHoldResponse*~\n\x0cProbeFinding\x12\x1d\n\x19PROBE_FINDING_UNSPECIFIED\x10\x00\x12\x1a\n\x16PROBE_FINDING_ANSWERED\x10\x01\x12\x19\n\x15PROBE_FINDING_REFUSED\x10\x02\x12\x18\n\x14PROBE_FINDING_SILENT\x10\x03\x32\xb9\x02\n\x0bNodeService\x12I\n\x08\x44\x65scribe\x12\x1d.fastcheck.v1.DescribeRequest\x1a\x1e.fastcheck.v1.DescribeResponse\x12@\n\x05Probe\x12\x1a.fastcheck.v1.ProbeRequest\x1a\x1b.fastcheck.v1.ProbeResponse\x12I\n\x08ProbeFor\x12\x1d.fastcheck.v1.ProbeForRequest\x1a\x1e.fastcheck.v1.ProbeForResponse\x12R\n\x0b\x42\x65\x63omeVoter\x12 .fastcheck.v1.BecomeVoterRequest\x1a!.fastcheck.v1.BecomeVoterResponse2\x9a\x01\n\x12\x44\x61taControlService\x12\x43\n\x06\x41ssume\x12\x1b.fastcheck.v1.AssumeRequest\x1a\x1c.fastcheck.v1.AssumeResponse\x12?\n\x04Hold\x12\x19.fastcheck.v1.HoldRequest\x1a\x1a.fastcheck.v1.HoldResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fastcheck_proto.v1.node_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PROBEFINDING']._serialized_start=926
-  _globals['_PROBEFINDING']._serialized_end=1052
+  _globals['_PROBEFINDING']._serialized_start=943
+  _globals['_PROBEFINDING']._serialized_end=1069
   _globals['_DESCRIBEREQUEST']._serialized_start=80
   _globals['_DESCRIBEREQUEST']._serialized_end=97
   _globals['_DESCRIBERESPONSE']._serialized_start=100
@@ -39,19 +39,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VOTERRECORD']._serialized_start=495
   _globals['_VOTERRECORD']._serialized_end=573
   _globals['_BECOMEVOTERREQUEST']._serialized_start=575
-  _globals['_BECOMEVOTERREQUEST']._serialized_end=658
-  _globals['_BECOMEVOTERRESPONSE']._serialized_start=660
-  _globals['_BECOMEVOTERRESPONSE']._serialized_end=681
-  _globals['_ASSUMEREQUEST']._serialized_start=683
-  _globals['_ASSUMEREQUEST']._serialized_end=719
-  _globals['_ASSUMERESPONSE']._serialized_start=721
-  _globals['_ASSUMERESPONSE']._serialized_end=821
-  _globals['_HOLDREQUEST']._serialized_start=823
-  _globals['_HOLDREQUEST']._serialized_end=908
-  _globals['_HOLDRESPONSE']._serialized_start=910
-  _globals['_HOLDRESPONSE']._serialized_end=924
-  _globals['_NODESERVICE']._serialized_start=1055
-  _globals['_NODESERVICE']._serialized_end=1368
-  _globals['_DATACONTROLSERVICE']._serialized_start=1371
-  _globals['_DATACONTROLSERVICE']._serialized_end=1525
+  _globals['_BECOMEVOTERREQUEST']._serialized_end=675
+  _globals['_BECOMEVOTERRESPONSE']._serialized_start=677
+  _globals['_BECOMEVOTERRESPONSE']._serialized_end=698
+  _globals['_ASSUMEREQUEST']._serialized_start=700
+  _globals['_ASSUMEREQUEST']._serialized_end=736
+  _globals['_ASSUMERESPONSE']._serialized_start=738
+  _globals['_ASSUMERESPONSE']._serialized_end=838
+  _globals['_HOLDREQUEST']._serialized_start=840
+  _globals['_HOLDREQUEST']._serialized_end=925
+  _globals['_HOLDRESPONSE']._serialized_start=927
+  _globals['_HOLDRESPONSE']._serialized_end=941
+  _globals['_NODESERVICE']._serialized_start=1072
+  _globals['_NODESERVICE']._serialized_end=1385
+  _globals['_DATACONTROLSERVICE']._serialized_start=1388
+  _globals['_DATACONTROLSERVICE']._serialized_end=1542
 # @@protoc_insertion_point(module_scope)

@@ -190,7 +190,10 @@ class BecomeVoterRequest(google.protobuf.message.Message):
 
     CLUSTER_ID_FIELD_NUMBER: builtins.int
     VOTERS_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
+    version: builtins.int
+    """Of the registry's state when this was asked: what it named until then says nothing of this. 0: not told."""
     @property
     def voters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___VoterRecord]:
         """All voters from now on, this node among them."""
@@ -200,8 +203,9 @@ class BecomeVoterRequest(google.protobuf.message.Message):
         *,
         cluster_id: builtins.str = ...,
         voters: collections.abc.Iterable[Global___VoterRecord] | None = ...,
+        version: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "voters", b"voters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "version", b"version", "voters", b"voters"]) -> None: ...
 
 Global___BecomeVoterRequest: typing_extensions.TypeAlias = BecomeVoterRequest
 

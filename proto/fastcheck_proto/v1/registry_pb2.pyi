@@ -1574,6 +1574,42 @@ class GetRedundancyResponse(google.protobuf.message.Message):
 Global___GetRedundancyResponse: typing_extensions.TypeAlias = GetRedundancyResponse
 
 @typing.final
+class AddVotersRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VOTERS_FIELD_NUMBER: builtins.int
+    @property
+    def voters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.node_pb2.VoterRecord]:
+        """Unset addresses: the node's host with the ports of the first voter."""
+
+    def __init__(
+        self,
+        *,
+        voters: collections.abc.Iterable[fastcheck_proto.v1.node_pb2.VoterRecord] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["voters", b"voters"]) -> None: ...
+
+Global___AddVotersRequest: typing_extensions.TypeAlias = AddVotersRequest
+
+@typing.final
+class AddVotersResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VOTERS_FIELD_NUMBER: builtins.int
+    @property
+    def voters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.node_pb2.VoterRecord]:
+        """All voters afterwards."""
+
+    def __init__(
+        self,
+        *,
+        voters: collections.abc.Iterable[fastcheck_proto.v1.node_pb2.VoterRecord] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["voters", b"voters"]) -> None: ...
+
+Global___AddVotersResponse: typing_extensions.TypeAlias = AddVotersResponse
+
+@typing.final
 class ReplaceVoterRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

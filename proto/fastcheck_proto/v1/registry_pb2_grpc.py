@@ -149,6 +149,11 @@ class RegistryServiceStub(object):
                 request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.ReplaceVoterRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.ReplaceVoterResponse.FromString,
                 _registered_method=True)
+        self.AddVoters = channel.unary_unary(
+                '/fastcheck.v1.RegistryService/AddVoters',
+                request_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.AddVotersRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.AddVotersResponse.FromString,
+                _registered_method=True)
 
 
 class RegistryServiceServicer(object):
@@ -309,6 +314,13 @@ class RegistryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddVoters(self, request, context):
+        """More nodes vote: one at a time, each when the one before has caught up. Repeating it completes it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -421,6 +433,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.ReplaceVoter,
                     request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.ReplaceVoterRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.ReplaceVoterResponse.SerializeToString,
+            ),
+            'AddVoters': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddVoters,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_registry__pb2.AddVotersRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_registry__pb2.AddVotersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1016,6 +1033,33 @@ class RegistryService(object):
             '/fastcheck.v1.RegistryService/ReplaceVoter',
             fastcheck__proto_dot_v1_dot_registry__pb2.ReplaceVoterRequest.SerializeToString,
             fastcheck__proto_dot_v1_dot_registry__pb2.ReplaceVoterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddVoters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fastcheck.v1.RegistryService/AddVoters',
+            fastcheck__proto_dot_v1_dot_registry__pb2.AddVotersRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_registry__pb2.AddVotersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -381,7 +381,23 @@ _RegistryServiceReplaceVoterType = typing_extensions.TypeVar(
     ],
 )
 
-class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _RegistryServiceLeaveType, _RegistryServiceHeartbeatType, _RegistryServiceGetViewType, _RegistryServiceWatchViewType, _RegistryServiceOpenRankType, _RegistryServiceCloseRankType, _RegistryServicePlaceType, _RegistryServiceReportType, _RegistryServiceLookupType, _RegistryServiceListJobStepsType, _RegistryServiceListJobsType, _RegistryServiceSupersedeType, _RegistryServiceDeleteStepsType, _RegistryServiceCorroborateType, _RegistryServiceReportInventoryType, _RegistryServiceSetDrainingType, _RegistryServiceSafeToStopType, _RegistryServiceForgetType, _RegistryServiceHistoryType, _RegistryServiceGetRedundancyType, _RegistryServiceReplaceVoterType]):
+_RegistryServiceAddVotersType = typing_extensions.TypeVar(
+    '_RegistryServiceAddVotersType',
+    grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.AddVotersRequest,
+        fastcheck_proto.v1.registry_pb2.AddVotersResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.AddVotersRequest,
+        fastcheck_proto.v1.registry_pb2.AddVotersResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.AddVotersRequest,
+        fastcheck_proto.v1.registry_pb2.AddVotersResponse,
+    ],
+)
+
+class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _RegistryServiceLeaveType, _RegistryServiceHeartbeatType, _RegistryServiceGetViewType, _RegistryServiceWatchViewType, _RegistryServiceOpenRankType, _RegistryServiceCloseRankType, _RegistryServicePlaceType, _RegistryServiceReportType, _RegistryServiceLookupType, _RegistryServiceListJobStepsType, _RegistryServiceListJobsType, _RegistryServiceSupersedeType, _RegistryServiceDeleteStepsType, _RegistryServiceCorroborateType, _RegistryServiceReportInventoryType, _RegistryServiceSetDrainingType, _RegistryServiceSafeToStopType, _RegistryServiceForgetType, _RegistryServiceHistoryType, _RegistryServiceGetRedundancyType, _RegistryServiceReplaceVoterType, _RegistryServiceAddVotersType]):
     @typing.overload
     def __init__(self: RegistryServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -471,6 +487,10 @@ class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _Registry
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.registry_pb2.ReplaceVoterRequest,
             fastcheck_proto.v1.registry_pb2.ReplaceVoterResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.AddVotersRequest,
+            fastcheck_proto.v1.registry_pb2.AddVotersResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -564,6 +584,10 @@ class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _Registry
             fastcheck_proto.v1.registry_pb2.ReplaceVoterRequest,
             fastcheck_proto.v1.registry_pb2.ReplaceVoterResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            fastcheck_proto.v1.registry_pb2.AddVotersRequest,
+            fastcheck_proto.v1.registry_pb2.AddVotersResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Register: _RegistryServiceRegisterType
@@ -635,6 +659,9 @@ class RegistryServiceStub(typing.Generic[_RegistryServiceRegisterType, _Registry
 
     ReplaceVoter: _RegistryServiceReplaceVoterType
     """A voter that is gone for good is replaced by another node."""
+
+    AddVoters: _RegistryServiceAddVotersType
+    """More nodes vote: one at a time, each when the one before has caught up. Repeating it completes it."""
 
 RegistryServiceAsyncStub: typing_extensions.TypeAlias = RegistryServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -724,6 +751,10 @@ RegistryServiceAsyncStub: typing_extensions.TypeAlias = RegistryServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.registry_pb2.ReplaceVoterRequest,
         fastcheck_proto.v1.registry_pb2.ReplaceVoterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        fastcheck_proto.v1.registry_pb2.AddVotersRequest,
+        fastcheck_proto.v1.registry_pb2.AddVotersResponse,
     ],
 ]
 
@@ -907,5 +938,13 @@ class RegistryServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[fastcheck_proto.v1.registry_pb2.ReplaceVoterResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.ReplaceVoterResponse]]:
         """A voter that is gone for good is replaced by another node."""
+
+    @abc.abstractmethod
+    def AddVoters(
+        self,
+        request: fastcheck_proto.v1.registry_pb2.AddVotersRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[fastcheck_proto.v1.registry_pb2.AddVotersResponse, collections.abc.Awaitable[fastcheck_proto.v1.registry_pb2.AddVotersResponse]]:
+        """More nodes vote: one at a time, each when the one before has caught up. Repeating it completes it."""
 
 def add_RegistryServiceServicer_to_server(servicer: RegistryServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

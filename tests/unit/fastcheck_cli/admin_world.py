@@ -46,7 +46,9 @@ class World:
         self.draining = set()
         self.polls_until_safe = 1
         self.survivable = True
-        self.voters = ["node-0", "node-1"]
+        self.voter_ids = ["node-0", "node-1"]
+        #: Voters that do not answer.
+        self.mute = set()
         self.redundancy = registry_pb2.GetRedundancyResponse(wanted_copies=2)
         #: node id → shards that it finds bad.
         self.bad = {}
@@ -88,7 +90,7 @@ class World:
             leader="node-0",
             nodes=nodes,
             jobs=[self._job()],
-            voters=self.voters,
+            voters=self.voter_ids,
             has_leader=self.has_leader,
         )
 
@@ -199,9 +201,9 @@ class World:
         )
 
     async def replace_voter(self, request, timeout_s):
-        if request.old_node_id not in self.voters:
+        if request.old_node_id not in self.voter_ids:
             raise InvalidRequestError(f"{request.old_node_id} is no voter")
-        self.voters[self.voters.index(request.old_node_id)] = request.new_node_id
+        self.voter_ids[self.voter_ids.index(request.old_node_id)] = request.new_node_id
         return registry_pb2.ReplaceVoterResponse(
             voters=[
                 node_pb2.VoterRecord(
@@ -209,9 +211,31 @@ class World:
                     registry_address=request.registry_address or f"{name}:1",
                     raft_address=request.raft_address or f"{name}:2",
                 )
-                for name in self.voters
+                for name in self.voter_ids
             ]
         )
+
+    async def add_voters(self, request, timeout_s):
+        for voter in request.voters:
+            if voter.node_id not in self.voter_ids:
+                self.voter_ids.append(voter.node_id)
+        return registry_pb2.AddVotersResponse(
+            voters=[
+                node_pb2.VoterRecord(node_id=name, registry_address=f"{name}:1", raft_address=f"{name}:2")
+                for name in self.voter_ids
+            ]
+        )
+
+    @property
+    def voters(self):
+        return [node_pb2.VoterRecord(node_id=name) for name in self.voter_ids]
+
+    async def views(self, timeout_s):
+        if self.registry_error is not None:
+            return dict.fromkeys(self.voter_ids)
+        view = await self.view(timeout_s)
+        view.version = 30
+        return {name: None if name in self.mute else view for name in self.voter_ids}
 
     def _known(self, name):
         self._maybe_fail()

@@ -375,6 +375,8 @@ def test_voters_and_another_one(client, world):
         "state": "UP",
         "leader": False,
         "address": "127.0.0.1:101",
+        "answers": True,
+        "version": 30,
     }
     assert client.replace_voter("node-1", "node-2", raft_address="h:9")["voters"][1] == {
         "node_id": "node-2",
@@ -383,6 +385,22 @@ def test_voters_and_another_one(client, world):
     }
     assert [v["node_id"] for v in client.voters()["voters"]] == ["node-0", "node-2"]
     with pytest.raises(InvalidArgumentError, match="is no voter"):
+        client.replace_voter("node-1", "node-2")
+    assert [v["node_id"] for v in client.add_voters(["node-1"])["voters"]] == ["node-0", "node-2", "node-1"]
+    with pytest.raises(InvalidArgumentError, match="as many addresses"):
+        client.add_voters(["node-1"], raft_addresses=["a:1", "b:2"])
+
+
+def test_a_voter_that_does_not_answer_is_not_up(client, world):
+    world.mute.add("node-1")
+    mute = client.voters()["voters"][1]
+    assert (mute["state"], mute["answers"], mute["version"]) == ("SUSPECT", False, None)
+    world.no_quorum()
+    assert [(v["node_id"], v["state"], v["answers"]) for v in client.voters()["voters"]] == [
+        ("node-0", None, False),
+        ("node-1", None, False),
+    ]
+    with pytest.raises(RegistryUnavailableError, match="nothing was changed"):
         client.replace_voter("node-1", "node-2")
 
 

@@ -25,11 +25,16 @@ def somebody_is_there(monkeypatch):
     monkeypatch.setattr(options, "is_interactive", lambda: True)
 
 
-CHANGES = [["drain", "node-1"], ["forget", "node-2"], ["voters", "replace", "node-1", "node-2"]]
+CHANGES = [
+    ["drain", "node-1"],
+    ["forget", "node-2"],
+    ["voters", "replace", "node-1", "node-2"],
+    ["voters", "add", "node-2"],
+]
 
 
 def changed(world):
-    return bool(world.draining) or "node-2" not in world.states or "node-2" in world.voters
+    return bool(world.draining) or "node-2" not in world.states or "node-2" in world.voter_ids
 
 
 @pytest.fixture

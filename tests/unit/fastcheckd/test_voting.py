@@ -86,6 +86,24 @@ def test_a_node_that_is_asked_waits_with_an_empty_log_to_be_added(tmp_path):
     voting(config, scenario)
 
 
+def test_what_was_named_before_a_node_was_asked_does_not_stop_it(tmp_path):
+    config = config_of(tmp_path, "d")
+
+    async def scenario(node):
+        await node.voting.become("test", [A, C, D], version=5)
+        remember(config, [A], 5)  # heard late
+        await node.voting.look()
+        assert node.runs == D and joining_file(config).exists() and node.told == [(A,)]
+        remember(config, [A, C, D], 6)
+        await node.voting.look()
+        assert node.runs == D and node.started == [D] and not joining_file(config).exists()
+        remember(config, [A, B, C], 7)
+        await node.voting.look()
+        assert node.runs is None
+
+    voting(config, scenario)
+
+
 def test_what_was_asked_is_remembered_over_a_restart(tmp_path):
     config = config_of(tmp_path, "d")
 

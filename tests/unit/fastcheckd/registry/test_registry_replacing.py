@@ -6,14 +6,21 @@ import contextlib
 import pytest
 from tests.sockets import free_address
 
-from fastcheck_proto.v1 import registry_pb2
+from fastcheck_proto.v1 import node_pb2, registry_pb2
 from fastcheckd.config import Config, Voter
 from fastcheckd.errors import ConfigError, InvalidRequestError, NoQuorumError, UnsafeError
+from fastcheckd.registry import commands
 from fastcheckd.registry import raft as raft_module
-from fastcheckd.registry.membership import Change, enough_without, voter_to_list, voters_after
+from fastcheckd.registry.membership import (
+    Change,
+    enough_without,
+    voter_from_list,
+    voter_to_list,
+    voters_after,
+)
 from fastcheckd.registry.raft import Raft
-from fastcheckd.registry.replacing import plan, replace_voter
-from fastcheckd.registry.state import snapshot
+from fastcheckd.registry.replacing import add_voters, plan, plan_added, replace_voter
+from fastcheckd.registry.state import SCHEMA, snapshot
 
 
 async def eventually(condition, deadline_s=60.0):
@@ -352,7 +359,7 @@ def test_a_node_that_refuses_changes_nothing(tmp_path):
                 )
             asked = []
 
-            async def refuse(node_id, address, cluster_id, voters):
+            async def refuse(node_id, address, cluster_id, voters, version):
                 asked.append((node_id, address, cluster_id, [v.node_id for v in voters]))
                 raise InvalidRequestError("no certificate")
 
@@ -363,3 +370,88 @@ def test_a_node_that_refuses_changes_nothing(tmp_path):
             assert old.node_id not in asked[0][3] and set(h.leader.voters) == set(h.first)
 
     asyncio.run(scenario())
+
+
+def wanted(*names, **addresses):
+    return registry_pb2.AddVotersRequest(
+        voters=[node_pb2.VoterRecord(node_id=name, **addresses) for name in names]
+    )
+
+
+def test_added_voters_get_the_first_ones_ports_and_make_an_odd_number():
+    nodes = {"d": node("UP", "10.0.0.4"), "e": node("UP", "10.0.0.5")}
+    assert plan_added(wanted("d", "e"), VOTERS[:1], nodes) == [
+        Voter(node_id=n, registry_address=f"10.0.0.{i}:7453", raft_address=f"10.0.0.{i}:7454")
+        for i, n in enumerate("de", 4)
+    ]
+    half_done = [VOTERS[0], *plan_added(wanted("d", "e"), VOTERS[:1], nodes)[:1]]
+    assert [v.node_id for v in plan_added(wanted("d", "e"), half_done, nodes)] == ["d", "e"], "said again"
+
+
+@pytest.mark.parametrize(
+    ("names", "addresses", "message"),
+    [
+        (["z", "d"], {}, "no node z"),
+        (["d"], {}, "that would make 2 voters"),
+        (["d", "d"], {}, "taken by another voter"),
+        (["d", "gone"], {}, "gone is DOWN"),
+        (["d", "e"], {"raft_address": "h:1"}, "taken by another voter"),
+        ([], {}, "name each new voter once"),
+    ],
+)
+def test_what_cannot_be_added_is_refused(names, addresses, message):
+    nodes = {"d": node("UP", "10.0.0.4"), "e": node("UP", "10.0.0.5"), "gone": node("DOWN")}
+    with pytest.raises(InvalidRequestError, match=message):
+        plan_added(wanted(*names, **addresses), VOTERS[:1], nodes)
+
+
+def test_beside_a_voter_that_was_alone_one_more_may_come_and_a_third_only_while_both_are_well():
+    alone, pair = ({v.raft_address: v for v in VOTERS[:n]} for n in (1, 2))
+    first, second = (v.raft_address for v in VOTERS[:2])
+    assert enough_without(alone, None, VOTERS[1], [first])
+    assert enough_without(pair, None, VOTERS[2], [first, second])
+    assert not enough_without(pair, None, VOTERS[2], [first])
+    three = {v.raft_address: v for v in VOTERS}
+    assert not enough_without(three, None, voter("new"), [first, second])
+
+
+def test_voters_are_added_to_one_that_was_left_and_named_to_everyone(tmp_path):
+    async def scenario():
+        async with house(tmp_path, 1) as h:
+            left = h.first[0]
+            for name in ("d", "e"):
+                life = [name, (await h.commit(register(name)))["incarnation"]]
+                await h.commit({"type": "set_state", "node": life, "state": "UP", "reason": "", "at_ms": 1})
+            # What the registry named before most of them were lost.
+            lost = [left, voter("x"), voter("y")]
+            assert (await h.commit(commands.set_voters(lost, at_ms=1)))["ok"]
+            asked = {}
+
+            async def ask(node_id, address, cluster_id, voters, version):
+                asked[node_id] = version, [v.node_id for v in named(h)]
+                own = next(v for v in voters if v.node_id == node_id)
+                if own not in h.running:
+                    h.start(own, tuple(voters), joining=True)
+
+            async def knows_schema(new, timeout_s):
+                return SCHEMA if new in h.running else None
+
+            wish = wanted("d", "e")
+            for record in wish.voters:
+                record.registry_address, record.raft_address = free_address(), free_address()
+            for _ in range(2):  # said again, it is done
+                after = await add_voters(h.leader, "test", wish, at_ms=1, ask=ask, knows_schema=knows_schema)
+                assert [v.node_id for v in after] == ["d", "e", left.node_id]
+            assert [known for _, known in asked.values()] == [[left.node_id]] * 2, (
+                "of the lost nobody is told"
+            )
+            assert all(version == asked["d"][0] for version, _ in asked.values())
+            assert set(named(h)) == set(h.leader.voters) == set(after)
+            h.stop(left)
+            await h.commit()
+
+    asyncio.run(scenario())
+
+
+def named(h):
+    return [voter_from_list(v) for v in h.leader.read(lambda state: state["voters"])]
