@@ -68,6 +68,8 @@ def test_a_rank_that_never_saves_is_named_with_the_last_commit(cluster):
     assert job_of(cluster, "halted")["last_commit_age_s"] < 60
     saver = job.ranks[0]
     steps = iter(range(4, 1000))
+    for _ in range(3):  # in a row, so that the third finds two under way that have just begun to wait
+        saver.save(next(steps), job.state(1, 0))
 
     def told() -> dict[str, str] | None:
         saver.save(next(steps), job.state(1, 0))  # the trainer of rank 0 goes on, that of rank 1 hangs
