@@ -7,6 +7,7 @@ A case runs on all ranks, in one order; starting processes and torch once costs 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import datetime
 import faulthandler
 import functools
@@ -34,6 +35,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from fastcheck.dcp import FastCheckReader, FastCheckWriter
 
@@ -523,6 +525,109 @@ def cached_plans() -> None:
     same(found["model"], seed=3)
 
 
+def data_parallel(width: int = 24) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(4)
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(width, width) for _ in range(3))))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def same_tree(found: Any, wanted: Any, path: str = "") -> None:
+    """Bit for bit, with the same keys."""
+    if isinstance(wanted, torch.Tensor):
+        assert torch.equal(found, wanted), path
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys(), path
+        for key, value in wanted.items():
+            same_tree(found[key], value, f"{path}.{key}")
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted), path
+        for number, value in enumerate(wanted):
+            same_tree(found[number], value, f"{path}[{number}]")
+    else:
+        assert found == wanted, path
+
+
+def emptied(tree: Any) -> Any:
+    """The same tree with zeros for tensors."""
+    if isinstance(tree, torch.Tensor):
+        return torch.zeros_like(tree)
+    if isinstance(tree, dict):
+        return {key: emptied(value) for key, value in tree.items()}
+    return [emptied(value) for value in tree] if isinstance(tree, list) else copy.deepcopy(tree)
+
+
+@case
+def cached_plans_of_a_data_parallel_state_that_grows() -> None:
+    """AdamW's state appears with its first step, a key of one's own with another, and goes again."""
+    if "enable_plan_caching" not in inspect.signature(DefaultSavePlanner).parameters:
+        return
+    model, optimizer = data_parallel()
+    one = FastCheckWriter(job())
+    for step in range(1, 9):
+        state = {
+            "model": model.module.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            **({"average": torch.full((5, step), float(step))} if step in (4, 5) else {}),
+            **({"seen": torch.arange(step)} if step >= 6 else {}),
+        }
+        dcp.save(
+            state,
+            checkpoint_id=step,
+            storage_writer=one if step % 3 else FastCheckWriter(job()),
+            planner=DefaultSavePlanner(enable_plan_caching=True),
+        )
+        found = emptied(state)
+        load(found, step=step)
+        same_tree(found, state)
+        if step not in (1, 4, 7):  # else the next save finds the plans as they were
+            model(torch.full((2, 24), 1.0 + step + dist.get_rank())).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+
+
+@case
+def cached_plans_of_two_jobs_in_turn() -> None:
+    """torch keeps its plans by the planner's class, whoever saves: another job's, and those of a planner without."""
+    if "enable_plan_caching" not in inspect.signature(DefaultSavePlanner).parameters:
+        return
+    model, optimizer = data_parallel()
+    for step in range(1, 5):
+        model(torch.full((2, 24), float(step))).square().mean().backward()
+        optimizer.step()
+        first = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        second = {"model": first["model"], "more": torch.ones(7, 2 + step // 3)}
+        for name, state, caching in (("a", first, True), ("b", second, True), ("c", second, False)):
+            planner = DefaultSavePlanner(enable_plan_caching=caching)
+            save(state, step=step, name=f"{job()}-{name}", planner=planner)
+            found = emptied(state)
+            load(found, step=step, name=f"{job()}-{name}")
+            same_tree(found, state)
+
+
+@case
+def a_plan_that_lacks_something_is_no_step() -> None:
+    """A save planner whose plans do not have what its metadata names, on one rank, or that finishes with less."""
+
+    class Forgetful(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: Any) -> Any:
+            plans, metadata = super().create_global_plan(all_plans)
+            return [dataclasses.replace(plans[0], items=plans[0].items[1:]), *plans[1:]], metadata
+
+    class Careless(DefaultSavePlanner):
+        def finish_plan(self, new_plan: Any) -> Any:
+            plan = super().finish_plan(new_plan)
+            return dataclasses.replace(plan, items=plan.items[:-1]) if dist.get_rank() == 2 else plan
+
+    state = {"model": distributed(line(), Shard(0)), "epoch": 3}
+    save(state)
+    refused(lambda: save(state, step=2, planner=Forgetful()), "lacks", "model.even")
+    refused(lambda: save(state, step=3, planner=Careless()), "finish_plan", "rank 2")
+    refused(lambda: load(state, step=2), "Committed steps", ": 1")
+    refused(lambda: load(state, step=3), "Committed steps", ": 1")
+    save(state, step=4)
+
+
 @case
 def data_parallel_families_stay_on_one_rank() -> None:
     def trained(seed: int) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
@@ -598,6 +703,35 @@ def by_url_with_no_class() -> None:
     assert found["epoch"] == 3
 
 
+@case
+def by_url_without_collectives() -> None:
+    if "use_collectives" not in inspect.signature(dcp.save).parameters:
+        return
+    url, rank = f"fastcheck://{job()}", dist.get_rank()
+    fs = fsspec.filesystem("fastcheck")
+    for step in (1, 2):
+        state = {
+            "mine": torch.full((5, 3), float(10 * step + rank)),
+            "same": torch.arange(4.0),
+            "epoch": step,
+        }
+        dcp.save(state, checkpoint_id=f"{url}/step-{step}", use_collectives=False)
+        names = [name.rpartition("/")[2] for name in fs.ls(f"{url}/step-{step}", detail=False)]
+        assert names == sorted(f"__{r}{kind}" for r in range(WORLD) for kind in (".metadata", "_0.distcp"))
+    for step in (1, 2):
+        found = {"mine": torch.zeros(5, 3), "same": torch.zeros(4), "epoch": 0}
+        dcp.load(found, checkpoint_id=f"{url}/step-{step}")
+        assert torch.equal(found["mine"], torch.full((5, 3), float(10 * step + rank)))
+        assert torch.equal(found["same"], torch.arange(4.0))
+        assert found["epoch"] == step
+    dist.barrier()
+    # With a coordinator again, in the same job.
+    dcp.save({"model": distributed(line(), Shard(0))}, checkpoint_id=f"{url}/step-3")
+    found = {"model": distributed(square(), Shard(0), Shard(1), seed=None)}
+    dcp.load(found, checkpoint_id=f"{url}/step-3")
+    same(found["model"])
+
+
 def main(rank: str, world_size: str, port: str, address: str, out: str, *only: str) -> None:
     os.environ |= {
         "RANK": rank,
@@ -623,9 +757,9 @@ def main(rank: str, world_size: str, port: str, address: str, out: str, *only: s
             found[name] = ""
         except BaseException:  # noqa: BLE001  DCP's own exception is no Exception
             found[name] = traceback.format_exc()
+        Path(out).write_text(json.dumps(found))  # the others may wait for this rank in vain
         dist.barrier()
         print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)  # noqa: T201  the log of a failed test
-        Path(out).write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

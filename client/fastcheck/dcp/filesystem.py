@@ -3,13 +3,17 @@
 DCP's file writer makes one file per rank and, from the coordinator, a metadata file that it renames when it is whole. A
 step of W such ranks is a FastCheck step of W + 1: rank r has the file that rank r wrote, saved when it is closed, W has
 the metadata, saved when it gets its name. So the registry commits exactly when DCP has finished, and what is not
-committed is not seen by anybody. docs/dcp.md, "The URL".
+committed is not seen by anybody.
+
+With `use_collectives=False` there is no coordinator, and each rank writes metadata of its own. Such a step has W ranks:
+a rank's file waits for its metadata, and both are saved when that gets its name. docs/dcp.md, "The URL".
 """
 
 from __future__ import annotations
 
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +36,7 @@ from ..errors import (
     SaveTimeoutError,
     StepNotFoundError,
 )
+from ..handle import SaveHandle
 from ..reading import BoxInto, StepReader
 from ..state.header import entries
 from .ids import PROTOCOL, parse_checkpoint_id
@@ -39,10 +44,15 @@ from .seats import Options, leave, taken
 from .spool import Spool
 
 METADATA = ".metadata"
+#: A rank's own, without collectives. Before it writes anything each rank looks whether rank 0's is there.
+_RANK_METADATA = re.compile(r"__([0-9]{1,7})\.metadata")
+_FIRST_METADATA = "__0.metadata"
 _RANK_FILE = re.compile(r"__([0-9]{1,7})_([0-9]{1,7})\.distcp")
 #: Read and kept at once; torch.load goes back and forth within an item.
 _BLOCK_BYTES = 16 << 20
 _BLOCKS_MAX = 16
+#: Steps that this process is about to save without collectives; one that fails leaves its own behind.
+_LOOKS_MAX = 16
 #: All ranks have written when the metadata is: the step is committed at once, or something is missing.
 _COMMIT_S = 120.0
 
@@ -103,6 +113,8 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
         self._daemon: Daemon | None = None
         #: Metadata files that have not got their names yet, by path.
         self._unnamed: dict[str, Spool] = {}
+        #: (job, step) that ranks save without collectives, and this rank's file once it is closed.
+        self._without_collectives: OrderedDict[tuple[str, int], Spool | None] = OrderedDict()
 
     # -- what there is
 
@@ -142,7 +154,11 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
         path = self._strip_protocol(path)
         place = parse_path(path)
         if place.file is not None:
-            found: dict[str, Any] = self.ls(path)[0]
+            try:
+                found: dict[str, Any] = self.ls(path)[0]
+            except FileNotFoundError:
+                self._note_a_look(place)
+                raise
             return found
         if place.job is not None:
             steps = self._steps(place.job)
@@ -203,10 +219,10 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
             raise InvalidArgumentError(
                 f"{place.file!r} cannot be written: a step takes one file of each rank (__RANK_0.distcp) and "
                 f"{METADATA}, as torch.distributed.checkpoint writes them by itself. For others (thread_count, "
-                "single_file_per_rank=False, use_collectives=False) pass fastcheck.dcp.FastCheckWriter"
+                "single_file_per_rank=False) pass fastcheck.dcp.FastCheckWriter"
             )
         rank = int(written[1])
-        return Spool(path, lambda spool: self._save(spool, place, rank))
+        return Spool(path, lambda spool: self._file_closed(spool, place, rank))
 
     def mv(self, path1: str, path2: str, *_args: Any, **_options: Any) -> None:
         """Give a metadata file its name: with that the step is committed.
@@ -217,9 +233,11 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
         """
         path1, path2 = self._strip_protocol(path1), self._strip_protocol(path2)
         place = parse_path(path2)
-        if place.file != METADATA:
+        own = _RANK_METADATA.fullmatch(place.file or "")
+        if place.file != METADATA and own is None:
             raise InvalidArgumentError(
-                f"{PROTOCOL}://{path1} cannot be renamed to {place.file!r}: only {METADATA} can"
+                f"{PROTOCOL}://{path1} cannot be renamed to {place.file!r}: only metadata files are ({METADATA}, or "
+                "__RANK.metadata without collectives)"
             )
         with self._lock:
             spool = self._unnamed.pop(path1, None)
@@ -227,7 +245,10 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
             raise FileNotFoundError(
                 f"{PROTOCOL}://{path1} was not written here: committed files keep their names"
             )
-        self._commit(spool, place)
+        if own is None:
+            self._commit({METADATA: spool}, place, _world_size(), _world_size() + 1)
+        else:
+            self._commit_own(spool, place, int(own[1]))
 
     def rm_file(self, path: str) -> None:
         """Drop a metadata file that has no name yet, or delete a committed step.
@@ -283,39 +304,70 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
         )
         self._connected().delete(request, connect_s=PATIENT_CONNECT_S, timeout_s=60.0)
 
+    def _note_a_look(self, place: Place) -> None:
+        """DCP's writer looks for what is there before it writes: for rank 0's own metadata if each rank has some."""
+        if place.job is not None and place.step is not None and place.file in (METADATA, _FIRST_METADATA):
+            with self._lock:
+                if place.file == METADATA:
+                    self._without_collectives.pop((place.job, place.step), None)
+                else:  # rank 0 looks again before it renames its own
+                    self._without_collectives.setdefault((place.job, place.step))
+                while len(self._without_collectives) > _LOOKS_MAX:
+                    self._without_collectives.popitem(last=False)
+
     def _metadata_closed(self, spool: Spool) -> None:
         place = parse_path(spool.path)
         if place.file == METADATA:
-            self._commit(spool, place)
+            self._commit({METADATA: spool}, place, _world_size(), _world_size() + 1)
         else:
             with self._lock:
                 self._unnamed[spool.path] = spool
 
-    def _commit(self, spool: Spool, place: Place) -> None:
-        self._save(spool, place, None)
-
-    def _save(self, spool: Spool, place: Place, rank: int | None) -> None:
-        """Save a file as the state of a rank: of its own one, or (None) of the one behind all others, and commit."""
+    def _file_closed(self, spool: Spool, place: Place, rank: int) -> None:
         assert place.job is not None
         assert place.step is not None
-        world_size = _world_size()
-        if rank is not None and rank >= world_size:
+        _check_rank(spool, rank)
+        with self._lock:
+            waits = (place.job, place.step) in self._without_collectives
+            if waits:
+                self._without_collectives[place.job, place.step] = spool
+        if not waits:
+            self._save({_name_of(spool): spool}, place, rank, _world_size() + 1)
+
+    def _commit_own(self, metadata: Spool, place: Place, rank: int) -> None:
+        """Save a rank's file and its metadata, and wait until all ranks have."""
+        assert place.job is not None
+        assert place.step is not None
+        _check_rank(metadata, rank)
+        with self._lock:
+            spool = self._without_collectives.pop((place.job, place.step), None)
+        if spool is None:
             raise InvalidArgumentError(
-                f"{spool.path!r} is of rank {rank}, but there are {world_size}: pass fastcheck.dcp.FastCheckWriter"
+                f"{PROTOCOL}://{metadata.path} is a rank's own metadata, and its file was saved as one of a step with "
+                "collectives: this version of torch saves in another way than it was tried with; pass "
+                "fastcheck.dcp.FastCheckWriter"
             )
-        name = METADATA if rank is None else spool.path.rpartition("/")[2]
-        state = {"files": {name: spool.tensor()}}
-        number = world_size if rank is None else rank
-        with taken(place.job, number, world_size + 1, Options(address=self.address)) as checkpointer:
+        assert place.file is not None
+        self._commit({_name_of(spool): spool, place.file: metadata}, place, rank, _world_size())
+
+    def _save(self, files: Mapping[str, Spool], place: Place, rank: int, world_size: int) -> SaveHandle:
+        """Save files as the state of a rank; returns when they are replicated."""
+        assert place.job is not None
+        assert place.step is not None
+        state = {"files": {name: spool.tensor() for name, spool in files.items()}}
+        with taken(place.job, rank, world_size, Options(address=self.address)) as checkpointer:
             handle = checkpointer.save(place.step, state)
             handle.wait_replicated(self.timeout_s)
-        if rank is not None:
-            return
+        return handle
+
+    def _commit(self, files: Mapping[str, Spool], place: Place, rank: int, world_size: int) -> None:
+        """Save the files that the step waits for, and return when it is committed."""
+        handle = self._save(files, place, rank, world_size)
         try:
             handle.result(timeout=min(_COMMIT_S, self.timeout_s))
         except SaveTimeoutError as error:
             raise SaveTimeoutError(
-                f"{error}. The URL needs all {world_size} ranks of the process group to save; for a part of them "
+                f"{error}. The URL needs all {_world_size()} ranks of the process group to save; for a part of them "
                 "(process_group=, no_dist=True) pass fastcheck.dcp.FastCheckWriter"
             ) from None
 
@@ -380,6 +432,17 @@ class _ReadFile(AbstractBufferedFile):  # type: ignore[misc]  # as above
         into = torch.empty(end - start, dtype=torch.uint8)
         self._reader.fill([BoxInto(self._rank, self._record, (start,), (end - start,), into)])
         return into.numpy().tobytes()
+
+
+def _name_of(spool: Spool) -> str:
+    return spool.path.rpartition("/")[2]
+
+
+def _check_rank(spool: Spool, rank: int) -> None:
+    if rank >= _world_size():
+        raise InvalidArgumentError(
+            f"{spool.path!r} is of rank {rank}, but there are {_world_size()}: pass fastcheck.dcp.FastCheckWriter"
+        )
 
 
 def _folder(name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -29,6 +29,7 @@ from ..state.tensors import why_unsupported
 from .description import Item, Kind, write_description
 from .families import held, together
 from .ids import CheckpointId, agreed_job, names_a_step, parse_checkpoint_id, url_of
+from .plans import check_complete, whole
 from .seats import Options, leave, taken
 from .structure import nested
 
@@ -40,10 +41,11 @@ _KINDS: dict[WriteItemType, Kind] = {
 
 
 class Place(NamedTuple):
-    """Which rank of how many a plan is for; travels in `SavePlan.storage_data`."""
+    """Which rank of how many a plan is for, and how many items it has; travels in `SavePlan.storage_data`."""
 
     rank: int
     world_size: int
+    items: int = 0
 
 
 @dataclasses.dataclass
@@ -56,6 +58,8 @@ class _Save:
     #: As DCP gave them; None in versions that do not.
     rank: int | None = None
     collective: bool = True
+    #: What the plans of all ranks have; only where they were made, which is the coordinator.
+    planned: list[MetadataIndex] | None = None
     handle: SaveHandle | None = None
 
 
@@ -153,15 +157,18 @@ class FastCheckWriter(StorageWriter):
         return dataclasses.replace(plan, storage_data=held(plan))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Put what belongs together onto one rank, and tell every rank its place."""
+        """Put what belongs together onto one rank, and tell every rank its place and its whole plan."""
         save = self._own_save()
+        plans = whole(save.job, plans)
         if save.collective:
             plans = together(plans)
             places = [Place(rank, len(plans)) for rank in range(len(plans))]
         else:
             places = [_place_without_collectives(save.rank)]
+        save.planned = [item.index for plan in plans for item in plan.items]
         return [
-            dataclasses.replace(plan, storage_data=place) for plan, place in zip(plans, places, strict=True)
+            dataclasses.replace(plan, storage_data=place._replace(items=len(plan.items)))
+            for plan, place in zip(plans, places, strict=True)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -169,7 +176,8 @@ class FastCheckWriter(StorageWriter):
 
         Raises:
             UnsupportedStateError: an item cannot be saved; the message names it.
-            InvalidArgumentError: two savers use this writer, or this rank, at once.
+            InvalidArgumentError: two savers use this writer, or this rank, at once; or the plans lack something that
+                the planner's metadata names.
             FastCheckError: what went wrong on the way.
         """
         with self._lock:
@@ -185,13 +193,15 @@ class FastCheckWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Wait until the step is committed.
+        """Check that all was written, and wait until the step is committed.
 
         Raises:
-            FastCheckError: it is not, and why.
+            InvalidArgumentError: the ranks did not write all that the metadata names.
+            FastCheckError: the step is not committed, and why.
         """
         metadata.storage_meta = self.storage_meta()
         save = self._own_save()
+        check_complete(metadata, (each.index for of_rank in results for each in of_rank))
         assert save.handle is not None
         save.handle.result(timeout=self._timeout_s)
 
@@ -241,6 +251,15 @@ class FastCheckWriter(StorageWriter):
                 "the plan has lost its storage_data between prepare_global_plan and write_data: a save planner's "
                 "finish_plan must keep it (dataclasses.replace)"
             )
+        # Before anything is saved: the step is committed as soon as all ranks have, and `finish` comes after that.
+        if len(plan.items) < place.items:
+            raise InvalidArgumentError(
+                f"the save planner's finish_plan made {len(plan.items)} items out of the {place.items} that rank "
+                f"{place.rank} is to write: it must leave none out"
+            )
+        metadata = getattr(planner, "metadata", None)  # of DefaultSavePlanner and its kin, on the coordinator
+        if save.planned is not None and isinstance(metadata, Metadata):
+            check_complete(metadata, save.planned)
         items = [_describe(item) for item in plan.items]
         description = write_description(items, plan.planner_data)
         tensors = [_resolve(item, planner) for item in plan.items]

@@ -1,0 +1,45 @@
+"""Plans that a planner leaves out since they are as before, and steps that lack something their metadata names."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+
+from fastcheck import InvalidArgumentError
+from fastcheck.dcp.plans import check_complete, whole
+
+
+def planned(state):
+    """The plans of one rank and the metadata."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, None, True)
+    return planner.create_global_plan([planner.create_local_plan()])
+
+
+def test_a_plan_as_before_that_was_never_seen_is_refused():
+    plans, _ = planned({"a": torch.ones(3)})
+    as_before = [SavePlan([], usable=False)] * 2
+    with pytest.raises(InvalidArgumentError, match="plan of rank 0 .* enable_plan_caching"):
+        whole("never-seen", as_before)
+    two = [plans[0], dataclasses.replace(plans[0], items=[])]
+    assert whole("seen", two) == two
+    assert whole("seen", as_before) == two
+    assert whole("seen", [two[1], as_before[1]]) == [two[1], two[1]]
+
+
+def test_what_metadata_names_and_nobody_writes_is_refused_by_name():
+    state = {"model": {"w": torch.ones(3), "scale": torch.tensor(1.0)}, "epoch": 3}
+    (plan,), metadata = planned(state)
+    written = [item.index for item in plan.items]
+    check_complete(metadata, written)
+    check_complete(metadata, [MetadataIndex(index.fqn) for index in written])
+    for absent in written:
+        rest = [index for index in written if index != absent]
+        with pytest.raises(InvalidArgumentError, match=f"lacks '{absent.fqn}'"):
+            check_complete(metadata, rest)
+    elsewhere = [dataclasses.replace(written[0], offset=torch.Size([1])), *written[1:]]
+    with pytest.raises(InvalidArgumentError, match="lacks"):
+        check_complete(metadata, elsewhere)
