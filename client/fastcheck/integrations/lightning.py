@@ -10,6 +10,11 @@ else, in hyper-parameters say, is refused with its key; nothing is pickled.
 
 A Lightning checkpoint has no random states; the callback adds them, to those on disk as well.
 
+Lightning finds its place in the loops by the hook in which a checkpoint was put together, and validates, ends epochs
+and moves learning rates after `on_train_batch_end`. So the callback has a checkpoint put together there, holds it, and
+saves it right before the next batch is computed on, or the next epoch begins: with the random states, optimizers,
+schedulers and callbacks as they are then. Nothing has to be run again in order to go on as if nothing had happened.
+
 Under DDP every rank saves and loads a checkpoint of its own: Lightning builds one on each rank, with the rank's own
 random states and place in the data, and has rank 0 alone save it; the callback saves those of the others. Strategies
 that save in ways of their own (FSDP, DeepSpeed) are refused.
@@ -58,6 +63,8 @@ class FastCheckIO(CheckpointIO):
         self.checkpointer = Checkpointer() if checkpointer is None else checkpointer
         self._other = TorchCheckpointIO() if other is None else other
         self._found = _NOT_ASKED
+        #: The callback is having a checkpoint put together, which it saves later.
+        self._held_back = False
 
     def url(self, step: int) -> str:
         """Of a step of this job."""
@@ -113,7 +120,8 @@ class FastCheckIO(CheckpointIO):
         step = self._step(path)
         if step is None:
             raise InvalidArgumentError(f"{path} names no step: save to {self.url(0)[:-1]}N")
-        self.checkpointer.save(step, Kept(checkpoint))
+        if not self._held_back:
+            self.checkpointer.save(step, Kept(checkpoint))
 
     def load_checkpoint(self, path: str | Path, *arguments: Any, **options: Any) -> dict[str, Any]:
         """The checkpoint at a path or URL, its tensors on the CPU.
@@ -162,19 +170,21 @@ class FastCheckCallback(pl.Callback):
         every: steps between saves, or a policy from `fastcheck.every`.
 
     When a run resumes, the generators are set right before the first batch is computed on; of a checkpoint from the end
-    of an epoch, before the next one begins. So a data set must not draw from the training process' generators in the
-    middle of an epoch, which it does not if the loader has workers.
+    of an epoch, before the next one's data is shuffled. So a data set must not draw from the training process'
+    generators in the middle of an epoch, which it does not if the loader has workers.
     """
 
     def __init__(self, io: FastCheckIO, *, every: int | Every = 1) -> None:
         self._io = io
         self._due = every if isinstance(every, Every) else policy_of(every)
         self._saved_step = 0
+        #: Whether the last batch of an epoch was done, and the next one has not begun.
         self._epoch_done = False
         self._loaded: Mapping[str, Any] | None = None
-        self._saving = False
-        #: What Lightning has put together for the save that is under way.
-        self._dumped: dict[str, Any] | None = None
+        #: Whether that came with a loader's place in the data.
+        self._loader_resumed = False
+        #: What Lightning has put together for a step that is not saved yet.
+        self._held: tuple[int, dict[str, Any]] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what cannot work before anything runs."""
@@ -214,6 +224,13 @@ class FastCheckCallback(pl.Callback):
                 mine,
             )
 
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Note whether a loader goes on where it was."""
+        of_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        self._loader_resumed = bool(of_loop.get("combined_loader"))
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What was loaded need not be saved again."""
         if trainer.world_size > 1 and any(
@@ -224,44 +241,119 @@ class FastCheckCallback(pl.Callback):
                 "alone, and FastCheck needs every rank's: use one that does not, or a loop of your own"
             )
         self._saved_step = trainer.global_step
+        if self._loaded is not None and self._loaded["epoch_done"]:
+            _go_on_after_epoch(trainer.fit_loop, loader_resumed=self._loader_resumed)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Lightning may begin and end an epoch that was done before it begins the next: so perhaps twice."""
-        self._epoch_done = False
+        """Save the last step of the epoch before; put the generators back before Lightning iterates over the loader."""
+        self._save_held(trainer)
         if self._loaded is not None and self._loaded["epoch_done"]:
             Generators().load_state_dict(self._loaded["rng"])
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Go on with the numbers that were next."""
+        """Go on with the numbers that were next; save what the last batch made."""
+        self._epoch_done = False
         loaded, self._loaded = self._loaded, None
         if loaded is not None and not loaded["epoch_done"]:
             Generators().load_state_dict(loaded["rng"])
+        self._save_held(trainer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save if it is time, and an optimizer has made a step."""
+        """Have a checkpoint put together if it is time, and an optimizer has made a step."""
         step = trainer.global_step
         self._epoch_done = trainer.is_last_batch
         if step > self._saved_step and self._due(step):
             self._saved_step = step
-            self._save(trainer, self._io.url(step))
+            self._io._held_back = True
+            try:
+                trainer.save_checkpoint(self._io.url(step), weights_only=False)
+            finally:
+                self._io._held_back = False
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The numbers go on from here, unless it was run only since training stops in the middle of an epoch."""
+        if self._held is not None and (
+            self._epoch_done or not trainer.should_stop or _validates_now(trainer)
+        ):
+            self._renew(trainer, self._held[1])
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Lightning leaves out schedulers that go by a metric in the epoch that it resumed, for it may be missing."""
+        monitored = [each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
+        if (
+            monitored
+            and trainer.fit_loop.restarting
+            and all(m in trainer.callback_metrics for m in monitored)
+        ):
+            trainer.fit_loop.on_iteration_done()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save the last step; what the end of an epoch draws is not drawn in one that goes on later."""
+        self._save_held(trainer, renew=self._epoch_done)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Save the last step, unless validation fails: weights may be others meanwhile."""
+        if trainer.training:
+            self._save_held(trainer, renew=False)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Lightning comes by here on every rank, and at its CheckpointIO on rank 0 alone."""
-        if self._saving:
-            self._dumped = checkpoint
+        if self._io._held_back:
+            self._held = trainer.global_step, checkpoint
 
-    def _save(self, trainer: pl.Trainer, url: str) -> None:
-        self._saving = True
-        try:
-            trainer.save_checkpoint(url, weights_only=False)
-            if not trainer.is_global_zero:
-                assert self._dumped is not None
-                self._io.save_checkpoint(self._dumped, url)
-        finally:
-            self._saving, self._dumped = False, None
+    def _save_held(self, trainer: pl.Trainer, *, renew: bool = True) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            step, checkpoint = held
+            if renew:
+                self._renew(trainer, checkpoint)
+            self._io.save_checkpoint(checkpoint, self._io.url(step))
+
+    def _renew(self, trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+        """What may have changed since the checkpoint was put together; the model's tensors are the model's own."""
+        checkpoint["optimizer_states"] = [
+            trainer.strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers
+        ]
+        checkpoint["lr_schedulers"] = [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs]
+        for one in trainer.callbacks:
+            if state := one.state_dict():
+                checkpoint["callbacks"][one.state_key] = state
+
+
+def _validates_now(trainer: pl.Trainer) -> bool:
+    """Whether the validation in the middle of an epoch is one that comes at every so many batches."""
+    batches = trainer.val_check_batch
+    if batches is None or batches == float("inf"):  # by the clock, or at the end of an epoch
+        return False
+    fit = trainer.fit_loop
+    index = fit.total_batch_idx if trainer.check_val_every_n_epoch is None else fit.batch_idx
+    return bool((index + 1) % int(batches) == 0)
+
+
+def _go_on_after_epoch(fit: Any, *, loader_resumed: bool) -> None:
+    """Have the fit loop begin the next epoch of a checkpoint in which the last one's batches are done.
+
+    Lightning takes what comes for the rest of that epoch: it does not call `on_train_epoch_start`, goes on with the
+    iterator that it made before the generators were put back, and loses count of the epochs for the next resume. A
+    loader that knows its place, which is its end, has nothing for that rest: then a whole epoch is skipped.
+    """
+    epoch = fit.epoch_loop
+    if fit.restarted_mid_epoch and epoch.restarted_on_train_batch_end:
+        # What Lightning's own reset of the loop does.
+        epoch.batch_progress.increment_completed()
+        epoch._batches_that_stepped += 1
+        epoch.on_iteration_done()
+        if loader_resumed:
+            # torchdata's samplers remember the place until somebody asks for what comes there: nothing.
+            next(fit._data_fetcher, None)
+        fit.on_iteration_done()
+    elif fit.resumed_on_epoch_end:
+        fit.on_iteration_done()

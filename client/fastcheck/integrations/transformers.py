@@ -9,7 +9,8 @@ itself then finds its epoch, skips data and goes on counting, in its own way. Op
 back when training begins, the random generators when the first step does: none of that passes through a file.
 
 Saved is the moment between two steps, when the next batch is there and nothing was computed on it: that is where the
-Trainer puts random states back, so what dropout draws goes on bit for bit.
+Trainer puts random states back, so what dropout draws goes on bit for bit. After the last step of a run there is no
+such moment. If an epoch ended with it, the generators are put back before the next epoch's data is shuffled.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_model
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
@@ -64,6 +66,10 @@ class FastCheckCallback(TrainerCallback):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._saved_step = 0
         self._history: list[str] = []
+        #: The generators when the last epoch ended, before anything that the Trainer does at the end of one.
+        self._rng_at_epoch_end: dict[str, Any] = {}
+        #: Whether what was loaded is of the end of an epoch.
+        self._between_epochs = False
 
     def resume(self, trainer: Trainer) -> str | None:
         """For `trainer.train(resume_from_checkpoint=...)`: the newer of memory and disk; None when there is neither.
@@ -79,6 +85,7 @@ class FastCheckCallback(TrainerCallback):
             return None if disk is None else str(disk[1])
         self._saved_step = step
         self._loaded = loaded
+        self._between_epochs = loaded["trainer"].value["between_epochs"]
         self._folder, path = _make_folder(trainer.model, step, loaded)
         logger.info("resuming step %d of job %s from memory", step, self.checkpointer.job)
         return str(path)
@@ -96,32 +103,58 @@ class FastCheckCallback(TrainerCallback):
             if name in self._loaded:
                 target.load_state_dict(self._loaded.pop(name).value)
 
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Before the data is shuffled: put the generators back if they were saved between two epochs."""
+        if self._between_epochs:
+            self._put_generators_back()
+
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Between two steps: the first time put the generators back, later save what the last step made."""
+        self._put_generators_back()
+        self._save(state, kwargs, Generators())
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Also of an epoch that is cut short, after which the Trainer may evaluate as it else would not."""
+        self._rng_at_epoch_end = Generators().state_dict()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Save the last step."""
+        if float(state.epoch or 0).is_integer():
+            self._save(state, kwargs, Generators(), between_epochs=True)
+        else:
+            self._save(state, kwargs, Kept(self._rng_at_epoch_end))
+
+    def _put_generators_back(self) -> None:
         rng = self._loaded.pop("rng", None)
         if rng is not None:
             Generators().load_state_dict(rng.value)
             self._loaded.clear()
             assert self._folder is not None
             self._folder.cleanup()
-        self._save(state, kwargs)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    def _save(
+        self,
+        state: TrainerState,
+        kwargs: dict[str, Any],
+        rng: Generators | Kept,
+        *,
+        between_epochs: bool = False,
     ) -> None:
-        """Save the last step."""
-        self._save(state, kwargs)
-
-    def _save(self, state: TrainerState, kwargs: dict[str, Any]) -> None:
         step = state.global_step
         if step > self._saved_step and self._due(step):
             self._saved_step = step
             saved = {
                 "model": kwargs["model"],
-                "trainer": Kept({"json": self._json(state)}),
-                "rng": Generators(),
+                "trainer": Kept({"json": self._json(state), "between_epochs": between_epochs}),
+                "rng": rng,
                 **self._targets(kwargs),
             }
             self.checkpointer.save(step, saved)
@@ -193,12 +226,8 @@ def _make_folder(
     folder = tempfile.TemporaryDirectory(prefix="fastcheck-resume-", dir=_MEMORY if in_memory else None)
     path = Path(folder.name) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
     path.mkdir()
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(path)
-    else:
-        from safetensors.torch import save_model  # noqa: PLC0415  for a model that cannot write itself
-
-        save_model(model, str(path / "model.safetensors"))
+    # Not save_pretrained: it writes on rank 0 alone, and every rank loads from a folder of its own.
+    save_model(model, str(path / "model.safetensors"))
     text = loaded.pop("trainer").value["json"]
     (path / TRAINER_STATE_NAME).write_bytes(bytes(text.tolist()))
     return folder, path
