@@ -6,7 +6,8 @@ process group is left in pieces. Each rank tells the first one how it fares; tha
 which step it is, and, once each has all bytes and has checked them, that all may fill their states.
 
 torchrun may keep a store over restarts, with all that the ranks before said in it. So rank 0 calls each load by a name
-of its own, and a rank only believes an answer that says that it was heard.
+of its own, and a rank only believes an answer that says that it was heard. Nobody counts loads: a rank that fails
+before it comes here, or tries more often than others, would be one behind or ahead for good.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -34,9 +34,6 @@ _ANSWER_S = 15.0
 _LOOK_S, _LOOK_MAX_S = 0.01, 0.5
 _WHY_MAX = 300
 _RANKS_SHOWN_MAX = 16
-
-#: Loads so far of each process group, by job: names for what is said in the store.
-_rounds: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -218,13 +215,10 @@ def meet(job: str, rank: int, world_size: int, *, ranks_s: float, load_s: float)
         return None
     if dist.get_world_size() != world_size:
         return None
-    counts = _rounds.setdefault(dist.group.WORLD, {})
-    counts[job] = counts.get(job, 0) + 1
     store = dist.distributed_c10d._get_default_store()
     # Waiting locks a connection that others of this process use as well.
     store = store.clone() if hasattr(store, "clone") else store
-    name = f"fastcheck/{job}/{counts[job]}"
-    return Meeting(store, name, rank, world_size, ranks_s=ranks_s, load_s=load_s)
+    return Meeting(store, f"fastcheck/{job}", rank, world_size, ranks_s=ranks_s, load_s=load_s)
 
 
 def alone(found: tuple[list[int], bool], world_size: int) -> int | None:

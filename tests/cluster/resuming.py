@@ -101,6 +101,7 @@ def newest_in(ckpt: Checkpointer) -> int:
 
 def _enter(train: Callable[[Rank], None], rank: Rank, port: int, enabled: bool) -> None:
     """The forked process."""
+    rank.out.touch()
     with rank.out.with_suffix(".log").open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

@@ -118,6 +118,28 @@ def test_what_ranks_before_a_restart_said_is_not_believed():
         assert list(threads.map(load, (0, 1), (6, 6), (0.0, 0.3))) == [6, 6]
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_load_that_one_rank_never_came_to_does_not_keep_the_next_ones_apart(failing, monkeypatch):
+    """It failed before it could say so: the others gave up, and all try again."""
+    monkeypatch.setattr("fastcheck.agreeing._ANSWER_S", 0.1)
+    store = dist.HashStore()
+
+    def load(rank, ranks_s):
+        with Meeting(store, "gpt", rank, 3, ranks_s=ranks_s, load_s=20) as meeting:
+            found = meeting.step(lambda: ([3], False))
+            meeting.fill()
+            return found
+
+    def alone(rank):
+        with pytest.raises(LoadFailedError, match=f"rank {failing} did not"):
+            load(rank, 0.3)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(alone, (rank for rank in range(3) if rank != failing)))
+        for _ in range(2):
+            assert list(threads.map(load, range(3), [20.0] * 3)) == [3, 3, 3]
+
+
 def test_without_rank_0_nobody_decides(monkeypatch):
     monkeypatch.setattr("fastcheck.agreeing._ANSWER_S", 0.1)
     nobody, error = loads(None, can(7), ranks_s=0.2)
