@@ -26,7 +26,7 @@ BUF := @bufbuild/buf@1.75.0
 help:
 	@echo "make demo   train on 4 nodes, lose one, resume bit for bit from the others' RAM (about 3 minutes)"
 	@echo "make test   all tests        make lint   all checks        make format  let ruff format"
-	@echo "make test-long  what make test has a few rounds of, for many: fifty kills of all voters"
+	@echo "make test-long  what make test has a few rounds of, for many: kills of all voters, all pairs of layouts"
 	@echo "make simulate SEEDS=1-1000   whole clusters in virtual time, with faults, each from its seed"
 	@echo "make soak MINUTES=10 SEED=1  a job trains on five nodes while faults fall, each of them real"
 	@echo "make man    the man page         make screenshots   the pictures in docs/cli.md, of a real cluster"

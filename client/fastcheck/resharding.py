@@ -28,6 +28,8 @@ from .state.paths import Path, show
 from .state.surveying import Met, any_dtensor, survey, whole_shape
 
 HOLES_SHOWN_MAX = 3
+#: Of what is on several meshes so much is read at once to be compared.
+COMPARED_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class Part:
     source: Box
     target: Box
 
+    def source_of(self, target: Box) -> Box:
+        """Where the rank's record has a part of the target."""
+        low = target.within(self.target)
+        return Box(tuple(map(sum, zip(self.source.offsets, low.offsets, strict=True))), low.sizes)
+
 
 @dataclass
 class Relayout:
@@ -67,6 +74,8 @@ class Relayout:
     header: pb.StateHeader
     state_bytes: int = 0
     parts: list[tuple[pb.TensorRecord, list[Part]]] = field(default_factory=list)
+    #: The same of other meshes, which must have the same bits.
+    alike: list[tuple[Path, pb.TensorRecord, list[Part]]] = field(default_factory=list)
 
 
 def load_resharded(
@@ -112,6 +121,7 @@ def load_resharded(
         ],
         reporter,
     )
+    _compare(planned, own, reader, memory)
     fill(state, planned.header, memory, agree=agree)
     return own
 
@@ -131,13 +141,14 @@ def plan(
     for index, record in enumerate(header.tensors):
         there = saved[own].header.tensors[index]
         try:
-            parts = _parts(saved, own, rank, there, met.get(index), same_world=same_world)
+            parts, *others = _parts(saved, own, rank, there, met.get(index), same_world=same_world)
         except _UnclearError as error:
             path = met[index].path
             mismatches.append(f"{show(path)} {error}")
             continue
         _lay_out(record, met.get(index), made)
         made.parts.append((record, parts))
+        made.alike += [(met[index].path, record, other) for other in others]
     if mismatches:
         raise StateMismatchError(mismatches)
     return made
@@ -155,25 +166,49 @@ def _parts(
     met: Met | None,
     *,
     same_world: bool,
-) -> list[Part]:
-    """Where to have one tensor from."""
+) -> list[list[Part]]:
+    """Where to have one tensor from, and where else it should be alike."""
     if met is None or not (record.HasField("dtensor") or is_dtensor(met.like)):
         box = Box.whole(record.shape)
-        return [Part(own, record, box, box)] if record.bytes else []
+        return [[Part(own, record, box, box)] if record.bytes else []]
     wanted = box_of(met.like)
     if wanted is None:
         raise _UnclearError(
             "is a DTensor here whose local part is no box of the whole: it cannot be resharded"
         )
     if not wanted.elements:
-        return []
+        return [[]]
     if not record.HasField("dtensor"):
         # Every rank has all of it, and nothing says that they are alike: all cut the same one.
         first = saved[0].records.get(met.path)
         if first is None or first.HasField("dtensor") or list(first.shape) != list(record.shape):
             raise _UnclearError("is not distributed in the checkpoint, and rank 0 has no such tensor")
-        return [Part(0, first, wanted, wanted.within(wanted))]
-    records = _fellows(saved, own, record, met.path, same_world=same_world)
+        return [[Part(0, first, wanted, wanted.within(wanted))]]
+    # Of as many ranks each is still in the mesh that it was in, unless the tensor is over another one now.
+    stays = same_world and (
+        not is_dtensor(met.like) or layout_of(met.like).mesh_digest == record.dtensor.mesh_digest
+    )
+    meshes = _meshes(saved, own, record, met.path, own_only=stays)
+    found: list[list[Part]] = []
+    holes: HolesError | None = None
+    for records in meshes:
+        try:
+            found.append(_covered(records, wanted, rank))
+        except HolesError as error:
+            holes = holes or error
+    if holes is not None and (not found or len(meshes) == 1):
+        shown = ", ".join(map(str, holes.holes[:HOLES_SHOWN_MAX]))
+        raise _UnclearError(f"is not all in the checkpoint: no rank has {shown} of it") from None
+    if holes is not None:
+        raise _UnclearError(
+            f"is on {len(meshes)} meshes in the checkpoint, of which not all have the whole of it: they may be "
+            "different tensors, so only the same ranks on the same mesh can load it"
+        )
+    return found
+
+
+def _covered(records: Mapping[int, pb.TensorRecord], wanted: Box, rank: int) -> list[Part]:
+    """Where the ranks of one mesh have the wanted box; raises HolesError if they do not."""
     boxes = {other: saved_box(each) for other, each in records.items()}
     known = {other: box for other, box in boxes.items() if box is not None}
     if unknown := sorted(boxes.keys() - known.keys()):
@@ -182,11 +217,6 @@ def _parts(
             f"was laid out as ({placements}) by rank {unknown[0]}: which part of the whole that is was not recorded, "
             "or it is no box of it; load it with the same ranks, mesh and placements"
         )
-    try:
-        sources = cover(wanted, known, rank)
-    except HolesError as error:
-        shown = ", ".join(map(str, error.holes[:HOLES_SHOWN_MAX]))
-        raise _UnclearError(f"is not all in the checkpoint: no rank has {shown} of it") from None
     return [
         Part(
             source.rank,
@@ -194,34 +224,73 @@ def _parts(
             source.box.within(known[source.rank]),
             source.box.within(wanted),
         )
-        for source in sources
+        for source in cover(wanted, known, rank)
     ]
 
 
-def _fellows(
-    saved: Mapping[int, SavedRank], own: int, record: pb.TensorRecord, path: Path, *, same_world: bool
-) -> dict[int, pb.TensorRecord]:
-    """What the ranks saved of the same tensor."""
-    found: dict[int, pb.TensorRecord] = {}
+def _meshes(
+    saved: Mapping[int, SavedRank], own: int, record: pb.TensorRecord, path: Path, *, own_only: bool
+) -> list[dict[int, pb.TensorRecord]]:
+    """What the ranks saved as this tensor, by the mesh that they had it on; that of rank `own` first."""
+    found: dict[int, dict[int, pb.TensorRecord]] = {record.dtensor.mesh_digest: {}}
     for other, each in saved.items():
         theirs = each.records.get(path)
         if theirs is None:
             continue
-        if theirs.HasField("dtensor") and theirs.dtensor.mesh_digest != record.dtensor.mesh_digest:
-            if same_world:
-                continue  # this rank is still in the mesh that it was in
-            raise _UnclearError(
-                f"was on one mesh on rank {own} and on another on rank {other}: they may be different tensors, so only "
-                "as many ranks as saved it can load it"
-            )
+        mesh = theirs.dtensor.mesh_digest if theirs.HasField("dtensor") else None
+        if own_only and mesh not in (None, record.dtensor.mesh_digest):
+            continue
         if whole_shape(theirs) != whole_shape(record) or theirs.dtype != record.dtype:
             raise _UnclearError(
                 f"has shape {whole_shape(record)} and dtype {record.dtype} on rank {own} of the checkpoint, "
                 f"{whole_shape(theirs)} and {theirs.dtype} on rank {other}"
             )
-        if theirs.HasField("dtensor"):
-            found[other] = theirs
-    return found
+        if mesh is not None:
+            found.setdefault(mesh, {})[other] = theirs
+    return list(found.values())
+
+
+def _compare(planned: Relayout, own: int, reader: StepReader, memory: torch.Tensor) -> None:
+    """Check that what is on several meshes has the same bits on all: else one name stands for different tensors.
+
+    Tensor parallelism leaves what its plan does not name (norms, embeddings) on a mesh of its own in each of its ranks.
+    The stages of a pipeline may call different tensors alike, which looks the same.
+
+    Raises:
+        StateMismatchError: they differ, by name.
+    """
+    differ: dict[Path, str] = {}
+    batch: list[tuple[Path, pb.TensorRecord, Part, BoxInto]] = []
+    size = 0
+
+    def check() -> None:
+        reader.fill([box for *_, box in batch])
+        for path, record, part, box in batch:
+            here = _place(memory, record, part.target)
+            if not torch.equal(dtypes.carrier(box.target), dtypes.carrier(here)):
+                differ.setdefault(
+                    path,
+                    f"{show(path)} was on one mesh on rank {own} and on another on rank {part.rank}, with other "
+                    "values: they are different tensors, or copies that have drifted apart, so only the same ranks "
+                    "on the same mesh can load it",
+                )
+        batch.clear()
+
+    for path, record, parts in planned.alike:
+        itemsize = dtypes.BY_NAME[record.dtype].itemsize
+        for whole in parts:
+            for box in whole.target.pieces(COMPARED_BYTES_MAX // itemsize):
+                part = Part(whole.rank, whole.record, whole.source_of(box), box)
+                into = torch.empty(box.sizes, dtype=dtypes.BY_NAME[record.dtype])
+                batch.append((path, record, part, BoxInto(part.rank, part.record, *part.source, into)))
+                size += into.nbytes
+                if size >= COMPARED_BYTES_MAX:
+                    check()
+                    size = 0
+    if batch:
+        check()
+    if differ:
+        raise StateMismatchError(list(differ.values()))
 
 
 def _lay_out(record: pb.TensorRecord, met: Met | None, made: Relayout) -> None:

@@ -7,7 +7,7 @@ may hold the same box (replicas). Boxes of one tensor are else apart, but nothin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -65,6 +65,19 @@ class Box(NamedTuple):
                     )
             offsets[dim], sizes[dim] = low, high - low
         return left
+
+    def pieces(self, elements_max: int) -> Iterator[Box]:
+        """It in parts of at most so many elements, apart from each other and in order."""
+        outer = next((dim for dim, size in enumerate(self.sizes) if size > 1), None)
+        if self.elements <= elements_max or outer is None:
+            yield self
+            return
+        half = self.sizes[outer] // 2
+        for low, size in ((0, half), (half, self.sizes[outer] - half)):
+            offsets, sizes = list(self.offsets), list(self.sizes)
+            offsets[outer] += low
+            sizes[outer] = size
+            yield from Box(tuple(offsets), tuple(sizes)).pieces(elements_max)
 
     def within(self, other: Box) -> Box:
         """The same part, seen from an enclosing box."""

@@ -48,6 +48,14 @@ def test_every_wanted_element_comes_once_from_a_rank_that_has_it_or_is_named_as_
         assert source.box.elements
 
 
+@given(cuttings(), st.integers(0, 20))
+def test_pieces_of_a_box_are_all_of_it_once_and_small(cutting, elements_max):
+    _, box = cutting
+    pieces = list(box.pieces(elements_max))
+    assert [cell for piece in pieces for cell in sorted(cells(piece))] == sorted(cells(box))
+    assert all(piece.elements <= max(1, elements_max) for piece in pieces)
+
+
 @given(cuttings())
 def test_what_is_left_of_a_box_is_apart_from_what_was_taken_and_from_itself(cutting):
     saved, wanted = cutting

@@ -318,6 +318,69 @@ def test_stages_that_call_their_tensors_alike_are_not_mixed():
             state = {"w": cut(torch.zeros(8, 4), mesh, [Shard(1)])}
             load(reader, state, rank, 4)
             assert bits(state["w"].to_local()) == bits(cut(wholes[rank // 2], mesh, [Shard(1)]).to_local())
+            # As many ranks, but one tensor over all of them.
+            over_all = {"w": cut(torch.zeros(8, 4), mesh_of([4]), [Shard(0)])}
+            refused(reader, over_all, rank, 4, "state['w']", "on one mesh on rank")
+
+
+def left_out_of_tensor_parallelism(whole, drifted=()):
+    """Four ranks, 2 x 2: `w` is cut both ways, `norm` over the first dimension alone, on a mesh for each of the second.
+
+    `drifted`: rank → a bit of its part of the norm that is another one.
+    """
+
+    def make(rank):
+        norm = cut(whole[:, 0].clone(), mesh_of([2], [rank % 2, rank % 2 + 2]), [Shard(0)])
+        if rank in drifted:
+            norm.to_local().view(torch.int32)[drifted[rank]] ^= 1
+        return {"w": cut(whole, mesh_of([2, 2]), [Shard(0), Shard(1)]), "norm": norm}
+
+    return saved_by(4, make)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("compared", [8, 64 << 20], ids=["piecewise", "at once"])
+def test_what_tensor_parallelism_left_out_is_had_from_one_mesh(world_size, compared, monkeypatch):
+    monkeypatch.setattr("fastcheck.resharding.COMPARED_BYTES_MAX", compared)
+    whole = torch.randn(7, 4)
+    whole[2, 0] = torch.nan  # equal bit for bit
+    reader = left_out_of_tensor_parallelism(whole)
+    for rank in range(world_size):
+        with being(rank, world_size):
+            mesh = mesh_of([world_size])
+            state = {
+                "w": cut(torch.zeros(7, 4), mesh, [Shard(0)]),
+                "norm": cut(torch.zeros(7), mesh, [Shard(0)]),
+            }
+            load(reader, state, rank, world_size)
+            assert bits(state["w"].to_local()) == bits(cut(whole, mesh, [Shard(0)]).to_local())
+            assert bits(state["norm"].to_local()) == bits(
+                cut(whole[:, 0].clone(), mesh, [Shard(0)]).to_local()
+            )
+
+
+@pytest.mark.parametrize("compared", [8, 64 << 20], ids=["piecewise", "at once"])
+def test_meshes_that_differ_in_one_bit_are_named_and_nothing_is_touched(compared, monkeypatch):
+    monkeypatch.setattr("fastcheck.resharding.COMPARED_BYTES_MAX", compared)
+    reader = left_out_of_tensor_parallelism(torch.randn(7, 4), drifted={3: 2})
+    whole = {"w": torch.zeros(7, 4), "norm": torch.zeros(7)}
+    refused(
+        reader, whole, 0, 1, "state['norm']", "on one mesh on rank 0 and on another on rank 3", "other values"
+    )
+    with being(0, 2):  # the part with that bit is another rank's
+        mesh = mesh_of([2])
+        state = {"w": cut(torch.zeros(7, 4), mesh, [Shard(0)]), "norm": cut(torch.zeros(7), mesh, [Shard(0)])}
+        load(reader, state, 0, 2)
+
+
+def test_a_mesh_that_lacks_a_part_is_no_copy():
+    whole = torch.randn(8, 4)
+
+    def make(rank):
+        mesh = mesh_of([2], [rank % 2, rank % 2 + 2])
+        return {"w": cut(whole, mesh, [Shard(0)])} if rank != 3 else {"x": 1}
+
+    refused(saved_by(4, make), {"w": torch.zeros(8, 4)}, 0, 1, "state['w']", "on 2 meshes")
 
 
 def test_the_same_mesh_with_ranks_in_another_order_is_another_place():
