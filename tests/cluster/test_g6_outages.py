@@ -23,10 +23,10 @@ def ram_used(cluster, node):
     ("nodes", "away", "settings"),
     [
         (5, "node-4", {}),
-        (2, "node-1", {"codec": "always"}),
         (2, "node-0", {}),
-        (3, "node-2", {"codec": "never"}),
-        (8, "node-7", {"tolerate": 2}),
+        pytest.param(2, "node-1", {"codec": "always"}, marks=pytest.mark.long),
+        pytest.param(3, "node-2", {"codec": "never"}, marks=pytest.mark.long),
+        pytest.param(8, "node-7", {"tolerate": 2}, marks=pytest.mark.long),
     ],
 )
 def test_commits_go_on_after_an_outage_longer_than_the_memory_lasts(make_cluster, nodes, away, settings):
