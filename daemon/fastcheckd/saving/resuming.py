@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
+from ..errors import StoreError
 from ..store.ram_store import HeldShard, RamStore
 from .content import of_manifests
 from .save import Save, SaveKey
 
+logger = logging.getLogger(__name__)
+
 
 def left_over(store: RamStore, node_id: str, is_over: Callable[[SaveKey, int], bool]) -> Iterator[Save]:
     """The saves to carry on with, step by step of each rank; each takes its segment again.
+
+    The scrub runs meanwhile: what it finds corrupt is left out, and every other rank goes on.
 
     Args:
         is_over: whether a session's step need not be committed any more.
@@ -26,19 +32,34 @@ def left_over(store: RamStore, node_id: str, is_over: Callable[[SaveKey, int], b
     for (job, rank, step), found in sorted(shards.items(), key=lambda item: item[0]):
         key, manifests = SaveKey(job, rank, step), [held.manifest for held in found]
         if _complete(manifests) and not is_over(key, manifests[0].session):
-            yield _save(key, manifests, store, found[-1])
+            try:
+                save = _save(key, manifests, store, found)
+            except StoreError as error:
+                logger.warning("%s of an earlier life is not carried on with: %s", key, error)
+                continue
+            yield save
 
 
-def _save(key: SaveKey, manifests: list[pb.ShardManifest], store: RamStore, shard: HeldShard) -> Save:
+def _save(
+    key: SaveKey, manifests: list[pb.ShardManifest], store: RamStore, shards: Sequence[HeldShard]
+) -> Save:
     first = manifests[0]
     content = of_manifests(manifests)
+    segment = store.take_again(shards[-1])
+    try:
+        for shard in shards:
+            with store.pinned(shard):  # all are in that segment, and all are still good
+                pass
+    except StoreError:
+        store.release(segment)
+        raise
     return Save(
         key=key,
         save_id=first.save_id or secrets.token_hex(16),
         generation=first.generation,
         session=first.session,
         world_size=first.world_size,
-        segment=store.take_again(shard),
+        segment=segment,
         state_bytes=first.state_bytes,
         header_offset=first.header_offset,
         header_bytes=first.header_bytes,

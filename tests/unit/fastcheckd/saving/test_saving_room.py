@@ -261,6 +261,41 @@ def test_a_restarted_node_carries_on_with_the_same_chunks_and_shards(tmp_path):
     in_world(tmp_path, body)
 
 
+@pytest.mark.parametrize("at", [0, -1])
+def test_a_shard_that_is_found_corrupt_while_several_ranks_resume_stops_only_its_own(tmp_path, at):
+    async def body(node, registry, holders):
+        registry.answers = [NoQuorumError("no leader")] * 1000
+        for rank in range(2):
+            await (await node.stage(1, STATE, rank=rank)).until_sent()
+        await node.room.stop()
+        node.store.close()
+        registry.answers = []
+        async with running_node(tmp_path, registry) as again:
+            with (tmp_path / "owner" / "segments" / segment_of(again.store, rank=0)).open("r+b") as staged:
+                staged.seek(at % len(STATE))
+                staged.write(b"\xff")
+
+            def scrubbed_meanwhile(job):
+                """The scrub runs in threads of its own: here it comes to rank 0 just as that is looked at."""
+                for held in [h for h in again.store.held("gpt") if h.key.rank == 0]:
+                    again.store.verify(held)
+                return None
+
+            again.room._view.newest_step = scrubbed_meanwhile
+            assert again.room.resume() == 1
+            request = tpb.WatchSaveRequest(job="gpt", rank=1, session=1, step=1)
+            await again.done(await again.room.find(request))
+            with pytest.raises(NotHeldError, match="not known here"):
+                await again.room.find(tpb.WatchSaveRequest(job="gpt", rank=0, session=1, step=1))
+
+    in_world(tmp_path, body)
+
+
+def segment_of(store, rank):
+    (name,) = {held.segment.name for held in store.held("gpt") if held.key.rank == rank}
+    return name
+
+
 class Quantiser:
     """A lossy coding that can be recognised: clears the lowest bit of every byte, once."""
 
