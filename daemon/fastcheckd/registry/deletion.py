@@ -14,7 +14,7 @@ from fastcheck_proto.conventions import RANK_MAX, STEP_MAX
 
 from .commits import find_step, refusal
 from .records import Json, flag, integer, name
-from .sessions import PAST_CLIENTS_MAX, current_session
+from .sessions import PAST_CLIENTS_MAX, current_session, running_ranks
 
 #: What the state must be agreed on before these commands count: older voters do not know them.
 SCHEMA_NEEDED = 4
@@ -34,16 +34,6 @@ class Deletion:
     running: tuple[int, ...] = ()
     #: Why it is not done without an explicit word; empty: it is.
     objection: str = ""
-
-
-def running_ranks(state: Json, job: Json) -> tuple[int, ...]:
-    """Ranks whose process has not said that it is done, and whose node is not DOWN."""
-    return tuple(
-        int(rank)
-        for rank, seat in job["ranks"].items()
-        if not seat.get("closed", False)
-        and state["nodes"].get(seat["node"][0], {}).get("state", "DOWN") != "DOWN"
-    )
 
 
 def plan_deletion(state: Json, job_name: str, step: int | None) -> Deletion:

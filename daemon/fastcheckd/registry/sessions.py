@@ -18,6 +18,8 @@ JOBS_MAX = 4096
 PAST_CLIENTS_MAX = 4
 #: What the state must be agreed on before a process gets back what a deletion took: older voters would refuse it.
 SCHEMA_REOPENED = 5
+#: Likewise before a job that seems to run is spared when there are too many.
+SCHEMA_SPARING = 5
 SESSION_MAX = (1 << 63) - 1
 
 
@@ -95,13 +97,28 @@ def is_vacant(state: Json, job_name: str, rank: int, client: str) -> bool:
     return sitters[-1:] == [client]
 
 
+def running_ranks(state: Json, job: Json) -> tuple[int, ...]:
+    """Ranks whose process has not said that it is done, and whose node is not DOWN."""
+    return tuple(
+        int(rank)
+        for rank, seat in job["ranks"].items()
+        if not seat.get("closed", False)
+        and state["nodes"].get(seat["node"][0], {}).get("state", "DOWN") != "DOWN"
+    )
+
+
 def _new_job(state: Json, job_name: str, owner: str) -> Json:
     jobs = state["jobs"]
     if len(jobs) >= JOBS_MAX:
-        empty = next((other for other, job in jobs.items() if not job["steps"]), None)
-        if empty is None:
+        empty = [other for other, job in jobs.items() if not job["steps"]]
+        if not empty:
             raise MalformedError(f"the cluster keeps steps of {JOBS_MAX} jobs already")
-        state["session_floor"] = max(state["session_floor"], jobs.pop(empty)["next_session"])
+        forgotten = empty[0]
+        if state["schema"] >= SCHEMA_SPARING:
+            # One that has a trainer may be in its first step. Where all do, perhaps of processes that were killed, the
+            # oldest goes: its next save takes the place again.
+            forgotten = next((other for other in empty if not running_ranks(state, jobs[other])), forgotten)
+        state["session_floor"] = max(state["session_floor"], jobs.pop(forgotten)["next_session"])
     job: Json = {
         "newest": -1,
         "world_size": 0,

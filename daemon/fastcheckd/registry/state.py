@@ -23,7 +23,8 @@ that some voter does not run would become another one there. Schema 4 adds `dele
 and a seat's `closed`; both are missing where they do not apply. A job's `owner` is missing where it is `local`, as in
 the states of versions that knew none: others need ports that ask for certificates, where such a version has no part.
 Schema 5 adds `supersede`, a job's `superseded` and a kept step's `at_ms`, the leader's wall clock at its commit; both
-are missing where they do not apply. From it on a process that lost its place to a deletion gets it back (`open_rank`).
+are missing where they do not apply. From it on a process that lost its place to a deletion gets it back, and of
+too many jobs one without a trainer is forgotten first (`open_rank`).
 """
 
 from __future__ import annotations

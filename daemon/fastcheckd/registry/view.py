@@ -9,9 +9,9 @@ from fastcheck_proto.v1 import node_pb2, registry_pb2
 
 from ..config import Voter
 from ..health.detector import Life
-from .deletion import running_ranks
 from .owning import owner_of
 from .records import Json
+from .sessions import running_ranks
 
 _STATES = {
     "UP": registry_pb2.NODE_STATE_UP,

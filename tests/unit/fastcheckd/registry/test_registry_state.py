@@ -252,6 +252,22 @@ def test_nodes_and_jobs_are_bounded_and_numbers_never_come_back():
     assert "gpt" not in state["jobs"] and len(state["jobs"]) == JOBS_MAX
 
 
+def test_of_too_many_jobs_one_without_a_trainer_is_forgotten_before_one_that_may_be_in_its_first_step():
+    state = cluster()  # job gpt has opened its ranks, and committed nothing yet
+    assert apply(state, commands.upgrade(SCHEMA))["ok"]
+    for i in range(JOBS_MAX - 1):
+        opened = apply(state, open_rank(job=f"job-{i}", world_size=1))
+        if i in (5, 6):
+            assert apply(state, commands.close_rank(f"job-{i}", 0, opened["session"]))["ok"]
+    for name in ("more-0", "more-1"):
+        assert apply(state, open_rank(job=name))["session"]
+    assert {"job-5", "job-6"}.isdisjoint(state["jobs"]) and len(state["jobs"]) == JOBS_MAX
+    assert apply(state, commit(1, RANKS))["ok"], "its first step"
+    # All that have no step have a trainer, as far as anybody knows: the oldest makes room.
+    assert apply(state, open_rank(job="more-2"))["session"]
+    assert "job-0" not in state["jobs"] and "gpt" in state["jobs"]
+
+
 def test_restore_refuses_what_is_not_a_snapshot():
     missing = new_state()
     del missing["history"]
