@@ -157,6 +157,7 @@ class _DataRooms:
             busy=lambda: (
                 self.saving.replicating or self.desk.transfers > 0 or restore.bringing or self.lane.serving
             ),
+            on_pruned=self.saving.memory.tidied,
         )  # fmt: skip
         self.peer_service = PeerService(
             cluster_id=config.cluster_id, desk=self.desk, store=store, tickets=tickets, counters=counters,
@@ -226,12 +227,10 @@ class _DataRooms:
         )
 
     async def _on_view(self, seen: registry_pb2.ClusterView) -> None:
-        """Free what the registry no longer keeps."""
+        """Go by a new view. What takes long is only begun here: the next view waits for this."""
         self.assumed()
         self.registry.use_voters(seen.voter_records)
         await asyncio.to_thread(self._remember_voters, seen)
-        await self.upkeep.prune()
-        self.saving.memory.tidied()
         self.saving.forget()
 
     def _brought(self, shards: Sequence[HeldShard]) -> None:

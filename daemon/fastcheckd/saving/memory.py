@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from functools import partial
 
 from fastcheck_proto.v1 import common_pb2 as pb
@@ -18,6 +18,7 @@ from ..config import Config
 from ..counters import Counters
 from ..errors import FastCheckdError, StoreError
 from ..store.ram_store import RamStore
+from ..store.retention import Kept
 from ..store.segments import staging_pool
 from ..tasks import to_its_end
 from ..view import ViewFollower
@@ -150,9 +151,9 @@ class StepMemory:
                 return
             self._store.release(segment)
 
-    def tidied(self) -> None:
+    def tidied(self, jobs: Mapping[str, Kept]) -> None:
         """What the registry does not keep any more has been dropped here."""
-        self._tidied = {job: max(steps) for job, steps in self._view.kept_steps().items() if steps}
+        self._tidied = {name: max(kept.steps) for name, kept in jobs.items() if kept.steps}
         self._tidying.set()
         self._tidying = asyncio.Event()
 

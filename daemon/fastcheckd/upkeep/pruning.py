@@ -8,8 +8,9 @@ be later.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ..errors import NotHeldError, OverBudgetError, StoreFullError
 from ..store.manifests import replica_id
@@ -23,22 +24,40 @@ PRUNE_S = 5.0
 
 
 class Pruner:
-    """Of one data process. Owned by the event loop's thread."""
+    """Of one data process. Owned by the event loop's thread.
 
-    def __init__(self, store: RamStore, view: ViewFollower) -> None:
+    Args:
+        on_pruned: told by which view it was done.
+    """
+
+    def __init__(
+        self,
+        store: RamStore,
+        view: ViewFollower,
+        on_pruned: Callable[[Mapping[str, Kept]], None] = lambda _jobs: None,
+    ) -> None:
         self._store = store
         self._view = view
-        self._pruning = asyncio.Lock()
+        self._on_pruned = on_pruned
+        self._wanted = asyncio.Event()
+
+    def changed(self) -> None:
+        """There is a new view. Returns at once: what is being read may take a while to go."""
+        self._wanted.set()
 
     async def prune(self) -> None:
         """Drop what the newest view does not need; before the first view nothing."""
-        async with self._pruning:
-            await asyncio.to_thread(prune, self._store, self._view.retention())
+        jobs = self._view.retention()
+        await asyncio.to_thread(prune, self._store, jobs)
+        self._on_pruned(jobs)
 
     async def run(self) -> None:
-        """Do so now and then, until cancelled."""
+        """Do so with each new view, and now and then, until cancelled."""
         while True:
-            await asyncio.sleep(PRUNE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PRUNE_S):
+                    await self._wanted.wait()
+            self._wanted.clear()
             await self.prune()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..counters import Counters
 from ..identity import Identity
 from ..registry.client import RegistryClient
 from ..store.ram_store import HeldShard, RamStore
+from ..store.retention import Kept
 from ..transfer.pacing import Gate, Pacer
 from ..transfer.peer_client import PeerClient
 from ..view import ViewFollower
@@ -42,6 +43,7 @@ class UpkeepRoom:
         executor: the threads that hash.
         busy: whether saves, puts or restores move bytes here; may be asked from any thread.
         require_lease: raises NoLeaseError when this node may have been declared DOWN.
+        on_pruned: told, by job, what is kept, when all else has been dropped.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class UpkeepRoom:
         executor: Executor,
         busy: Callable[[], bool],
         require_lease: Callable[[], None],
+        on_pruned: Callable[[Mapping[str, Kept]], None],
     ) -> None:
         self._store = store
         self._view = view
@@ -80,7 +83,7 @@ class UpkeepRoom:
             identity=identity, store=store, registry=registry, checker=self._checker, counters=counters,
             kept_steps=self._kept_steps,
         )  # fmt: skip
-        self._pruner = Pruner(store, view)
+        self._pruner = Pruner(store, view, on_pruned)
         #: One check on demand at a time: they must not take all cores.
         self._verifying = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
@@ -111,6 +114,7 @@ class UpkeepRoom:
     def changed(self) -> None:
         """There is a new life of this node, or a new view."""
         self._inventory.changed()
+        self._pruner.changed()
 
     def brought(self, shards: Sequence[HeldShard]) -> None:
         """A restore has brought these here."""
@@ -133,10 +137,6 @@ class UpkeepRoom:
                 if not good:
                     response.bad.add().CopyFrom(held.key)
         return response
-
-    async def prune(self) -> None:
-        """Drop what the registry does not keep any more."""
-        await self._pruner.prune()
 
     def scrub_age_ms(self) -> int | None:
         """How long ago the replica that waits longest was checked; None: nothing is held."""

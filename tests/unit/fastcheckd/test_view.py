@@ -1,7 +1,16 @@
-"""What a view says of a job, and of which sessions it says nothing."""
+"""What a view says of a job, of which sessions it says nothing, and how soon a data process goes by it."""
+
+import asyncio
+
+from tests.sockets import free_address
+from tests.unit.fastcheckd.store.store_helpers import changed, payload, put, put_patch
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
+from fastcheckd.config import Config
+from fastcheckd.counters import Counters
 from fastcheckd.identity import Identity
+from fastcheckd.node.data import _DataRooms
+from fastcheckd.store.ram_store import RamStore
 from fastcheckd.store.retention import Kept
 from fastcheckd.view import ViewFollower
 
@@ -23,3 +32,48 @@ def test_a_view_speaks_of_the_sessions_that_it_knows():
 def test_the_view_of_a_version_that_tells_nothing_of_sessions_is_taken_as_it_always_was():
     view = follower(kept_steps=[3])
     assert view.speaks_of("gpt", 10**6) and not view.is_void("gpt", 1)
+
+
+def test_a_slow_reader_of_a_deleted_step_does_not_keep_newer_views_waiting(tmp_path):
+    """Nodes join while a step is being deleted whose bytes somebody reads: the newest epoch counts at once."""
+    config = Config(
+        node_id="a", state_dir=tmp_path / "state", ram_dir=tmp_path / "ram", runtime_dir=tmp_path / "run",
+        data_port=int(free_address().rpartition(":")[2]), lane_port=int(free_address().rpartition(":")[2]),
+        ram_budget_bytes=1 << 24,
+    )  # fmt: skip
+    counters = Counters()
+    store = RamStore.open(config.ram_dir, budget_bytes=1 << 24, counters=counters)
+    read = put_patch(store, put(store, payload(1, 1 << 16), step=1), changed(payload(1, 1 << 16), 2), 2)
+
+    class Registry:
+        async def watch(self):
+            for epoch in (1, 2, 3):
+                job = rpb.JobView(job="gpt", kept_steps=[1], void_below_session=2, next_session=2)
+                yield rpb.ClusterView(
+                    cluster_id=config.cluster_id, version=epoch, epoch=epoch, has_leader=True, jobs=[job]
+                )
+            await asyncio.Event().wait()
+
+        def use_voters(self, voters):
+            pass
+
+    async def scenario():
+        rooms = _DataRooms(config, store, counters)
+        rooms.view._registry = Registry()
+        rooms.upkeep.start()
+        following = asyncio.create_task(rooms.view.run())
+        try:
+            with store.pinned(read):
+                async with asyncio.timeout(5):  # half of what the store waits for readers
+                    while rooms.identity.epoch < 3:
+                        await asyncio.sleep(0.01)
+                assert [held.key.step for held in store.held("gpt")] == [1, 2]
+            async with asyncio.timeout(60):
+                while [held.key.step for held in store.held("gpt")] != [1]:
+                    await asyncio.sleep(0.01)
+        finally:
+            following.cancel()
+            await rooms.upkeep.stop()
+            await rooms.close()
+
+    asyncio.run(scenario())
