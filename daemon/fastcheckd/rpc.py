@@ -32,7 +32,12 @@ CONNECTIONS_MAX = 8192
 #: machine that was cut off had asked for must not stay pinned for the two hours that TCP would take.
 KEEPALIVE_S = 60.0
 
+#: Nothing of ours compresses messages, and what inflates a thousandfold on the way in costs its sender nothing. Who
+#: compresses one anyway is answered that it is none; turning the algorithms off would have gRPC log each.
+_NO_INFLATING = ("grpc.per_message_decompression", 0)
+
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    _NO_INFLATING,
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     # A peer that comes back is found within a second instead of after minutes of backoff.
@@ -73,6 +78,7 @@ def server_options(
             one of this machine dies, and one that is only stopped must keep what it maps.
     """
     options = [
+        _NO_INFLATING,
         ("grpc.max_receive_message_length", message_bytes_max),
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         # Two daemons on one port must be an error, not a load balancer.

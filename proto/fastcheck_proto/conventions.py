@@ -29,6 +29,10 @@ RELAY_METADATA_KEY = "fastcheck-relay"
 STREAM_PIECE_BYTES = 512 * 1024
 #: Cap of any gRPC message. Headers and step records are the largest things that travel this way.
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+#: Cap of a request to a data process: a layout of some 400 GB, or the digests of a shard of half a million chunks.
+REQUEST_BYTES_MAX = 16 * 1024 * 1024
+#: A layout is sent in one request; of a state whose layout is larger the chunks go without what is in them.
+LAYOUT_BYTES_MAX = REQUEST_BYTES_MAX * 3 // 4
 #: A state header beyond this is refused: 10,000 tensors need about 1 MiB.
 HEADER_BYTES_MAX = 256 * 1024 * 1024
 #: Tensors start at multiples of this in a segment: a cache line, and any dtype's alignment.

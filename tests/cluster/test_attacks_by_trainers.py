@@ -5,12 +5,15 @@ Alice and Bob are trainers of jobs of their own, on a cluster under TLS. Bob spe
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 import torch
 import yaml
@@ -47,16 +50,21 @@ def certificates(cluster: LocalCluster) -> dict[str, Path]:
     return {name: authority.trainer(name) for name in ("alice", "bob")}
 
 
-@pytest.fixture
-def bob(cluster: LocalCluster, certificates: dict[str, Path]) -> Iterator[TrainerServiceStub]:
-    """Straight to a data process, from afar."""
-    cert = certificates["bob"]
+def channel_of(
+    cluster: LocalCluster, cert: Path, address: str, options: tuple[tuple[str, int], ...] = ()
+) -> grpc.Channel:
     credentials = grpc.ssl_channel_credentials(
         (cluster.dir / "tls" / "ca.pem").read_bytes(),
         cert.with_suffix(".key").read_bytes(),
         cert.read_bytes(),
     )
-    with grpc.secure_channel(port_of(cluster, "node-0", "data_port"), credentials) as channel:
+    return grpc.secure_channel(address, credentials, options=options)
+
+
+@pytest.fixture
+def bob(cluster: LocalCluster, certificates: dict[str, Path]) -> Iterator[TrainerServiceStub]:
+    """Straight to a data process, from afar."""
+    with channel_of(cluster, certificates["bob"], port_of(cluster, "node-0", "data_port")) as channel:
         yield TrainerServiceStub(channel)
 
 
@@ -147,13 +155,8 @@ def test_sessions_that_nobody_opened_fence_no_later_owner_and_take_no_memory(clu
 @pytest.mark.usefixtures("alice")
 def test_a_push_of_an_earlier_process_of_the_rank_writes_into_nothing_of_the_next_ones(cluster, certificates):
     """The same trainer's own earlier stream, which a network held up, goes on after the rank was taken over."""
-    cert = certificates["alice"]
-    credentials = grpc.ssl_channel_credentials(
-        (cluster.dir / "tls" / "ca.pem").read_bytes(),
-        cert.with_suffix(".key").read_bytes(),
-        cert.read_bytes(),
-    )
-    with grpc.secure_channel(port_of(cluster, "node-0", "data_port"), credentials) as channel:
+    address = port_of(cluster, "node-0", "data_port")
+    with channel_of(cluster, certificates["alice"], address) as channel:
         stub = TrainerServiceStub(channel)
         opened = stub.OpenSession(
             pb.OpenSessionRequest(job="zombie", rank=0, world_size=1, client_id="first"), timeout=20
@@ -172,3 +175,102 @@ def test_a_push_of_an_earlier_process_of_the_rank_writes_into_nothing_of_the_nex
             assert push.end() == "ERROR_CODE_FENCED"
             into = {"x": torch.zeros(size // 4 - 100)}
             assert ckpt.load(into) == 3 and torch.equal(into["x"], big["x"])
+
+
+@contextlib.contextmanager
+def peak_bytes(cluster: LocalCluster, node: str) -> Iterator[Callable[[], int]]:
+    """Growth of the memory of any one of a node's processes meanwhile, without what it maps of the store."""
+    processes = [psutil.Process(pid) for pid in cluster.pids(node)]
+
+    def private() -> list[int]:
+        return [p.memory_info().rss - p.memory_info().shared for p in processes]
+
+    before, most, over = private(), [0], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.005):
+            most.append(max(now - was for now, was in zip(private(), before, strict=True)))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield lambda: max(most)
+    finally:
+        over.set()
+        watching.join()
+
+
+def field(number: int, body: bytes) -> bytes:
+    """A length-delimited field of a message."""
+    return varint(number << 3 | 2) + varint(len(body)) + body
+
+
+def varint(number: int) -> bytes:
+    out = b""
+    while number > 127:
+        out += bytes([number & 127 | 128])
+        number >>= 7
+    return out + bytes([number])
+
+
+#: A little less than a data process takes of one request.
+REQUEST_BYTES = 15 * MIB
+EMPTY = {number: field(number, b"") for number in (1, 2, 3, 21)}
+_LAYOUTS = {
+    "chunks": field(3, EMPTY[2] * (REQUEST_BYTES // 2)),
+    "runs": field(3, field(2, EMPTY[2] * (REQUEST_BYTES // 2))),
+    "optimizer steps": field(3, EMPTY[3] * (REQUEST_BYTES // 2)),
+    "digests": EMPTY[21] * (REQUEST_BYTES // 3),
+}
+_BEGIN = begin("swollen", 1, step=1).SerializeToString()
+SWOLLEN = {
+    **{f"BeginSave, {what}": ("BeginSave", _BEGIN + field(8, layout)) for what, layout in _LAYOUTS.items()},
+    "SealSave, optimizer steps": ("SealSave", field(4, EMPTY[3] * (REQUEST_BYTES // 2))),
+    "Read, ranks": ("Read", field(1, b"swollen") + EMPTY[3] * (REQUEST_BYTES // 2)),
+    "Read, ranges": ("Read", field(1, b"swollen") + field(3, EMPTY[2] * (REQUEST_BYTES // 2))),
+    "ListSteps, unknown fields": ("ListSteps", EMPTY[21] * (REQUEST_BYTES // 3)),
+}
+
+
+@pytest.mark.usefixtures("alice")
+def test_what_is_small_on_the_wire_and_large_once_parsed_takes_bounded_memory(cluster, certificates):
+    """Megabytes of empty elements, and zeros that gzip makes a thousand times smaller, several at once at each port."""
+    config = yaml.safe_load((cluster.dir / "node-0" / "config.yaml").read_text())
+    registry = next(v["registry_address"] for v in config["voters"] if v["node_id"] == "node-0")
+    addresses = [port_of(cluster, "node-0", "data_port"), port_of(cluster, "node-0", "agent_port"), registry]
+
+    def say(address: str, method: str, data: bytes, compression: grpc.Compression) -> grpc.StatusCode:
+        options = (("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
+        with channel_of(cluster, certificates["bob"], address, options) as channel:
+            try:
+                channel.unary_unary(method)(data, timeout=60, compression=compression)
+            except grpc.RpcError as error:
+                return error.code()
+        return grpc.StatusCode.OK
+
+    def say_at_once(
+        address: str, method: str, data: bytes, compression: grpc.Compression
+    ) -> set[grpc.StatusCode]:
+        with ThreadPoolExecutor(4) as bobs:
+            return set(bobs.map(say, *zip(*[(address, method, data, compression)] * 4, strict=True)))
+
+    refused = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
+    pids = cluster.pids("node-0")
+    with checkpointer(cluster, "beside-parsing") as ckpt:
+        ckpt.save(1, state(1.0)).result(timeout=60)
+        with peak_bytes(cluster, "node-0") as grown:
+            for what, (method, data) in SWOLLEN.items():
+                path = f"/fastcheck.v1.TrainerService/{method}"
+                codes = say_at_once(addresses[0], path, data, grpc.Compression.NoCompression)
+                assert codes <= refused, (what, codes)
+            for address in addresses:
+                for method in (
+                    "/fastcheck.v1.TrainerService/BeginSave",
+                    "/fastcheck.v1.NodeService/Describe",
+                ):
+                    codes = say_at_once(address, method, bytes(60 * MIB), grpc.Compression.Gzip)
+                    assert codes <= {*refused, grpc.StatusCode.UNIMPLEMENTED}, (address, method, codes)
+        ckpt.save(2, state(2.0)).result(timeout=60)
+    assert cluster.pids("node-0") == pids
+    # One of 15 MiB is parsed at a time, at fifty times its size.
+    assert grown() < 1200 * MIB

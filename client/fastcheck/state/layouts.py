@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastcheck_proto.conventions import MESSAGE_BYTES_MAX
+from fastcheck_proto.conventions import LAYOUT_BYTES_MAX
 from fastcheck_proto.v1 import layout_pb2 as pb
 
 from .collect import Collected, Structure, collect
@@ -25,8 +25,6 @@ logger = logging.getLogger("fastcheck")
 
 #: A state before and after an optimizer's first step, and a few that take turns.
 KEPT_MAX = 4
-#: A layout is sent in one message; of one that is larger the chunks go without what is in them.
-LAYOUT_BYTES_MAX = MESSAGE_BYTES_MAX // 2
 
 
 class Layouts:

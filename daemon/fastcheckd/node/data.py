@@ -16,6 +16,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
+from fastcheck_proto.conventions import REQUEST_BYTES_MAX
 from fastcheck_proto.v1 import (
     common_pb2,
     node_pb2_grpc,
@@ -307,12 +308,12 @@ async def run(config: Config) -> None:
     counters = Counters()
     store = await _open_store(config, counters)
     rooms = _DataRooms(config, store, counters)
-    far = grpc.aio.server(options=server_options(), interceptors=[door])
+    far = grpc.aio.server(options=server_options(REQUEST_BYTES_MAX), interceptors=[door])
     peer_pb2_grpc.add_PeerServiceServicer_to_server(rooms.peer_service, far)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, far)
     health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), far)
     listen_tcp(far, rooms.dialer, config.data_address, "data_port")
-    near = grpc.aio.server(options=server_options(keepalive=False), interceptors=[door])
+    near = grpc.aio.server(options=server_options(REQUEST_BYTES_MAX, keepalive=False), interceptors=[door])
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, near)
     control = DataControlService(rooms.identity, rooms.lease, store, rooms.view, on_assume=rooms.assumed)
     node_pb2_grpc.add_DataControlServiceServicer_to_server(control, near)

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Collection
 from typing import Any
 
+import pysyncobj.tcp_connection
 import pysyncobj.tcp_server
 import pysyncobj.transport
 from pysyncobj.node import TCPNode
@@ -33,7 +34,7 @@ from .tls import Tls, TlsSocket, named_node
 
 logger = logging.getLogger(__name__)
 
-#: Largest message between voters: a batch of log entries (see `raft`), whole snapshots come in pieces.
+#: Largest message between voters, inflated or not: a batch of log entries (see `raft`); snapshots come in pieces.
 MESSAGE_BYTES_MAX = 64 << 20
 #: Before the other side has proved that it holds the key, only its challenge and its name are expected.
 HANDSHAKE_BYTES_MAX = 4096
@@ -192,6 +193,24 @@ class GuardedConnection(TcpConnection):  # type: ignore[misc]  # pysyncobj has n
         return bool(super()._TcpConnection__processRead())
 
 
+class _Zlib:
+    """What pysyncobj uses of zlib, with an end to what a message may inflate to; an error closes the connection."""
+
+    compress = staticmethod(zlib.compress)
+
+    @staticmethod
+    def decompress(data: bytes) -> bytes:
+        inflating = zlib.decompressobj()
+        message = inflating.decompress(data, MESSAGE_BYTES_MAX)
+        if not inflating.eof:
+            _complaints.add(
+                "closed a raft connection whose message inflates to more than %d bytes", MESSAGE_BYTES_MAX
+            )
+            raise ValueError("the message is cut off, or inflates to more than a message may have")
+        return message
+
+
+pysyncobj.tcp_connection.zlib = _Zlib
 # pysyncobj puts a function in its place that works on Windows alone.
 socket.inet_ntop = _socket.inet_ntop
 # Both modules make connections by this name.

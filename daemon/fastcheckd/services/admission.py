@@ -1,15 +1,18 @@
 """The door of every gRPC server of the daemon: finds out who calls, and asks the table of `roles.py`.
 
-Bytes that are no message are refused here, too. gRPC by itself would answer UNKNOWN, and log a traceback for
-each.
+Requests come to it as bytes, and are parsed once their caller may make them and they are not too large
+(`request_limits`). Bytes that are no message are refused here, too. gRPC by itself would answer UNKNOWN, and log a
+traceback for each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -18,15 +21,13 @@ from google.protobuf.message import DecodeError
 
 from fastcheck_proto.conventions import TOKEN_METADATA_KEY
 
-from ..errors import DeniedError, FastCheckdError, InvalidRequestError
+from ..errors import DeniedError, FastCheckdError, InvalidRequestError, OverBudgetError
 from ..log import Complaints
 from ..rpc import abort
-from . import roles
+from . import request_limits, roles
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-#: In the place of a request whose bytes are none.
-_NO_MESSAGE = object()
+_Parse = Callable[[bytes], Any]
 
 _complaints = Complaints(logging.getLogger(__name__), "gRPC")
 
@@ -83,6 +84,7 @@ class Admission(grpc.aio.ServerInterceptor):
         self._cluster_id = cluster_id
         self._voters = voters
         self._tokens = tokens
+        self._in_hand = request_limits.InHand()
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """Put the checks before the method's handler."""
@@ -92,57 +94,88 @@ class Admission(grpc.aio.ServerInterceptor):
         method: str = handler_call_details.method
         kind, remake = _KINDS[handler.request_streaming, handler.response_streaming]
         checked = self._streaming if handler.response_streaming else self._answering
+        parse = handler.request_deserializer
+        requests = self._each if handler.request_streaming else self._one
         return remake(
-            checked(method, getattr(handler, kind), requests=handler.request_streaming),
-            request_deserializer=_lenient(handler.request_deserializer),
+            checked(method, getattr(handler, kind), partial(requests, method, parse)),
+            request_deserializer=None,
             response_serializer=handler.response_serializer,
         )
 
-    def _answering(self, method: str, behaviour: Any, *, requests: bool) -> Any:
-        async def answer(request: Any, context: Context) -> Any:
-            return await behaviour(await self._admit(method, request, context, stream=requests), context)
+    def _answering(self, method: str, behaviour: Any, requests: Any) -> Any:
+        async def answer(raw: Any, context: Context) -> Any:
+            who = await self._admit(method, context)
+            async with requests(who, raw, context) as request:
+                return await behaviour(request, context)
 
         return answer
 
-    def _streaming(self, method: str, behaviour: Any, *, requests: bool) -> Any:
-        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            answers = behaviour(await self._admit(method, request, context, stream=requests), context)
-            if inspect.isawaitable(answers):  # writes by itself
-                await answers
-                return
-            async for response in answers:
-                yield response
+    def _streaming(self, method: str, behaviour: Any, requests: Any) -> Any:
+        async def stream(raw: Any, context: Context) -> AsyncIterator[Any]:
+            who = await self._admit(method, context)
+            async with requests(who, raw, context) as request:
+                answers = behaviour(request, context)
+                if inspect.isawaitable(answers):  # writes by itself
+                    await answers
+                    return
+                async for response in answers:
+                    yield response
 
         return stream
 
-    async def _admit(self, method: str, request: Any, context: Context, *, stream: bool) -> Any:
-        """The request, or the requests one by one, if the caller may make them; otherwise the call ends."""
+    async def _admit(self, method: str, context: Context) -> roles.Caller:
+        """Who calls, if it may; otherwise the call ends."""
         try:
             who = self._by_token(self._caller(context), method, context)
             roles.check_method(who, method)
-            CALLER.set(who)
-            if stream:
-                return self._each(who, method, request, context)
-            self._check(who, method, request)
-        except (DeniedError, InvalidRequestError) as error:
+        except DeniedError as error:
             await _refuse(context, method, error)
-        return request
+        CALLER.set(who)
+        return who
 
-    async def _each(
-        self, who: roles.Caller, method: str, requests: AsyncIterator[Any], context: Context
+    @contextlib.asynccontextmanager
+    async def _one(
+        self, method: str, parse: _Parse, who: roles.Caller, raw: bytes, context: Context
     ) -> AsyncIterator[Any]:
-        async for request in requests:
-            try:
-                self._check(who, method, request)
-            except (DeniedError, InvalidRequestError) as error:
-                await _refuse(context, method, error)
+        """The request, charged to its caller for as long as it is answered."""
+        with await self._taken(method, parse, who, raw, context) as request:
             yield request
 
-    def _check(self, who: roles.Caller, method: str, request: Any) -> None:
-        if request is _NO_MESSAGE:
-            raise InvalidRequestError(f"what {who} sent to {method} is no request of it")
-        if roles.names_a_speaker(method):
-            roles.check_speaker(who, method, request, self._voters())
+    @contextlib.asynccontextmanager
+    async def _each(
+        self, method: str, parse: _Parse, who: roles.Caller, raws: AsyncIterator[bytes], context: Context
+    ) -> AsyncIterator[Any]:
+        """The requests one by one, each charged until the next one is asked for."""
+
+        async def requests() -> AsyncGenerator[Any, None]:
+            async for raw in raws:
+                with await self._taken(method, parse, who, raw, context) as request:
+                    yield request
+
+        async with contextlib.aclosing(requests()) as them:
+            yield them
+
+    async def _taken(
+        self, method: str, parse: _Parse, who: roles.Caller, raw: bytes, context: Context
+    ) -> contextlib.AbstractContextManager[Any]:
+        taken = 0
+        try:
+            request_limits.check_bytes(method, len(raw))
+            taken = self._in_hand.take(who, len(raw))
+            request = _parsed(method, parse, who, raw)
+            if roles.names_a_speaker(method):
+                roles.check_speaker(who, method, request, self._voters())
+        except (DeniedError, InvalidRequestError, OverBudgetError) as error:
+            self._in_hand.give(who, taken)
+            await _refuse(context, method, error)
+        return self._answered(who, taken, request)
+
+    @contextlib.contextmanager
+    def _answered(self, who: roles.Caller, taken: int, request: Any) -> Iterator[Any]:
+        try:
+            yield request
+        finally:
+            self._in_hand.give(who, taken)
 
     def _by_token(self, who: roles.Caller, method: str, context: Context) -> roles.Caller:
         """Who calls, if a token may say so; a bad one is never taken for none."""
@@ -165,13 +198,14 @@ class Admission(grpc.aio.ServerInterceptor):
         )
 
 
-def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def request(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except (DecodeError, ValueError):  # the latter: text that is no UTF-8, in pure Python
-            return _NO_MESSAGE
-
+def _parsed(method: str, parse: _Parse, who: roles.Caller, raw: bytes) -> Any:
+    try:
+        request = parse(raw)
+    except (DecodeError, ValueError):  # the latter: text that is no UTF-8, in pure Python
+        raise InvalidRequestError(f"what {who} sent to {method} is no request of it") from None
+    if why := request_limits.too_many(method, request):
+        del request  # or the error's traceback keeps it until the caller has read the answer
+        raise InvalidRequestError(f"malformed request of {method}: {why}")
     return request
 
 

@@ -101,6 +101,12 @@ def names_a_speaker(method: str) -> bool:
     return method in _SPEAKER
 
 
+def is_for_others_than_nodes(method: str) -> bool:
+    """Whether trainers or operators may call a method."""
+    service, _, name = method.removeprefix("/").partition("/")
+    return bool(RULES.get(service, {}).get(name, _NOBODY) - _NODES)
+
+
 def may_show_token(who: Caller, method: str) -> bool:
     """Whether a token says who makes a call, rather than what is known by the connection."""
     return (who == LOCAL or who.role == TRAINER) and method.startswith("/fastcheck.v1.TrainerService/")

@@ -5,7 +5,7 @@ All of it happens before anything is reserved, so a malformed or stale request c
 
 from __future__ import annotations
 
-from fastcheck_proto.conventions import MESSAGE_BYTES_MAX, RANK_MAX, STEP_MAX, check_name
+from fastcheck_proto.conventions import RANK_MAX, REQUEST_BYTES_MAX, STEP_MAX, check_name
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
 
@@ -16,7 +16,7 @@ from .frames import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, STREAMS_MAX
 
 SHARDS_MAX = 65536
 #: The digests of all chunks travel in one message, beside little else.
-CHUNKS_MAX = MESSAGE_BYTES_MAX // 2 // DIGEST_BYTES
+CHUNKS_MAX = REQUEST_BYTES_MAX // 2 // DIGEST_BYTES
 #: Earlier steps that one BeginPut may offer.
 BASES_MAX = 4
 #: Given-up steps that one BeginPut may name.

@@ -1,11 +1,15 @@
 import pickle
+import tracemalloc
+import zlib
 from pathlib import Path
 
+import pysyncobj.tcp_connection
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcheckd.registry import unpickling
+from fastcheckd.registry.raft_transport import MESSAGE_BYTES_MAX
 from fastcheckd.registry.sealing import Seal, derive_key
 
 KEY = derive_key(b"s" * 32, "test")
@@ -77,3 +81,18 @@ plain = st.recursive(
 def test_plain_values_pass_unchanged(value):
     again = unpickling.loads(unpickling.dumps(value))
     assert again == value and type(again) is type(value)
+
+
+def test_what_a_voter_sends_inflates_to_no_more_than_a_message():
+    inflate = pysyncobj.tcp_connection.zlib.decompress
+    assert inflate(zlib.compress(bytes(MESSAGE_BYTES_MAX))) == bytes(MESSAGE_BYTES_MAX)
+    bomb = zlib.compress(bytes(8 * MESSAGE_BYTES_MAX))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="inflates"):
+            inflate(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * MESSAGE_BYTES_MAX
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(ValueError, match="cut off"):
+        inflate(zlib.compress(b"x" * 1000)[:-5])
