@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import stat
 from pathlib import Path
@@ -133,14 +134,7 @@ def _read_keys(path: Path) -> dict[str, jwt.PyJWK]:
     Raises:
         ConfigError: it cannot be read, is no JWKS, has a secret in it, or none that may.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(JWKS_BYTES_MAX + 1)
-            mode = path.stat().st_mode
-    except OSError as error:
-        raise _unusable(path, f"cannot be read: {error.strerror}") from None
-    if mode & stat.S_IWOTH:
-        raise _unusable(path, "may be written by everybody, who could then sign tokens")
+    data = _read(path)
     if len(data) > JWKS_BYTES_MAX:
         raise _unusable(path, f"has more than {JWKS_BYTES_MAX} bytes")
     try:
@@ -158,6 +152,32 @@ def _read_keys(path: Path) -> dict[str, jwt.PyJWK]:
     if not keys:
         raise _unusable(path, "has no key with an id (kid) for RS256, ES256 or EdDSA")
     return keys
+
+
+def _read(path: Path) -> bytes:
+    """What the file behind any links holds. Only who may change this daemon, or root, may have put it there."""
+    try:
+        # Who opens a pipe would wait for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            _check_owner(path, os.fstat(descriptor))
+            return os.read(descriptor, JWKS_BYTES_MAX + 1)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _unusable(path, f"cannot be read: {error.strerror}") from None
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise _unusable(path, "is no plain file")
+    if status.st_uid not in {0, os.geteuid()}:
+        raise _unusable(path, "belongs to another user, who could sign tokens: make it root's or this user's")
+    folders = (path.parent.stat(), path.resolve().parent.stat())
+    if status.st_mode & stat.S_IWOTH or any(
+        folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX for folder in folders
+    ):
+        raise _unusable(path, "may be changed by everybody, or its directory may: they could sign tokens")
 
 
 def _key(path: Path, entry: dict[str, Any]) -> jwt.PyJWK | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +138,81 @@ def test_what_does_not_pass_names_nobody(issuer: Issuer, stranger: Issuer, kind:
     for part in token.split("."):
         assert len(part) < 8 or part not in text
     assert refused.value.__context__ is None or refused.value.__suppress_context__  # no traceback with more
+
+
+@pytest.mark.parametrize("algorithm", ["ES256", "RS256", "EdDSA"])
+def test_no_confusion_of_algorithm_key_and_header_names_anybody(tmp_path: Path, algorithm: str) -> None:
+    own, other = Issuer(tmp_path / "own.json"), Issuer(tmp_path / "other.json")
+    for issuer in (own, other):
+        issuer.add("k", algorithm)
+    tokens = reader(own)
+    assert tokens.subject(own.token()) == ALICE
+    for what, token in made.confused(own, other).items():
+        with pytest.raises(DeniedError):
+            pytest.fail(f"{what}: {tokens.subject(token)}")
+
+
+def test_two_issuers_with_one_key_id_are_never_mixed(tmp_path: Path) -> None:
+    own, other = Issuer(tmp_path / "own.json"), Issuer(tmp_path / "other.json")
+    for issuer in (own, other):
+        issuer.add("k")
+    tokens = reader(own)
+    entries = [json.loads(issuer.jwks_file.read_text())["keys"][0] for issuer in (other, own)]
+    made.replace(own.jwks_file, json.dumps({"keys": entries}))
+    with pytest.raises(ConfigError, match="two keys with the same id"):
+        reader(own)
+    for _ in range(2):  # the daemon goes on with what it had
+        assert tokens.subject(own.token()) == ALICE
+        with pytest.raises(DeniedError, match="signature does not pass"):
+            tokens.subject(other.token())
+
+
+def test_a_file_of_keys_that_somebody_else_put_there_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a link, as Kubernetes swaps its files, too: what counts is whose the file behind it is."""
+    own, other = Issuer(tmp_path / "own.json"), Issuer(tmp_path / "other.json")
+    for issuer in (own, other):
+        issuer.add("k")
+    link = tmp_path / "jwks.json"
+    link.symlink_to(own.jwks_file)
+    at_link = Issuer(link)
+    tokens = reader(at_link)
+    assert tokens.subject(own.token()) == ALICE
+
+    def swap(target: Path) -> None:
+        new = tmp_path / "new"
+        new.symlink_to(target)
+        new.replace(link)
+
+    def refused(why: str) -> None:
+        with pytest.raises(ConfigError, match=why):
+            reader(at_link)
+        with pytest.raises(DeniedError):
+            tokens.subject(other.token())
+        assert tokens.subject(own.token()) == ALICE
+        assert why in caplog.text
+
+    os.mkfifo(tmp_path / "pipe")
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    shutil.copy(other.jwks_file, open_to_all / "jwks.json")
+    for target, why in (
+        (tmp_path / "pipe", "no plain file"),
+        (Path("/dev/zero"), "no plain file"),
+        (tmp_path, "no plain file"),
+        (open_to_all / "jwks.json", "may be changed by everybody"),
+    ):
+        swap(target)
+        refused(why)
+    swap(other.jwks_file)
+    if os.getuid() == 0:
+        os.chown(other.jwks_file, 60001, -1)
+        refused("belongs to another user")
+    swap(own.jwks_file)
+    own.add("k2")
+    assert tokens.subject(own.token(kid="k2")) == ALICE, "the operator may swap links"
 
 
 @settings(max_examples=100, deadline=None)
