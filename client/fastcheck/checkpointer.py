@@ -233,7 +233,9 @@ class Checkpointer:
     ) -> int | None:
         """Fill `state` in place with a committed step and return its number; None when there is none.
 
-        Without `step`, the newest one. All ranks get the same. Everything is checked before anything in
+        Without `step`, the newest one, and all ranks get the same. What any rank has begun to save by then and is not
+        committed is void, if this process takes the place of an earlier one, or is one of several ranks and has
+        saved: to keep it, wait for its handles, or name the step. Everything is checked before anything in
         `state` is touched. Where torch.distributed joins the ranks of the job, all of them have to call this: they
         agree on the step, and fill their states only when each of them has all of it and has checked it; else every
         one raises. With `together=False` a rank loads for itself alone.

@@ -103,8 +103,8 @@ class OutOfMemoryError(FastCheckError, MemoryError):
 
 
 class FencedError(FastCheckError):
-    """A newer process took this rank's place in the job: all later saves fail as well. Or the job's newest step was
-    deleted, which voids what was not committed by then: later saves go on in a new session."""
+    """A newer process took this rank's place in the job: all later saves fail as well. Or what was not committed is
+    void, since the job's newest step was deleted or this process loaded again: later saves go on in a new session."""
 
 
 class DeniedError(FastCheckError, PermissionError):

@@ -72,7 +72,7 @@ class Loads:
                 if step is None:
                     return None
             else:
-                self._prepare(provisional)
+                self._prepare(step, provisional)
             return self._load(state, self._request(step, provisional), lossy, Reporter(progress), _nothing)
         with meeting:
             return self._load_together(meeting, state, step, lossy, provisional, progress)
@@ -170,11 +170,19 @@ class Loads:
             }
             return reader.step
 
-    def _prepare(self, allow_provisional: bool) -> None:
-        """Find the daemon and take the rank's place; without a registry nobody can, and nobody else did."""
+    def _prepare(self, step: int | None, allow_provisional: bool) -> None:
+        """Find the daemon and take the rank's place; without a registry nobody can, and nobody else did.
+
+        All ranks are to find the same newest step: none may be committed between their loads. One that they name is
+        what it is.
+        """
         self._seat.find_daemon()
+        patience = Patience(CONNECT_S, self._seat.timeout_s)
         try:
-            self._seat.take(Patience(CONNECT_S, self._seat.timeout_s))
+            if step is None:
+                self._seat.take_to_load(patience)
+            else:
+                self._seat.take(patience)
         except RegistryUnavailableError as error:
             if not allow_provisional:
                 raise RegistryUnavailableError(
@@ -187,7 +195,7 @@ class Loads:
 
         Of a step that the caller named it is not asked: the load will tell.
         """
-        self._prepare(provisional)
+        self._prepare(step, provisional)
         if step is not None:
             return [step], False
         seat = self._seat

@@ -1,7 +1,7 @@
 """This process' seat: one rank of a job, taken from the daemon for as long as the process lives.
 
-    none ── take ──▶ session ── fenced ──▶ ended ── take ──▶ another session, if nobody took the place since
-                                                      └────▶ FencedError: a newer process has it
+    none ── take ──▶ session ── fenced, or a load ──▶ ended ── take ──▶ another session, if nobody took the place since
+                                                                 └────▶ FencedError: a newer process has it
 
 A session ends while its process lives when a newer process takes the place, or when the newest step of the job is
 deleted. Only the registry can tell one from the other.
@@ -48,6 +48,10 @@ class Seat:
         self._session: int | None = None
         #: The last session has ended, and there is no other one yet.
         self._fenced = False
+        #: The session that the next one is to follow, of this process as well.
+        self._renews = 0
+        #: Nothing was saved in the session, and it was opened to load. Used under the Checkpointer's lock.
+        self._fresh = False
 
     def find_daemon(self) -> None:
         """Give a daemon that is just starting a moment; raises DaemonUnavailableError after it."""
@@ -64,8 +68,9 @@ class Seat:
 
     def leave(self) -> None:
         """Say that this process is done with the rank, if anybody is there to hear it."""
-        if self._session is not None:
-            request = pb.CloseSessionRequest(job=self.job, rank=self.rank, session=self._session)
+        session = self._session or self._renews
+        if session:
+            request = pb.CloseSessionRequest(job=self.job, rank=self.rank, session=session)
             # Unheard, its job counts as running: then deleting its newest step takes an explicit word.
             with contextlib.suppress(FastCheckError):
                 self.daemon.close_session(request)
@@ -77,22 +82,48 @@ class Seat:
                 self._session, self._fenced = None, True
 
     def take(self, patience: Patience) -> int:
-        """The session number; the first call gets it, through the registry, and the first one after it has ended.
+        """The session to save in; the first call gets it, through the registry, and the first one after it has ended.
+
+        Raises:
+            FencedError: a newer process has had the place since.
+        """
+        session = self._take(patience, loads=False)
+        self._fresh = False
+        return session
+
+    def take_to_load(self, patience: Patience) -> None:
+        """Have a session from which on no step is committed that any rank of the job has begun before.
+
+        A session in which something was saved is followed by a new one: what is not committed of it is void. Not where
+        there is one rank only: no other one could load another step, or save its part of the same one anew.
 
         Raises:
             FencedError: a newer process has had the place since.
         """
         with self._ending:
-            session, again = self._session, self._fenced
+            if self._session is not None and not self._fresh and self.world_size > 1:
+                self._renews, self._session = self._session, None
+        self._take(patience, loads=True)
+
+    def _take(self, patience: Patience, *, loads: bool) -> int:
+        with self._ending:
+            session, fenced, renews = self._session, self._fenced, self._renews
         if session is not None:
             return session
         request = pb.OpenSessionRequest(
-            job=self.job, rank=self.rank, world_size=self.world_size, client_id=self.client_id, again=again
+            job=self.job,
+            rank=self.rank,
+            world_size=self.world_size,
+            client_id=self.client_id,
+            again=fenced or renews > 0,
+            loads=loads or renews > 0,
+            renews=renews,
         )
         opened = self.daemon.open_session(request, connect_s=patience.connect_s, timeout_s=patience.timeout_s)
         with self._ending:
-            self._session, self._fenced = opened.session, False
-        if again:
+            self._session, self._fenced, self._renews = opened.session, False, 0
+        self._fresh = loads
+        if fenced:
             logger.warning(
                 "rank %d of job %s has a new session: steps of the job were deleted, which ended the one before; what "
                 "it had not committed by then is void",

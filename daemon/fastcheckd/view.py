@@ -85,8 +85,12 @@ class ViewFollower:
 
     def speaks_of(self, job: str, session: int) -> bool:
         """Whether this view is not older than the session: else it may show steps that were deleted before it."""
-        known = next((j.next_session for j in self.view.jobs if j.job == job), 0)
+        known = self.next_session(job)
         return not known or session < known
+
+    def next_session(self, job: str) -> int:
+        """All sessions of the job below it were open before this view; 0: it does not know."""
+        return next((j.next_session for j in self.view.jobs if j.job == job), 0)
 
     def is_void(self, job: str, session: int) -> bool:
         """Whether nothing that the session made can be committed any more."""

@@ -222,6 +222,15 @@ def connects_anew_in_the_middle_of_a_send() -> Any:
     return _with([(raft_transport.GuardedTransport, "_onDisconnected", TCPTransport._onDisconnected)])
 
 
+def loads_void_nothing_of_others() -> Any:
+    """A process that loads voids what its own rank has begun, and not what others have."""
+
+    def never(*_: object) -> None:
+        return None
+
+    return _with([(reporting, "begun_too_early", never)])
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "no_fence": no_fence,
     "commit_without_a_rank": commit_without_a_rank,
@@ -234,4 +243,5 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "leads_on_with_a_full_disk": leads_on_with_a_full_disk,
     "acknowledges_before_it_is_on_disk": acknowledges_before_it_is_on_disk,
     "connects_anew_in_the_middle_of_a_send": connects_anew_in_the_middle_of_a_send,
+    "loads_void_nothing_of_others": loads_void_nothing_of_others,
 }

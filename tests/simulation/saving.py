@@ -28,6 +28,7 @@ from fastcheckd.errors import (
 from fastcheckd.restore.plan import other_sources, plan_fetch
 from fastcheckd.rpc import from_rpc_error
 from fastcheckd.saving.holders import pick_holders
+from fastcheckd.saving.placing import begun_after
 
 CHUNKS = 6
 REGISTRY_TIMEOUT_S = 3.0
@@ -57,7 +58,9 @@ class Save:
         self._digests: list[bytes] = []
         self._acknowledged: list[dict[str, pb.NodeRef]] = []
         self._resting: dict[str, float] = {}
-        self._moved_at = data.process.now
+        self._begun_at = self._moved_at = data.process.now
+        self._begun_after = max(session + 1, data.view.next_session(job))
+        data.truth.begun[(job, step, rank, session)] = self._begun_at
 
     def __str__(self) -> str:
         return f"{self.job}/{self.step} rank {self.rank} session {self.session} at {self.data.machine.name}"
@@ -104,7 +107,7 @@ class Save:
             try:
                 await data.identity.until_known(REGISTRY_TIMEOUT_S)
                 owner = data.identity.ref()
-                return await data.client.place(
+                placed = await data.client.place(
                     rpb.PlaceRequest(
                         job=self.job,
                         step=self.step,
@@ -119,6 +122,9 @@ class Save:
                     ),
                     timeout_s=REGISTRY_TIMEOUT_S,
                 )
+                under_way_s = data.process.now - self._begun_at
+                self._begun_after = begun_after(self._begun_after, placed, under_way_s)
+                return placed
             except (NoQuorumError, PlacementError, PeerError) as error:
                 await self._wait_out(error)
             except FencedError:
@@ -199,6 +205,7 @@ class Save:
                     )
                     for number, shard in enumerate(self._shards)
                 ],
+                begun_after=self._begun_after,
             )
             request = rpb.ReportRequest(
                 job=self.job,
@@ -242,7 +249,15 @@ async def rule_out(data: Data, job: str, rank: int, session: int, below_step: in
 
 
 async def open_rank(
-    data: Data, job: str, rank: int, world_size: int, client: str, *, again: bool = False
+    data: Data,
+    job: str,
+    rank: int,
+    world_size: int,
+    client: str,
+    *,
+    again: bool = False,
+    loads: bool = True,
+    renews: int = 0,
 ) -> int | None:
     """A session for a new trainer process, or for one whose session before was ended; None: it is over already."""
     while True:
@@ -255,6 +270,8 @@ async def open_rank(
                 client_id=client,
                 node=data.identity.ref(),
                 again=again,
+                loads=loads,
+                renews=renews,
             )
             return (await data.client.open_rank(request, timeout_s=REGISTRY_TIMEOUT_S)).session
         except FencedError:

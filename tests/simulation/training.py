@@ -54,7 +54,10 @@ class Job:
         self.restart = False
         self.takeover: int | None = None
         self._generation = 0
-        self._sessions: list[int] = []
+        #: None: its process has not loaded yet, and saves nothing.
+        self._sessions: list[int | None] = []
+        #: The newest step that each rank's process has loaded or begun to save.
+        self._at: list[int] = [-1] * len(seats)
         #: Session → its client; and those sessions that their trainers know to be over.
         self._clients: dict[int, str] = {}
         self._fenced: set[int] = set()
@@ -68,22 +71,16 @@ class Job:
         """One generation of trainers, from their start to whatever ends them."""
         self.restart, self.takeover = False, None
         self._generation += 1
+        self._sessions = [None] * len(self.seats)  # the processes of before are dead
         await self._find_seats()
         ranks = range(len(self.seats))
-        sessions = await asyncio.gather(*(self._open(rank) for rank in ranks))
-        if None in sessions:
-            await asyncio.sleep(0.2)
-            return
-        self._sessions = list(sessions)
         deletions = self.world.truth.deletions[self.name]
-        loaded = await asyncio.gather(*(self._load(rank) for rank in ranks))
+        loaded = await asyncio.gather(*(self._begin(rank) for rank in ranks))
         # Whoever has deleted what a job is restored from starts it anew.
         if None in loaded or deletions != self.world.truth.deletions[self.name]:
             await asyncio.sleep(0.2)
             return
-        self.world.truth.check(
-            len(set(loaded)) == 1, "G2", f"the ranks of {self.name} loaded different steps: {loaded}"
-        )
+        self._check_loaded(loaded)
         self.step = loaded[0]
         while not self.restart and all(seat.alive for seat in self.seats):
             if deletions != self.world.truth.deletions[self.name]:
@@ -93,12 +90,50 @@ class Job:
                 rank, self.takeover = self.takeover, None
                 if not await self._take_over(rank):
                     return
+            if (
+                self.rng.random() < 0.03
+                and self._fenced.isdisjoint(self._sessions)
+                and not await self._load_again()
+            ):
+                return
             self.step += self.rng.choice((1, 1, 1, 2))
             for rank in ranks:
                 if self.rng.random() > 0.03:
                     self.world.loop.call_later(
                         self.rng.uniform(0, 0.2), self._save, rank, self.step, self._sessions[rank]
                     )
+
+    async def _begin(self, rank: int) -> int | None:
+        """A rank's new process, at a time of its own: it loads, and may save before others have loaded."""
+        await asyncio.sleep(self.rng.choice((0.0, self.rng.uniform(0, 3.0))))
+        session = await self._open(rank)
+        if session is None or (loaded := await self._load(rank)) is None:
+            return None
+        self._sessions[rank], self._at[rank] = session, loaded
+        if self.rng.random() < 0.4:
+            self._save(rank, loaded + 1, session)
+        found: int = loaded
+        return found
+
+    async def _load_again(self) -> bool:
+        """All ranks go back to the newest step, without new processes, one after the other."""
+        before, self._sessions = self._sessions, [None] * len(self.seats)  # they begin no save meanwhile
+        deletions = self.world.truth.deletions[self.name]
+        loaded = []
+        for rank in self.rng.sample(range(len(self.seats)), len(self.seats)):
+            session = await self._open(rank, before[rank], renews=before[rank])
+            loaded.append(None if session is None else await self._load(rank))
+            self._sessions[rank] = session
+        if None in loaded or deletions != self.world.truth.deletions[self.name]:
+            return False
+        self._check_loaded(loaded)
+        self.step, self._at = loaded[0], list(loaded)
+        return True
+
+    def _check_loaded(self, loaded: list[Any]) -> None:
+        self.world.truth.check(
+            len(set(loaded)) == 1, "G2", f"the ranks of {self.name} loaded different steps: {loaded}"
+        )
 
     async def _find_seats(self) -> None:
         give_up_at = self.world.loop.now + REPLACED_AFTER_S
@@ -110,8 +145,10 @@ class Job:
                     if not seat.alive and others:
                         self.seats[rank] = self.rng.choice(others)
 
-    def _open(self, rank: int, session: int | None = None) -> asyncio.Future[Any]:
-        """A session for a new trainer, or another one for the trainer of a session that has ended."""
+    def _open(
+        self, rank: int, session: int | None = None, *, loads: bool = True, renews: int = 0
+    ) -> asyncio.Future[Any]:
+        """A session for a new trainer, or another one for the trainer of a session that has ended, or ends by it."""
         again = session is not None
         client = (
             f"{self.name}-{rank}-{self._generation}-{self.rng.random():.6f}"
@@ -125,7 +162,10 @@ class Job:
                 self._clients[answer.result()] = client
 
         opening = ask(
-            self.seats[rank], lambda data: open_rank(data, self.name, rank, world_size, client, again=again)
+            self.seats[rank],
+            lambda data: open_rank(
+                data, self.name, rank, world_size, client, again=again, loads=loads, renews=renews
+            ),
         )
         opening.add_done_callback(note)
         return opening
@@ -142,12 +182,15 @@ class Job:
         self._sessions[rank] = session
         return True
 
-    def _save(self, rank: int, step: int, session: int) -> None:
-        if session != self._sessions[rank]:
+    def _save(self, rank: int, step: int, session: int | None) -> None:
+        if session is None or session != self._sessions[rank]:
             return  # that trainer is gone
         if session in self._fenced:
             self._resume(rank, session)
             return
+        if step <= self._at[rank]:
+            return  # it was ahead of the others
+        self._at[rank] = step
         seat = self.seats[rank]
         process = seat.process("data")
         saves = self._saves[rank] = [(s, t) for s, t in self._saves[rank] if not t.done()]
@@ -175,4 +218,4 @@ class Job:
             if taken is not None and self._sessions[rank] == session:
                 self._sessions[rank] = taken
 
-        self._open(rank, session).add_done_callback(opened)
+        self._open(rank, session, loads=False).add_done_callback(opened)

@@ -61,6 +61,9 @@ class Truth:
         self._entries: list[tuple[object, ...]] = []
         #: Digests of what each rank made: (job, step, rank, session) -> shards.
         self.made: dict[tuple[str, int, int, int], list[bytes]] = {}
+        #: When its trainer began each of these saves; when the newest process of each job that loads took its place.
+        self.begun: dict[tuple[str, int, int, int], float] = {}
+        self.newest_load: dict[str, float] = {}
         #: Committed steps: (job, step) -> rank -> (session, digests); and the newest of each job.
         self.committed: dict[tuple[str, int], dict[int, tuple[int, list[bytes]]]] = {}
         self.newest: dict[str, int] = {}
@@ -145,6 +148,9 @@ class Truth:
         elif kind != "noop":
             if kind == "open_rank" and result["ok"]:
                 self.opened[command["job"]] = max(self.opened[command["job"]], result["session"])
+                of_job = state["jobs"][command["job"]]
+                if of_job.get("newest_load") == [result["session"], command["rank"]]:
+                    self.newest_load[command["job"]] = self._clock()
             self.note(f"{kind} {command.get('job', command.get('node_id', ''))}: {result.get('ok')}")
 
     def _commit(self, command: Json, state: Json) -> None:
@@ -165,6 +171,8 @@ class Truth:
                 seats[str(rank)]["session"] == session, "G7", f"{who} committed for dead session {session}"
             )
             self.check(seats[str(rank)]["world_size"] == world, "G2", f"{who} committed for another world")
+            begun, loads = self.begun[(job, step, rank, session)], self.newest_load.get(job, 0.0)
+            self.check(begun >= loads, "G2", f"{who} began its save before a rank loaded, and committed it")
             made = self.made.get((job, step, rank, session))
             digests = [bytes.fromhex(shard["digest"]) for shard in record["shards"]]
             self.check(

@@ -196,16 +196,15 @@ class Collector:
         return voided
 
     def recheck(
-        self, check: Callable[[str, int, int, Json], Json | None]
-    ) -> list[tuple[str, int, int, Json]]:
-        """Drop what `check(job, step, world_size, record)` refuses; returns (job, step, rank, refusal) of each."""
+        self, job: str, check: Callable[[int, int, Json], Json | None]
+    ) -> list[tuple[int, int, Json]]:
+        """Drop what `check(step, world_size, record)` refuses of a job; returns (step, rank, refusal) of each."""
         dropped = []
-        for job, steps in self._jobs.items():
-            for step, collection in steps.items():
-                for rank, record in list(collection.reports.items()):
-                    if refusal := check(job, step, collection.world_size, record):
-                        del collection.reports[rank]
-                        dropped.append((job, step, rank, refusal))
+        for step, collection in self._jobs.get(job, {}).items():
+            for rank, record in list(collection.reports.items()):
+                if refusal := check(step, collection.world_size, record):
+                    del collection.reports[rank]
+                    dropped.append((step, rank, refusal))
         return dropped
 
     def jobs(self) -> list[str]:

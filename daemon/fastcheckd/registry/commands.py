@@ -68,11 +68,15 @@ def open_rank(
     node: Ref,
     replaces: int | None = None,
     identity: str = LOCAL,
+    loads: bool = False,
+    renews: int = 0,
 ) -> Json:
     """A process takes a rank's place; unless that is None, only from the session that it `replaces`.
 
     Args:
         identity: who it is; the job's first one owns it.
+        loads: it takes the place to load.
+        renews: the session of the same process that is to be followed by another one; 0: none.
     """
     return {
         "type": "open_rank",
@@ -83,6 +87,8 @@ def open_rank(
         "node": list(node),
         "replaces": replaces,
         "identity": identity,
+        **({"loads": True} if loads else {}),
+        **({"renews": renews} if renews else {}),
     }
 
 

@@ -98,8 +98,8 @@ def check_session(state: Json, job_name: str, rank: int, session: int, owner: li
     if job is None or not _is_current(job, rank, session):
         return refusal(
             "FENCED",
-            f"session {session} of rank {rank} of job {job_name} is over: another process took its place, or its "
-            "job's newest step was deleted",
+            f"session {session} of rank {rank} of job {job_name} is over: another process took its place, its "
+            "own loaded again, or the job's newest step was deleted",
             ranks=[rank],
         )
     if not live(state, owner):
@@ -155,6 +155,35 @@ def check_rank(
             "HOLDER_LOST", f"lost as a holder: {names}; place those shards again", lost=lost, ranks=[rank]
         )
     return None
+
+
+def newest_load(job: Json) -> tuple[int, int]:
+    """The newest session that was opened to load after an earlier run, and its rank; session 0 if there is none.
+
+    A step needs every rank. Once that session is open no save that was begun before it can be committed any more: of
+    this rank since its earlier process is over, of others since theirs may be over as well and load that step next.
+    """
+    session, rank = job.get("newest_load", (0, 0))
+    return int(session), int(rank)
+
+
+def begun_too_early(state: Json, job_name: str, step: int, record: Json) -> Json | None:
+    """Refusal when a rank began its save before the newest load of the job.
+
+    The leader asks it of reports, before it proposes anything; records in commands do not tell.
+    """
+    job, begun_after = state["jobs"].get(job_name), record.get("begun_after")
+    if job is None or begun_after is None:
+        return None
+    session, rank = newest_load(job)
+    if begun_after > session:
+        return None
+    return refusal(
+        "SUPERSEDED",
+        f"step {step} of job {job_name} was begun by rank {record['rank']} before rank {rank} loaded, which voids what "
+        "was not committed by then",
+        ranks=[record["rank"]],
+    )
 
 
 def commit(state: Json, command: Json) -> Json:

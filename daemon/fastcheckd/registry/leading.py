@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastcheck_proto.v1 import registry_pb2
 
@@ -42,6 +42,9 @@ class Placement:
     domains_short: bool = False
     #: How often ranks of the job have been taken over by a new process so far.
     generation: int = 0
+    #: The job's newest session that loads, and for how long it has been open at least.
+    newest_load: int = 0
+    newest_load_age_s: float = 0.0
 
 
 class Leader:
@@ -130,6 +133,7 @@ class Leader:
             await asyncio.sleep(0.1)
             return
         self._ready_term = term
+        self._reports.take_office()
         self._tell()
         self.judge.take_office()
         logger.info("registry: leading in term %d", term)
@@ -232,7 +236,8 @@ class Leader:
                 state["epoch"], plan.shards, reached, plan.domains_short, _takeovers(state["jobs"][job])
             )
 
-        placement = self._raft.read(decide)
+        newest_load, age_s = self._reports.newest_load(job)
+        placement = replace(self._raft.read(decide), newest_load=newest_load, newest_load_age_s=age_s)
         if ahead:
             return placement
         self._reports.collector.placed(

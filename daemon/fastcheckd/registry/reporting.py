@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from fastcheck_proto.v1 import common_pb2, registry_pb2
 
@@ -17,7 +18,7 @@ from ..config import Config
 from ..errors import InvalidRequestError, NoQuorumError
 from . import commands
 from .collector import Collection, Collector, WorldSizeConflictError
-from .commits import Standing, check_rank, check_session, refusal, standing
+from .commits import Standing, begun_too_early, check_rank, check_session, newest_load, refusal, standing
 from .engine import Engine
 from .records import Json, live
 from .replicas import Tables, describe, disagreements, parts_differ
@@ -75,6 +76,26 @@ class Reports:
         #: Ranks whose step was refused for what their neighbours hold, between two of their calls: by job, step and
         #: rank, the report and its answer. Nobody else would tell them.
         self._untold: OrderedDict[tuple[str, int, int], tuple[Json, Response]] = OrderedDict()
+        #: Since when this voter leads, and the next session of each job then.
+        self._leads_since = 0.0
+        self._inherited: dict[str, int] = {}
+        #: Job → the newest session for a load that was opened since, and when at the latest.
+        self._newest_loads: dict[str, tuple[int, float]] = {}
+
+    def take_office(self) -> None:
+        """This voter leads, and has applied all that was committed before."""
+        self._leads_since = self._now()
+        self._inherited = self._raft.read(
+            lambda state: {name: int(job["next_session"]) for name, job in state["jobs"].items()}
+        )
+
+    def newest_load(self, job: str) -> tuple[int, float]:
+        """A job's newest session that loads (0: none), and for how long it has been open at least."""
+        session, _ = self._raft.read(lambda state: newest_load(state["jobs"].get(job, {})))
+        opened, at = self._newest_loads.get(job, (0, 0.0))
+        if session == opened:
+            return session, self._now() - at
+        return session, self._now() - self._leads_since if session < self._inherited.get(job, 0) else 0.0
 
     async def report(
         self,
@@ -139,14 +160,28 @@ class Reports:
         if now_stands is Standing.NOT_NEWER:
             newest = state["jobs"][job]["newest"]
             return _refused(refusal("NOT_NEWER", f"step {step} of job {job} is not newer than {newest}"))
-        no = check_rank(state, job, step, world_size, self._config.tolerate, record)
+        no = begun_too_early(state, job, step, record) or check_rank(
+            state, job, step, world_size, self._config.tolerate, record
+        )
         return None if no is None else _refused(no)
 
     def opened(self, job: str, rank: int, session: int) -> None:
-        """A new process took a rank's place: what the one before reported is void."""
-        fenced = _refused(refusal("FENCED", f"another process took the place of rank {rank} of job {job}"))
+        """A rank has a new session: what was reported in the one before is void.
+
+        If it is for a load, so is what other ranks began before.
+        """
+        fenced = _refused(
+            refusal(
+                "FENCED",
+                f"another process took the place of rank {rank} of job {job}, or its own loaded again",
+            )
+        )
         for step in self.collector.opened(job, rank, session):
             self._settle(job, step, [rank], fenced)
+        newest, _ = self._raft.read(lambda state: newest_load(state["jobs"].get(job, {})))
+        if newest > self._newest_loads.get(job, (0, 0.0))[0]:
+            self._newest_loads[job] = newest, self._now()
+            self._recheck(job)
         self._try_commit(job)
 
     def ended(self, job: str) -> None:
@@ -161,15 +196,19 @@ class Reports:
 
     def recheck(self) -> None:
         """Reports may name holders or owners that are gone, or a step be superseded: say so before all ranks are in."""
+        for job in self.collector.jobs():
+            self._recheck(job)
+
+    def _recheck(self, job: str) -> None:
         tolerate = self._config.tolerate
-        dropped = self._raft.read(
-            lambda state: self.collector.recheck(
-                lambda job, step, world_size, record: check_rank(
-                    state, job, step, world_size, tolerate, record
-                )
+
+        def refused(state: Json, step: int, world_size: int, record: Json) -> Json | None:
+            return begun_too_early(state, job, step, record) or check_rank(
+                state, job, step, world_size, tolerate, record
             )
-        )
-        for job, step, rank, no in dropped:
+
+        dropped = self._raft.read(lambda state: self.collector.recheck(job, partial(refused, state)))
+        for step, rank, no in dropped:
             self._settle(job, step, [rank], _refused(no))
 
     def tick(self) -> None:
@@ -189,6 +228,8 @@ class Reports:
                     )
         self._waiters.clear()
         self._untold.clear()
+        self._inherited.clear()
+        self._newest_loads.clear()
         for task in self._committing.values():
             task.cancel()
         self._committing.clear()
@@ -212,8 +253,12 @@ class Reports:
         while (ready := self.collector.next_commit(job, self._now())) is not None:
             proposed = dict(ready.reports)
             try:
-                # Compared before anything is proposed: the log has no tables.
-                result = _disagreement(job, ready) or await self._raft.propose(self._command(job, ready))
+                # Before anything is proposed: the log has neither tables nor when saves were begun.
+                result = (
+                    self._too_early(job, ready)
+                    or _disagreement(job, ready)
+                    or await self._raft.propose(self._command(job, ready))
+                )
             except NoQuorumError as error:
                 # Not lost: the reports stay here for the next tick, and their owners repeat them.
                 logger.warning("registry: step %d of job %s is not committed yet: %s", ready.step, job, error)
@@ -221,6 +266,17 @@ class Reports:
             except InvalidRequestError as error:
                 result = refusal("INVALID", str(error))
             self._conclude(job, ready, proposed, result)
+
+    def _too_early(self, job: str, ready: Collection) -> Json | None:
+        """The refusal of ranks that began a complete step too early."""
+        found = self._raft.read(
+            lambda state: [
+                no
+                for record in ready.reports.values()
+                if (no := begun_too_early(state, job, ready.step, record))
+            ]
+        )
+        return found[0] | {"ranks": [rank for no in found for rank in no["ranks"]]} if found else None
 
     def _command(self, job: str, ready: Collection) -> Json:
         return commands.commit(
@@ -230,7 +286,10 @@ class Reports:
             epoch=self._raft.read(lambda state: int(state["epoch"])),
             tolerate=self._config.tolerate,
             keep_steps=self._config.keep_steps,
-            ranks=[ready.reports[rank] for rank in sorted(ready.reports)],
+            ranks=[
+                {key: value for key, value in ready.reports[rank].items() if key != "begun_after"}
+                for rank in sorted(ready.reports)
+            ],
             at_ms=self._wall_ms(),
         )
 

@@ -11,7 +11,7 @@ from fastcheck_proto.conventions import RANK_MAX
 from ..errors import DeniedError
 from .commits import refusal
 from .owning import IDENTITY_BYTES_MAX, LOCAL, check_use, owner_of
-from .records import TOKEN_BYTES_MAX, Json, MalformedError, integer, live, name, node_ref, text
+from .records import TOKEN_BYTES_MAX, Json, MalformedError, flag, integer, live, name, node_ref, text
 
 JOBS_MAX = 4096
 #: Former processes of a rank that are recognised when they come back late.
@@ -21,13 +21,17 @@ SCHEMA_REOPENED = 5
 #: Likewise before a job that seems to run is spared when there are too many.
 SCHEMA_SPARING = 5
 SESSION_MAX = (1 << 63) - 1
+#: What the state must be agreed on before a load is marked, and has a process' session followed by another one of it.
+SCHEMA_LOADS = 5
 
 
 def open_rank(state: Json, command: Json) -> Json:
     """A process takes a rank's place: a new session, and the end of the one before.
 
     Only of the session that it `replaces`, if it says so: a command that comes late ends no younger session. A process
-    that has lost the place does not get it back, unless it lost it to a deletion and nobody has had it since.
+    that has lost the place does not get it back, unless it lost it to a deletion and nobody has had it since. One that
+    `renews` its own session gets another one. One that `loads` after an earlier run voids what any rank of the job has
+    begun by now (`commits.newest_load`): after a process of the same rank, or of any rank when they were fewer or more.
     """
     job_name = name(command, "job")
     world_size = integer(command, "world_size", 1, RANK_MAX)
@@ -39,6 +43,8 @@ def open_rank(state: Json, command: Json) -> Json:
             "FENCED", f"node {node_id} in incarnation {incarnation} is over: it has to register again"
         )
     identity = text(command, "identity", IDENTITY_BYTES_MAX) if "identity" in command else LOCAL
+    loads = flag(command, "loads", default=False) and state["schema"] >= SCHEMA_LOADS
+    renews = integer(command, "renews", 1, SESSION_MAX) if "renews" in command else None
     job = state["jobs"].get(job_name)
     if job is not None:
         try:
@@ -48,7 +54,8 @@ def open_rank(state: Json, command: Json) -> Json:
     seat = None if job is None else job["ranks"].get(str(rank))
     replaces = integer(command, "replaces", 0, SESSION_MAX) if command.get("replaces") is not None else None
     if seat is not None:
-        if seat["client"] == client and seat["world_size"] == world_size:
+        renewed = state["schema"] >= SCHEMA_LOADS and renews == seat["session"]
+        if seat["client"] == client and seat["world_size"] == world_size and not renewed:
             if seat.pop("closed", False):
                 state["version"] += 1  # it goes on after all
             return {"ok": True, "session": seat["session"], "current": seat["session"]}
@@ -65,6 +72,8 @@ def open_rank(state: Json, command: Json) -> Json:
         job = _new_job(state, job_name, identity)
     session = job["next_session"]
     job["next_session"] += 1
+    # Not at the first start of a job, where ranks that need not wait for each other would lose their first steps.
+    follows = seat is not None or any(other["world_size"] != world_size for other in job["ranks"].values())
     without = ("", client) if state["schema"] >= SCHEMA_REOPENED else (client,)
     past = [] if seat is None else [c for c in [*seat["past"], seat["client"]] if c not in without]
     job["ranks"][str(rank)] = {
@@ -74,6 +83,8 @@ def open_rank(state: Json, command: Json) -> Json:
         "world_size": world_size,
         "past": past[-PAST_CLIENTS_MAX:],
     }
+    if loads and follows:
+        job["newest_load"] = [session, rank]
     if not job["steps"]:
         job["world_size"] = world_size
     state["version"] += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -26,6 +27,17 @@ from .without_quorum import LastPlacements, Silence, as_placed, place_alone
 RETRY_PAUSE_S = 0.3
 RETRY_PAUSE_MAX_S = 2.0
 REGISTRY_TIMEOUT_S = 3.0
+
+
+def begun_after(known: int, placed: rpb.PlaceResponse, under_way_s: float) -> int:
+    """What a save that is under way for so long can say of the sessions that were open when it was begun. Pure.
+
+    The newest one that loads was, if it has been open for longer. Who says so said it before now, and both lengths of
+    time are of one clock each.
+    """
+    if placed.newest_load and placed.newest_load_age_s >= under_way_s:
+        return max(known, placed.newest_load + 1)
+    return known
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,10 @@ class Placing:
             except (PlacementError, PeerError) as error:
                 await self.wait_out(save, error)
         save.generation = max(save.generation, placed.response.generation)
+        if not placed.alone:
+            save.begun_after = begun_after(
+                save.begun_after, placed.response, time.monotonic() - save.begun_at
+            )
         return placed
 
     async def _ask_for_place(self, save: Save, timeout_s: float) -> rpb.PlaceResponse:

@@ -383,6 +383,7 @@ class Replicator:
         manifest = pb.ShardManifest()
         manifest.CopyFrom(shard.manifest)
         manifest.kind = pb.REPLICA_KIND_OWNER
+        manifest.begun_after = save.begun_after
         if shard.index == 0:  # for the next life of this process
             manifest.shared_digests.extend(save.shared_digests)
         manifest.chunk_digests = shard.source.complete()
@@ -414,6 +415,7 @@ class Replicator:
                 ],
                 lossy=save.lossy,
                 shared=save.shared,
+                begun_after=save.begun_after or None,
             )
             request = rpb.ReportRequest(
                 job=save.key.job,

@@ -57,6 +57,7 @@ def _save(
         key=key,
         save_id=first.save_id or secrets.token_hex(16),
         generation=first.generation,
+        begun_after=max(manifest.begun_after for manifest in manifests),
         session=first.session,
         world_size=first.world_size,
         segment=segment,
@@ -68,6 +69,7 @@ def _save(
         shared=first.shared if first.HasField("shared") else None,
         shared_digests=tuple(each for m in manifests for each in m.shared_digests),
         reported=True,  # perhaps, by the earlier life
+        begun_at=float("-inf"),  # before this life; by how much nobody knows
     )
 
 

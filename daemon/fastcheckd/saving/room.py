@@ -179,6 +179,8 @@ class SavingRoom:
                 node=self._identity.ref(),
                 identity=identity,
                 again=request.again,
+                loads=request.loads,
+                renews=request.renews,
             ),
             timeout_s=OPEN_TIMEOUT_S,
         )
@@ -307,6 +309,7 @@ class SavingRoom:
             world_size=request.world_size,
             segment=segment,
             state_bytes=request.state_bytes,
+            begun_after=max(request.session + 1, self._view.next_session(request.job)),
         )
         self._durations.add("save_wait", save.begun_at - began)
         self._reserved[save.save_id] = save

@@ -83,6 +83,8 @@ class Save:
     reported: bool = False
     #: How often ranks of the job had been taken over when it was placed; 0: not known.
     generation: int = 0
+    #: All sessions of the job below it that load were open when this save was begun; 0: not known.
+    begun_after: int = 0
 
     #: By the monotonic clock.
     begun_at: float = field(default_factory=time.monotonic)

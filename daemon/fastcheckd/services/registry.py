@@ -108,6 +108,8 @@ class RegistryService(
                 node=node,
                 replaces=request.replaces,
                 identity=request.identity or LOCAL,
+                loads=request.loads,
+                renews=request.renews,
             )
         )
         if result["session"]:
@@ -141,7 +143,11 @@ class RegistryService(
             ahead=request.ahead,
         )
         response = registry_pb2.PlaceResponse(
-            epoch=placement.epoch, domains_short=placement.domains_short, generation=placement.generation
+            epoch=placement.epoch,
+            domains_short=placement.domains_short,
+            generation=placement.generation,
+            newest_load=placement.newest_load,
+            newest_load_age_s=placement.newest_load_age_s,
         )
         for shard in placement.shards:
             holders = [
@@ -172,6 +178,8 @@ class RegistryService(
             ):
                 raise ValueError("the shards of a record must be numbered from 0, each once")
             record = records.rank_record(wire.rank_record(request.record))
+            if request.record.HasField("begun_after"):
+                record["begun_after"] = request.record.begun_after
             tables = {each.part: each.digests for each in request.shared_digests}
             replicas.check_tables(tables)
         await self._need_leader(context)

@@ -256,6 +256,7 @@ class ShardManifest(google.protobuf.message.Message):
     PROVISIONAL_FIELD_NUMBER: builtins.int
     SAVE_ID_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
+    BEGUN_AFTER_FIELD_NUMBER: builtins.int
     SHARED_FIELD_NUMBER: builtins.int
     SHARED_DIGESTS_FIELD_NUMBER: builtins.int
     shard_count: builtins.int
@@ -290,6 +291,8 @@ class ShardManifest(google.protobuf.message.Message):
     """How often ranks of the job had been taken over by a new process when the step was placed: ranks that differ in
     it are of different runs.
     """
+    begun_after: builtins.int
+    """In an owner's manifest: see RankRecord. 0: not known."""
     @property
     def key(self) -> Global___ShardKey: ...
     @property
@@ -332,11 +335,12 @@ class ShardManifest(google.protobuf.message.Message):
         provisional: builtins.bool = ...,
         save_id: builtins.str = ...,
         generation: builtins.int = ...,
+        begun_after: builtins.int = ...,
         shared: Global___SharedPart | None = ...,
         shared_digests: collections.abc.Iterable[Global___PartDigests] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key", "shared", b"shared"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "chunk_bytes", b"chunk_bytes", "chunk_digests", b"chunk_digests", "chunk_lengths", b"chunk_lengths", "codecs", b"codecs", "digest", b"digest", "generation", b"generation", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "key", b"key", "kind", b"kind", "lossy", b"lossy", "offset", b"offset", "owner", b"owner", "part", b"part", "provisional", b"provisional", "save_id", b"save_id", "session", b"session", "shard_count", b"shard_count", "shared", b"shared", "shared_digests", b"shared_digests", "state_bytes", b"state_bytes", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begun_after", b"begun_after", "bytes", b"bytes", "chunk_bytes", b"chunk_bytes", "chunk_digests", b"chunk_digests", "chunk_lengths", b"chunk_lengths", "codecs", b"codecs", "digest", b"digest", "generation", b"generation", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "key", b"key", "kind", b"kind", "lossy", b"lossy", "offset", b"offset", "owner", b"owner", "part", b"part", "provisional", b"provisional", "save_id", b"save_id", "session", b"session", "shard_count", b"shard_count", "shared", b"shared", "shared_digests", b"shared_digests", "state_bytes", b"state_bytes", "world_size", b"world_size"]) -> None: ...
 
 Global___ShardManifest: typing_extensions.TypeAlias = ShardManifest
 

@@ -700,6 +700,8 @@ class OpenRankRequest(google.protobuf.message.Message):
     REPLACES_FIELD_NUMBER: builtins.int
     IDENTITY_FIELD_NUMBER: builtins.int
     AGAIN_FIELD_NUMBER: builtins.int
+    LOADS_FIELD_NUMBER: builtins.int
+    RENEWS_FIELD_NUMBER: builtins.int
     job: builtins.str
     rank: builtins.int
     world_size: builtins.int
@@ -713,6 +715,10 @@ class OpenRankRequest(google.protobuf.message.Message):
     """Who opens it: `trainer/NAME`, `admin/NAME`, or `local`. The first one owns the job. Empty: local."""
     again: builtins.bool
     """This client has had the place before, and may have it again only if it is `vacant`."""
+    loads: builtins.bool
+    """It is opened for a load: see PlaceResponse.newest_load."""
+    renews: builtins.int
+    """The session of this client that is to be followed by another one; 0: none. Asked twice it is one."""
     @property
     def node(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
     def __init__(
@@ -726,9 +732,11 @@ class OpenRankRequest(google.protobuf.message.Message):
         replaces: builtins.int | None = ...,
         identity: builtins.str = ...,
         again: builtins.bool = ...,
+        loads: builtins.bool = ...,
+        renews: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_replaces", b"_replaces", "node", b"node", "replaces", b"replaces"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_replaces", b"_replaces", "again", b"again", "client_id", b"client_id", "identity", b"identity", "job", b"job", "node", b"node", "rank", b"rank", "replaces", b"replaces", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_replaces", b"_replaces", "again", b"again", "client_id", b"client_id", "identity", b"identity", "job", b"job", "loads", b"loads", "node", b"node", "rank", b"rank", "renews", b"renews", "replaces", b"replaces", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_replaces", b"_replaces"]) -> typing.Literal["replaces"] | None: ...
 
 Global___OpenRankRequest: typing_extensions.TypeAlias = OpenRankRequest
@@ -820,6 +828,8 @@ class PlaceResponse(google.protobuf.message.Message):
     SHARDS_FIELD_NUMBER: builtins.int
     DOMAINS_SHORT_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
+    NEWEST_LOAD_FIELD_NUMBER: builtins.int
+    NEWEST_LOAD_AGE_S_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     domains_short: builtins.bool
     """Copies of a shard share a failure domain with its owner or each other, because the nodes that are UP leave no
@@ -827,6 +837,13 @@ class PlaceResponse(google.protobuf.message.Message):
     """
     generation: builtins.int
     """How often ranks of the job have been taken over by a new process so far."""
+    newest_load: builtins.int
+    """The job's newest session that was opened for a load after an earlier run: in the place of an earlier process, or by
+    a rank whose job had more or fewer ranks. No rank's save that was begun before it can be committed. 0: there is
+    none, or it is not told.
+    """
+    newest_load_age_s: builtins.float
+    """For how long it has been open at least."""
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ShardPlacement]: ...
     def __init__(
@@ -836,8 +853,10 @@ class PlaceResponse(google.protobuf.message.Message):
         shards: collections.abc.Iterable[Global___ShardPlacement] | None = ...,
         domains_short: builtins.bool = ...,
         generation: builtins.int = ...,
+        newest_load: builtins.int = ...,
+        newest_load_age_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["domains_short", b"domains_short", "epoch", b"epoch", "generation", b"generation", "shards", b"shards"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["domains_short", b"domains_short", "epoch", b"epoch", "generation", b"generation", "newest_load", b"newest_load", "newest_load_age_s", b"newest_load_age_s", "shards", b"shards"]) -> None: ...
 
 Global___PlaceResponse: typing_extensions.TypeAlias = PlaceResponse
 
@@ -909,11 +928,16 @@ class RankRecord(google.protobuf.message.Message):
     SHARDS_FIELD_NUMBER: builtins.int
     LOSSY_FIELD_NUMBER: builtins.int
     SHARED_FIELD_NUMBER: builtins.int
+    BEGUN_AFTER_FIELD_NUMBER: builtins.int
     rank: builtins.int
     session: builtins.int
     state_bytes: builtins.int
     lossy: builtins.bool
     """The trainer allowed a lossy coding."""
+    begun_after: builtins.int
+    """Of a report: when this rank began its save, all sessions below it that are opened for loads were open. Unset: not
+    told, by a version that knows no better, or of a save that one has begun.
+    """
     @property
     def owner(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
     @property
@@ -932,9 +956,11 @@ class RankRecord(google.protobuf.message.Message):
         shards: collections.abc.Iterable[Global___ShardRecord] | None = ...,
         lossy: builtins.bool = ...,
         shared: fastcheck_proto.v1.common_pb2.SharedPart | None = ...,
+        begun_after: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["owner", b"owner", "shared", b"shared"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lossy", b"lossy", "owner", b"owner", "rank", b"rank", "session", b"session", "shards", b"shards", "shared", b"shared", "state_bytes", b"state_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_begun_after", b"_begun_after", "begun_after", b"begun_after", "owner", b"owner", "shared", b"shared"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_begun_after", b"_begun_after", "begun_after", b"begun_after", "lossy", b"lossy", "owner", b"owner", "rank", b"rank", "session", b"session", "shards", b"shards", "shared", b"shared", "state_bytes", b"state_bytes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_begun_after", b"_begun_after"]) -> typing.Literal["begun_after"] | None: ...
 
 Global___RankRecord: typing_extensions.TypeAlias = RankRecord
 

@@ -58,6 +58,8 @@ class OpenSessionRequest(google.protobuf.message.Message):
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     CLIENT_ID_FIELD_NUMBER: builtins.int
     AGAIN_FIELD_NUMBER: builtins.int
+    LOADS_FIELD_NUMBER: builtins.int
+    RENEWS_FIELD_NUMBER: builtins.int
     job: builtins.str
     rank: builtins.int
     world_size: builtins.int
@@ -67,6 +69,10 @@ class OpenSessionRequest(google.protobuf.message.Message):
     """This client has had a session, which has ended: refused if another process has had the place since. Otherwise
     whoever has it loses it.
     """
+    loads: builtins.bool
+    """To load: what any rank of the job has begun by now and not committed is void, unless it is its first start."""
+    renews: builtins.int
+    """The session of this client that is to be followed by another one; 0: none. Asked twice it is one. With `again`."""
     def __init__(
         self,
         *,
@@ -75,8 +81,10 @@ class OpenSessionRequest(google.protobuf.message.Message):
         world_size: builtins.int = ...,
         client_id: builtins.str = ...,
         again: builtins.bool = ...,
+        loads: builtins.bool = ...,
+        renews: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["again", b"again", "client_id", b"client_id", "job", b"job", "rank", b"rank", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["again", b"again", "client_id", b"client_id", "job", b"job", "loads", b"loads", "rank", b"rank", "renews", b"renews", "world_size", b"world_size"]) -> None: ...
 
 Global___OpenSessionRequest: typing_extensions.TypeAlias = OpenSessionRequest
 

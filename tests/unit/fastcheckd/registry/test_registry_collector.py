@@ -88,8 +88,9 @@ def test_refused_ranks_have_to_report_again():
     assert ready(c) is None
     report(c, 1, 1)
     assert ready(c) == 1
-    gone = c.recheck(lambda job, step, world_size, r: {"code": "HOLDER_LOST"} if r["rank"] == 0 else None)
-    assert gone == [("gpt", 1, 0, {"code": "HOLDER_LOST"})] and ready(c) is None
+    gone = c.recheck("gpt", lambda step, world_size, r: {"code": "HOLDER_LOST"} if r["rank"] == 0 else None)
+    assert gone == [(1, 0, {"code": "HOLDER_LOST"})] and ready(c) is None
+    assert c.recheck("other", lambda *_: {"code": "HOLDER_LOST"}) == []
 
 
 def test_world_sizes_do_not_mix():
