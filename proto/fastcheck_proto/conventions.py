@@ -42,7 +42,8 @@ TENSOR_ALIGNMENT_BYTES = 64
 LAYOUT_CHUNK_BYTES = 4 << 20
 #: Version of StateLayout.
 LAYOUT_SCHEMA = 1
-RANK_MAX = 1_000_000
+#: World size at most: what one commit carries is some 20,000 ranks, and the registry remembers who speaks for each.
+RANK_MAX = 1 << 15
 STEP_MAX = 2**62
 
 

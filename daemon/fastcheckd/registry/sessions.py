@@ -6,6 +6,9 @@ A session is never used twice, even when its job has been forgotten: `session_fl
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Collection
+
 from fastcheck_proto.conventions import RANK_MAX
 
 from ..errors import DeniedError
@@ -14,12 +17,18 @@ from .owning import IDENTITY_BYTES_MAX, LOCAL, check_use, owner_of
 from .records import TOKEN_BYTES_MAX, Json, MalformedError, flag, integer, live, name, node_ref, text
 
 JOBS_MAX = 4096
+#: Ranks of all jobs together, with or without a process: each is part of every snapshot, and no voter may take longer
+#: to write that than its leadership lasts without a word. And of one owner's jobs, so that none can keep others out.
+SEATS_MAX = 2 * RANK_MAX
+SEATS_OF_OWNER_MAX = RANK_MAX
 #: Former processes of a rank that are recognised when they come back late.
 PAST_CLIENTS_MAX = 4
 #: What the state must be agreed on before a process gets back what a deletion took: older voters would refuse it.
 SCHEMA_REOPENED = 5
 #: Likewise before a job that seems to run is spared when there are too many.
 SCHEMA_SPARING = 5
+#: Likewise before ranks are counted.
+SCHEMA_COUNTING = 5
 SESSION_MAX = (1 << 63) - 1
 #: What the state must be agreed on before a load is marked, and has a process' session followed by another one of it.
 SCHEMA_LOADS = 5
@@ -68,6 +77,8 @@ def open_rank(state: Json, command: Json) -> Json:
     current = current_session(state, job_name, rank)
     if replaces is not None and replaces != current:
         return {"ok": True, "session": 0, "current": current}
+    if seat is None and state["schema"] >= SCHEMA_COUNTING:
+        _make_seat(state, job_name, identity if job is None else owner_of(job))
     if job is None:
         job = _new_job(state, job_name, identity)
     session = job["next_session"]
@@ -108,28 +119,98 @@ def is_vacant(state: Json, job_name: str, rank: int, client: str) -> bool:
     return sitters[-1:] == [client]
 
 
+def nodes_there(state: Json) -> set[str]:
+    """The nodes that are not DOWN."""
+    return {node_id for node_id, node in state["nodes"].items() if node["state"] != "DOWN"}
+
+
+def is_running(seat: Json, there: Collection[str]) -> bool:
+    """Whether a rank's process has not said that it is done, and its node is `there`."""
+    return seat["node"][0] in there and not seat.get("closed", False)
+
+
 def running_ranks(state: Json, job: Json) -> tuple[int, ...]:
-    """Ranks whose process has not said that it is done, and whose node is not DOWN."""
-    return tuple(
-        int(rank)
-        for rank, seat in job["ranks"].items()
-        if not seat.get("closed", False)
-        and state["nodes"].get(seat["node"][0], {}).get("state", "DOWN") != "DOWN"
+    """A job's ranks that are running."""
+    there = nodes_there(state)
+    return tuple(int(rank) for rank, seat in job["ranks"].items() if is_running(seat, there))
+
+
+def count_seats(state: Json) -> int:
+    """Ranks of all jobs that the registry knows."""
+    return sum(len(job["ranks"]) for job in state["jobs"].values())
+
+
+def _make_seat(state: Json, job_name: str, owner: str) -> None:
+    """See to it that there may be one more rank: jobs without steps are forgotten for it.
+
+    Raises:
+        MalformedError: there are too many of jobs with steps.
+    """
+    jobs = state["jobs"]
+    while True:
+        seats: Counter[str] = Counter()
+        for job in jobs.values():
+            seats[owner_of(job)] += len(job["ranks"])
+        if seats[owner] < SEATS_OF_OWNER_MAX and seats.total() < SEATS_MAX:
+            return
+        found = [each for each in _without_steps(state) if each != job_name]
+        if seats[owner] >= SEATS_OF_OWNER_MAX:
+            most, whose = SEATS_OF_OWNER_MAX, f"jobs of {owner}"
+            found = [each for each in found if owner_of(jobs[each]) == owner]
+        else:
+            most, whose = SEATS_MAX, "all jobs"
+        if not found:
+            raise MalformedError(
+                f"the registry keeps {most} ranks of {whose} already: delete jobs that are over, or use fewer ranks"
+            )
+        _forget(state, _to_forget(state, found, weight=lambda job: len(job["ranks"])))
+
+
+def _make_room(state: Json) -> None:
+    """See to it that there may be one more job.
+
+    Raises:
+        MalformedError: all have steps.
+    """
+    if len(state["jobs"]) < JOBS_MAX:
+        return
+    empty = _without_steps(state)
+    if not empty:
+        raise MalformedError(f"the cluster keeps steps of {JOBS_MAX} jobs already")
+    _forget(
+        state, _to_forget(state, empty, weight=lambda _: 1) if state["schema"] >= SCHEMA_SPARING else empty[0]
     )
+
+
+def _without_steps(state: Json) -> list[str]:
+    return [each for each, job in state["jobs"].items() if not job["steps"]]
+
+
+def _to_forget(state: Json, found: list[str], weight: Callable[[Json], int]) -> str:
+    """Which of these jobs without steps matters least.
+
+    One that has a trainer may be in its first step. Where all do, perhaps of processes that were killed, the oldest
+    goes of whoever has most: nobody has others' jobs forgotten by opening more and more. Its next save takes the place
+    again.
+    """
+    jobs, there = state["jobs"], nodes_there(state)
+    for each in found:
+        if not any(is_running(seat, there) for seat in jobs[each]["ranks"].values()):
+            return each
+    weights: Counter[str] = Counter()
+    for each in found:
+        weights[owner_of(jobs[each])] += weight(jobs[each])
+    whose = weights.most_common(1)[0][0]
+    return next(each for each in found if owner_of(jobs[each]) == whose)
+
+
+def _forget(state: Json, job_name: str) -> None:
+    state["session_floor"] = max(state["session_floor"], state["jobs"].pop(job_name)["next_session"])
 
 
 def _new_job(state: Json, job_name: str, owner: str) -> Json:
     jobs = state["jobs"]
-    if len(jobs) >= JOBS_MAX:
-        empty = [other for other, job in jobs.items() if not job["steps"]]
-        if not empty:
-            raise MalformedError(f"the cluster keeps steps of {JOBS_MAX} jobs already")
-        forgotten = empty[0]
-        if state["schema"] >= SCHEMA_SPARING:
-            # One that has a trainer may be in its first step. Where all do, perhaps of processes that were killed, the
-            # oldest goes: its next save takes the place again.
-            forgotten = next((other for other in empty if not running_ranks(state, jobs[other])), forgotten)
-        state["session_floor"] = max(state["session_floor"], jobs.pop(forgotten)["next_session"])
+    _make_room(state)
     job: Json = {
         "newest": -1,
         "world_size": 0,

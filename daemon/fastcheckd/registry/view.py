@@ -11,7 +11,7 @@ from ..config import Voter
 from ..health.detector import Life
 from .owning import owner_of
 from .records import Json
-from .sessions import running_ranks
+from .sessions import is_running, nodes_there
 
 _STATES = {
     "UP": registry_pb2.NODE_STATE_UP,
@@ -53,8 +53,8 @@ def voter_records(state: Json, voters: Sequence[Voter]) -> list[node_pb2.VoterRe
     ]
 
 
-def job_view(state: Json, name: str, job: Json) -> registry_pb2.JobView:
-    """One job: its kept steps, oldest first."""
+def job_view(name: str, job: Json, there: Collection[str]) -> registry_pb2.JobView:
+    """One job: its kept steps, oldest first. `there`: the nodes that are not DOWN."""
     return registry_pb2.JobView(
         job=name,
         kept_steps=[kept["step"] for kept in job["steps"]],
@@ -62,7 +62,7 @@ def job_view(state: Json, name: str, job: Json) -> registry_pb2.JobView:
         owner=owner_of(job),
         void_below_session=job.get("void", 0),
         next_session=job["next_session"],
-        running_ranks=len(running_ranks(state, job)),
+        running_ranks=sum(is_running(seat, there) for seat in job["ranks"].values()),
         superseded=[
             registry_pb2.SupersededSteps(below_step=step, below_session=session)
             for step, session in job.get("superseded", ())
@@ -92,7 +92,8 @@ def late_ranks(state: Json, name: str, ranks: Sequence[int]) -> list[registry_pb
 
 def job_views(state: Json) -> list[registry_pb2.JobView]:
     """All jobs by name."""
-    return [job_view(state, name, job) for name, job in sorted(state["jobs"].items())]
+    there = nodes_there(state)
+    return [job_view(name, job, there) for name, job in sorted(state["jobs"].items())]
 
 
 def cluster_view(

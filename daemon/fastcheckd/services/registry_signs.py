@@ -21,6 +21,7 @@ from ..registry.engine import Engine
 from ..registry.judging import WITHHOLD_S
 from ..registry.leading import Leader
 from ..registry.records import ADDRESS_BYTES_MAX, Json
+from ..registry.sessions import count_seats
 from ..registry.state import SCHEMA
 from ..registry.view import Signs, cluster_view
 from ..rpc import abort, answers
@@ -36,10 +37,12 @@ SETTLE_S = WITHHOLD_S / 2
 PROBES_MAX = 32
 #: A watched view is sent again this often, so that a watcher notices a dead voter.
 VIEW_REPEAT_S = 5.0
-#: Changes within this time make one view.
+#: Changes within this time make one view; or within so much for each rank of each job, because a view says something of
+#: all of them: however often somebody changes something, views take a voter a tenth of a core.
 VIEW_MERGE_S = 0.02
 #: Of what a node says about its processes.
 TROUBLE_CHARS_MAX = 300
+VIEW_MERGE_RANK_S = 2e-6
 #: A cluster has at most `state.NODES_MAX` nodes with an agent and a data process each.
 STREAMS_MAX = 10_000
 _NO_DATA_PROCESS = {registry_pb2.DATA_HEALTH_GONE, registry_pb2.DATA_HEALTH_STARTING}
@@ -126,7 +129,7 @@ class RegistrySigns:
                         await changed.wait()
                 except TimeoutError:
                     self._shared_view = None
-                await asyncio.sleep(VIEW_MERGE_S)
+                await asyncio.sleep(max(VIEW_MERGE_S, VIEW_MERGE_RANK_S * self._raft.read(count_seats)))
 
     async def Heartbeat(
         self, request_iterator: AsyncIterator[registry_pb2.HeartbeatRequest], context: Context

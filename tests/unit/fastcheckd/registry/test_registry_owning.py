@@ -68,7 +68,7 @@ def test_jobs_and_commands_of_earlier_versions_are_locals(state):
     assert apply(state, command)["ok"]
     assert "owner" not in state["jobs"]["j"], "as in the state of a voter of such a version"
     kept = restore(snapshot(state))
-    assert owner_of(kept["jobs"]["j"]) == "local" == job_view(kept, "j", kept["jobs"]["j"]).owner
+    assert owner_of(kept["jobs"]["j"]) == "local" == job_view("j", kept["jobs"]["j"], ()).owner
     assert opened(kept, "trainer/a")["code"] == "DENIED"
     assert opened(kept, "", "d", replaces=1)["session"] == 2
 

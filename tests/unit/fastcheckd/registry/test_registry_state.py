@@ -1,5 +1,6 @@
 import ast
 import copy
+import time
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,18 @@ from tests.unit.fastcheckd.registry.small_cluster import (
 )
 
 import fastcheckd.registry.state as state_module
+from fastcheck_proto.conventions import RANK_MAX
 from fastcheckd.registry import commands, wire
 from fastcheckd.registry.commits import Standing, standing
 from fastcheckd.registry.members import NODES_MAX
 from fastcheckd.registry.records import is_lossy
-from fastcheckd.registry.sessions import JOBS_MAX
+from fastcheckd.registry.sessions import (
+    JOBS_MAX,
+    PAST_CLIENTS_MAX,
+    SEATS_MAX,
+    SEATS_OF_OWNER_MAX,
+    count_seats,
+)
 from fastcheckd.registry.state import (
     SCHEMA,
     SCHEMA_FIRST,
@@ -266,6 +274,78 @@ def test_of_too_many_jobs_one_without_a_trainer_is_forgotten_before_one_that_may
     # All that have no step have a trainer, as far as anybody knows: the oldest makes room.
     assert apply(state, open_rank(job="more-2"))["session"]
     assert "job-0" not in state["jobs"] and "gpt" in state["jobs"]
+
+
+def opened(state, job, owner, rank=0):
+    return apply(state, open_rank(job=job, rank=rank, world_size=RANK_MAX) | {"identity": owner})
+
+
+def fill(state, job, owner, count):
+    """A job without steps whose ranks are all there, as if each had been opened."""
+    assert opened(state, job, owner)["ok"]
+    seat = state["jobs"][job]["ranks"]["0"]
+    state["jobs"][job]["ranks"] = {str(rank): seat | {"client": "c" * 64} for rank in range(count)}
+
+
+def agreed():
+    return cluster() | {"schema": SCHEMA}
+
+
+def test_an_owner_has_so_many_ranks_and_makes_room_by_its_own_jobs():
+    state, half = agreed(), SEATS_OF_OWNER_MAX // 2
+    fill(state, "b1", "trainer/bob", half)
+    fill(state, "b2", "trainer/bob", half)
+    assert opened(state, "b3", "trainer/bob")["ok"]
+    assert set(state["jobs"]) == {"gpt", "b2", "b3"}, "his oldest without steps, not another one's"
+    fill(state, "b4", "trainer/bob", half - 1)
+    for job in ("b2", "b3"):
+        state["jobs"][job]["steps"] = [{"step": 1}]
+    again = open_rank(job="b4", rank=half, world_size=RANK_MAX) | {"identity": "trainer/bob"}
+    told = refused(state, again)
+    assert (
+        told["code"] == "INVALID" and "ranks of jobs of trainer/bob already: delete jobs" in told["message"]
+    )
+    assert opened(state, "b4", "trainer/bob", rank=3)["ok"], "a place that there is may be taken over"
+    assert opened(state, "alices", "trainer/alice")["ok"]
+
+
+def test_all_have_so_many_ranks_and_whoever_has_most_makes_room():
+    state = agreed()
+    fill(state, "b1", "trainer/bob", SEATS_OF_OWNER_MAX)
+    fill(state, "c1", "trainer/carol", SEATS_MAX - SEATS_OF_OWNER_MAX - 3)
+    assert opened(state, "alices", "trainer/alice")["ok"]
+    assert count_seats(state) == SEATS_MAX
+    assert opened(state, "alices", "trainer/alice", rank=1)["ok"]
+    assert set(state["jobs"]) == {"gpt", "c1", "alices"}
+
+
+def test_a_state_that_older_voters_share_counts_no_ranks():
+    state = cluster()
+    fill(state, "b1", "trainer/bob", SEATS_OF_OWNER_MAX)
+    assert opened(state, "b2", "trainer/bob")["ok"] and "b1" in state["jobs"]
+
+
+def test_as_many_ranks_as_there_may_be_are_a_snapshot_that_is_quick():
+    state = agreed()
+    for name in ("b1", "b2"):
+        fill(state, name, f"trainer/{name}", SEATS_OF_OWNER_MAX)
+        for seat in state["jobs"][name]["ranks"].values():
+            seat["past"] = ["c" * 64] * PAST_CLIENTS_MAX
+    assert count_seats(state) >= SEATS_MAX
+    began = time.thread_time()
+    data = snapshot(state)
+    # A follower waits 0.5 s for the leader; other processes' work does not count here.
+    assert time.thread_time() - began < 0.5
+    assert len(data) < 40 << 20
+    assert restore(data) == state
+
+
+def test_who_opens_job_after_job_has_none_forgotten_but_its_own():
+    state = agreed()
+    assert opened(state, "alices", "trainer/alice")["ok"]
+    for i in range(JOBS_MAX + 10):
+        assert opened(state, f"b{i}", "trainer/bob")["ok"]
+    assert len(state["jobs"]) == JOBS_MAX and {"alices", "gpt"} <= set(state["jobs"])
 
 
 def test_restore_refuses_what_is_not_a_snapshot():
