@@ -7,7 +7,16 @@ import struct
 
 #: What a client says first: the preface, and settings without any.
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000 04 00 00000000")
-DATA, HEADERS, RST_STREAM, GOAWAY = 0x0, 0x1, 0x3, 0x7
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
+    0x0,
+    0x1,
+    0x3,
+    0x4,
+    0x6,
+    0x7,
+    0x8,
+    0x9,
+)
 _END_STREAM, _END_HEADERS = 0x1, 0x4
 _HEADER_BYTES = 9
 
