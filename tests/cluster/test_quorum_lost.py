@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.cluster.harness import Job, leader, run_module, until
+from tests.cluster.harness import Job, leader, node_states, run_module, until
 
 from fastcheck.local import LocalCluster
 from fastcheck.local.ports import find_free_ports
@@ -124,15 +124,19 @@ def follow_runbook(cluster: LocalCluster) -> dict[str, str]:
             continue
         if words[0] == "fastcheck":
             words += ["--address", cluster.address(SPARE)]
-            words += ["--yes"] if words[1] == "forget" else []
+        if words[1] == "forget":
+            lost = words[2]
+            until(lambda lost=lost: node_states(cluster, SPARE)[lost] == "DOWN", f"{lost} to be DOWN")
+            words.append("--yes")
         if words[1:3] == [
             "voters",
             "add",
         ]:  # all nodes have the same host here: the ports have to be told apart
             words += ["--yes", "-o", "json"]
-            for option in ("--registry-address", "--raft-address"):
-                for port in find_free_ports(2):
-                    words += [option, f"127.0.0.1:{port}"]
+            for option, port in zip(
+                ["--registry-address", "--raft-address"] * 2, find_free_ports(4), strict=True
+            ):
+                words += [option, f"127.0.0.1:{port}"]
         done = run_module(*words)
         assert done.returncode == 0 or words[1] == "status", (line, done.stderr)
         said[line] = done.stdout
