@@ -162,7 +162,7 @@ def test_the_fsdp2_example_is_killed_resumed_left_without_a_daemon_and_given_ano
 
         second = Launcher(tmp_path / "second.log", *options(2), **at_home)
         launchers.append(second)
-        pids = until(lambda: begun(second.lines, 2), "both ranks to have loaded", 120)
+        pids = second.until(lambda: begun(second.lines, 2), "both ranks to have loaded")
         (resumed_at,) = set(pids.values())
         assert resumed_at >= 10
         for pid in pids:

@@ -4,18 +4,26 @@ torch imported. Each would import it anew otherwise, three seconds of a core, an
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
+from tests.cluster.harness import until
 
 #: What torchrun with gloo needs to start workers anew: torch 2.13 keeps the first attempt's store otherwise, in which
 #: gloo finds the addresses of dead workers and waits for them (docs/guides/fsdp2.md).
 STORE_PER_ATTEMPT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+#: On it a worker writes where each of its threads is.
+STACKS = signal.SIGUSR2
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["torch.distributed.run", "torch.distributed.fsdp", "torch._dynamo", "grpc"])
 
@@ -41,6 +49,28 @@ class Launcher:
         """To the end, which must be a good one."""
         self._process.join(timeout_s)
         assert self._process.exitcode == 0, f"it ended with {self._process.exitcode}: {self.tail()}"
+
+    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 120.0) -> Any:
+        """Wait as `harness.until` does, but not for one that has ended; say where its processes are if in vain."""
+
+        def holds() -> Any:
+            ended = (
+                not self._process.is_alive()
+            )  # asked first: it may have ended well since the condition was asked
+            value = condition()
+            assert value or not ended, (
+                f"{what}: it ended with {self._process.exitcode} before that: {self.tail()}"
+            )
+            return value
+
+        try:
+            return until(holds, what, timeout_s)
+        except pytest.fail.Exception as error:
+            for member in psutil.Process(self._process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.send_signal(STACKS)
+            self._process.join(2)  # time to write them; it goes on running
+            pytest.fail(f"{error}: {self.tail()}")
 
     def kill(self) -> None:
         """SIGKILL for it and all its workers; harmless when it has ended."""
@@ -80,5 +110,6 @@ def _launch(options: list[str], environment: dict[str, str], log: Path) -> None:
 
 def _work(script: str, arguments: list[str]) -> None:
     """A worker: its script as the main module, as if Python had been started with it."""
+    faulthandler.register(STACKS, all_threads=True)
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
