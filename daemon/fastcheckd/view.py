@@ -28,14 +28,25 @@ class ViewFollower:
 
     def __init__(self, registry: RegistryClient, identity: Identity, last: LastView | None = None) -> None:
         """`last`: where the newest view is kept; what an earlier life kept there is read at once."""
-        #: The newest that this process has seen; empty before the first.
-        self.view = rpb.ClusterView()
+        self._view = rpb.ClusterView()
+        self._jobs: dict[str, rpb.JobView] = {}
         self._last = last
         self._remembered = last.read() if last is not None else None
         self._registry = registry
         self._identity = identity
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[rpb.ClusterView], Awaitable[None]]] = []
+
+    @property
+    def view(self) -> rpb.ClusterView:
+        """The newest that this process has seen; empty before the first."""
+        return self._view
+
+    @view.setter
+    def view(self, view: rpb.ClusterView) -> None:
+        self._view = view
+        # By name: it is asked of every rank and every save, and a cluster may know thousands of jobs.
+        self._jobs = {job.job: job for job in view.jobs}
 
     def on_change(self, listener: Callable[[rpb.ClusterView], Awaitable[None]]) -> None:
         """Call `listener` with each new view."""
@@ -76,8 +87,8 @@ class ViewFollower:
 
     def newest_step(self, job: str) -> int | None:
         """Newest committed step of a job that this view knows."""
-        kept = next((j.kept_steps for j in self.view.jobs if j.job == job), None)
-        return max(kept) if kept else None
+        known = self._jobs.get(job)
+        return max(known.kept_steps, default=None) if known is not None else None
 
     def retention(self) -> dict[str, Kept]:
         """What of each job is needed."""
@@ -90,11 +101,13 @@ class ViewFollower:
 
     def next_session(self, job: str) -> int:
         """All sessions of the job below it were open before this view; 0: it does not know."""
-        return next((j.next_session for j in self.view.jobs if j.job == job), 0)
+        known = self._jobs.get(job)
+        return known.next_session if known is not None else 0
 
     def is_void(self, job: str, session: int) -> bool:
         """Whether nothing that the session made can be committed any more."""
-        return any(j.job == job and session < j.void_below_session for j in self.view.jobs)
+        known = self._jobs.get(job)
+        return known is not None and session < known.void_below_session
 
     def kept_steps(self) -> dict[str, list[int]]:
         """Committed steps that are kept, per job."""

@@ -163,7 +163,9 @@ def test_a_frozen_data_process_is_suspect_never_down_and_started_anew_when_it_st
 
 
 def test_a_killed_data_process_makes_its_node_suspect_and_never_down(make_cluster):
-    cluster = make_cluster(3, tolerate=2)  # both of the others hold it, also one that is slow to answer just then
+    cluster = make_cluster(
+        3, tolerate=2
+    )  # both of the others hold it, also one that is slow to answer just then
     job = Job(cluster, ["node-2"], megabytes=16)
     job.commit(1)
     before = lives(cluster, "node-0")

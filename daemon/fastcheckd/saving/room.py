@@ -224,6 +224,10 @@ class SavingRoom:
                 "another process has taken it over, or nobody has opened it"
             )
 
+    async def close_session(self, request: tpb.CloseSessionRequest) -> None:
+        """Its process is done: nothing that it copied into stays ready for its next step."""
+        await asyncio.to_thread(self._store.retire, request.job, request.rank, request.session + 1)
+
     async def _admit(self, job: str, rank: int, session: int) -> None:
         """Remember the newest session of a rank; refuse an older one."""
         saves = self._of(job, rank)

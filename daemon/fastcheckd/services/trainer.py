@@ -67,6 +67,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
         """The trainer is done with its rank."""
         _check_job(request.job)
         await self._owners.check(request.job)
+        await self._saving.close_session(request)
         closing = rpb.CloseRankRequest(job=request.job, rank=request.rank, session=request.session)
         await self._registry.close_rank(closing, timeout_s=CLOSE_TIMEOUT_S)
         return tpb.CloseSessionResponse()

@@ -49,7 +49,7 @@ class HeldShard:
         """Whether the owner's own bytes or a copy."""
         return self.manifest.kind
 
-    @property
+    @cached_property
     def id(self) -> ReplicaId:
         """Key and kind in a form that can be a dictionary's key."""
         return replica_id(self.manifest.key, self.manifest.kind)

@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fastcheck_proto.v1 import common_pb2 as pb
@@ -205,7 +205,13 @@ class RamStore:
         """A rank's sessions below `session` are over: their processes may live, so what they can write to is not used
         again. What is published there stays.
         """
-        self._pools.retire(job, rank, session)
+        self._pools.retire(
+            lambda pool: (pool.job, pool.rank) == (job, rank) and pool.session < session,
+        )
+
+    def retire_jobs(self, below: Mapping[str, int]) -> None:
+        """As `retire`, for the sessions below this of all ranks of each job."""
+        self._pools.retire(lambda pool: pool.session < below.get(pool.job, 0))
 
     def allocate_new(self, size_bytes: int, pool: str) -> Segment:
         """As `allocate`, but never a free segment: for having one more of them."""

@@ -300,12 +300,12 @@ class SegmentPools:
         with self._changed:
             segment.recyclable = False
 
-    def retire(self, job: str, rank: int, session: int) -> None:
-        """No segment that a session of a rank below `session` copied into is used again: once free, it is unlinked."""
+    def retire(self, is_over: Callable[[StagingPool], bool]) -> None:
+        """No segment that these sessions copied into is used again: once free, it is unlinked."""
         with self._changed:
             for segment in [*self._in_use, *self._free]:
                 pool = StagingPool.of(segment.pool)
-                if pool is not None and (pool.job, pool.rank) == (job, rank) and pool.session < session:
+                if pool is not None and is_over(pool):
                     segment.recyclable = False
             doomed = [segment for segment in self._free if not segment.recyclable]
             self._doom(doomed)

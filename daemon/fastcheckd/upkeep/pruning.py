@@ -62,7 +62,10 @@ class Pruner:
 
 
 def prune(store: RamStore, jobs: Mapping[str, Kept]) -> None:
-    """Drop replicas of steps that the registry no longer keeps, the oldest first: they need the newer ones. Blocks."""
+    """Drop replicas of steps that the registry no longer keeps, the oldest first: they need the newer ones. Blocks.
+
+    Nor is memory kept ready for sessions that are over.
+    """
     held = {shard.id: shard for shard in store.held()}
     drop = what_to_drop([(s.kind, s.key, s.manifest.session) for s in held.values()], jobs)
     for kind, key, _ in sorted(drop, key=lambda entry: entry[1].step):
@@ -71,3 +74,4 @@ def prune(store: RamStore, jobs: Mapping[str, Kept]) -> None:
         except (NotHeldError, OverBudgetError, StoreFullError) as error:
             # Older steps need its bytes, and they are being read: the next time brings it up again.
             logger.info("cannot drop step %d of job %r yet: %s", key.step, key.job, error)
+    store.retire_jobs({job: kept.void_below_session for job, kept in jobs.items()})

@@ -348,6 +348,15 @@ def test_what_an_earlier_session_copied_into_is_not_used_again(store):
         assert store.allocate(16 * KIB, pool) is segment
 
 
+def test_what_sessions_of_a_deleted_job_copied_into_is_not_kept_for_them(store):
+    pools = [staging_pool("gone", rank, session) for rank, session in ((0, 1), (1, 2), (1, 3))]
+    pools.append(staging_pool("kept", 0, 1))
+    for pool in pools:
+        store.release(store.allocate(16 * KIB, pool))
+    store.retire_jobs({"gone": 3, "kept": 0, "unheard_of": 9})
+    assert [len(store.free_segments(pool)) for pool in pools] == [0, 0, 1, 1]
+
+
 def test_what_was_brought_here_to_be_read_is_not_used_again(store):
     segment = store.allocate_to_restore(16 * KIB, "gpt")
     assert store.job_bytes() == {"gpt": 16 * KIB}
