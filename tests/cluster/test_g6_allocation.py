@@ -54,18 +54,27 @@ def test_trainers_killed_while_their_first_memory_is_allocated_leave_nothing_beh
 
 def test_a_first_save_whose_memory_outlasts_the_deadline_succeeds_in_the_end(cluster):
     state = {"x": torch.ones(MEGABYTES * 2**20, dtype=torch.uint8)}
+    errors = []
+    for timeout_s in (0.2, 0.1, 0.05, 0.025):  # one that this machine misses
+        errors = errors_until_the_first_commit(cluster, state, timeout_s)
+        with AdminClient(cluster.address("node-0"), timeout_s=5) as admin:
+            admin.delete("slow", everything=True, even_if_running=True)
+        if len(errors) > 1:
+            break
+    assert len(errors) > 1, "the deadline was never missed, so this proves nothing"
+
+
+def errors_until_the_first_commit(cluster, state, timeout_s):
+    """Of each save, None of the last one."""
+    errors = []
     with Checkpointer(
-        "slow", rank=0, world_size=1, address=cluster.address("node-0"), timeout_s=0.1
+        "slow", rank=0, world_size=1, address=cluster.address("node-0"), timeout_s=timeout_s
     ) as trainer:
-        errors = []
         for step in range(1, 40):
             handle = trainer.save(step, state)
             errors.append(handle.exception(timeout=60))
             if handle.committed:
-                break
+                return errors
             assert not isinstance(errors[-1], OutOfMemoryError), errors[-1]
             time.sleep(0.5)  # a training step; meanwhile the SDK makes no attempt after a failed one
-        assert errors[0] is not None, "the deadline was never missed, so this proves nothing"
-        assert errors[-1] is None
-    with AdminClient(cluster.address("node-0"), timeout_s=5) as admin:
-        admin.delete("slow", everything=True, even_if_running=True)
+    pytest.fail(f"no save succeeded with a deadline of {timeout_s} s: {errors[-1]!r}")
