@@ -144,9 +144,6 @@ class Config:
     codec: str = "auto"
     #: Threads that encode and decode. Half the cores: the trainer comes first.
     codec_threads: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) // 2))
-    #: Processes that work on bytes: the data process, and so many less one that encode and decode for it. More where
-    #: four or more codec threads are to be busy at once: about a third of their time needs an interpreter's lock.
-    data_processes: int = 1
     #: Whether a state is sent while its trainer still copies it: `auto` where the machine has many cores
     #: (saving/ahead.py), `always`, `never`. Never, until a quiet machine has shown what it does to `save`.
     overlap_staging: str = "never"
@@ -227,7 +224,6 @@ class Config:
             f"must be one of {', '.join(CODEC_POLICIES)}",
         )
         need(1 <= self.codec_threads <= 256, "codec_threads", "must be from 1 to 256")
-        need(1 <= self.data_processes <= 64, "data_processes", "must be from 1 to 64")
         need(0 <= self.codec_nice <= 19, "codec_nice", "must be from 0 to 19")
         need(self.ram_budget_bytes >= 1 << 20, "ram_budget_bytes", "must be at least 1 MiB")
         need(
@@ -362,11 +358,6 @@ class Config:
         if self.own_voter is not None:
             own += [self.own_voter.registry_address]
         return [address for address in own if not is_loopback(split_address(address)[0])]
-
-    @property
-    def effective_codec_threads(self) -> int:
-        """Chunks that are encoded or decoded at once: at least one for each worker process."""
-        return max(self.codec_threads, self.data_processes - 1)
 
     @property
     def effective_voters(self) -> tuple[Voter, ...]:

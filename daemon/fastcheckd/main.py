@@ -52,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "validate":
             print(
                 f"valid: node {config.node_id} of cluster {config.cluster_id}, agent at {config.agent_address}, "
-                f"lane at {config.lane_address}, {config.data_processes} data process"
-                f"{'es' if config.data_processes > 1 else ''} with {config.effective_codec_threads} codec threads"
+                f"lane at {config.lane_address}, {config.codec_threads} codec threads"
             )
             return 0
         return _run("agent", config)

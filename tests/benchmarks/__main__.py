@@ -24,7 +24,7 @@ from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
-from . import codec, lanes, lossy_resume, paper_report, placement, staging, status, workers
+from . import codec, lanes, lossy_resume, paper_report, placement, staging, status
 from .codec_rows import print_rows
 from .detection import detection, soak
 from .entry import end_in_order_when_told, write_results
@@ -175,7 +175,6 @@ PARTS = (
     "links",
     "placement",
     "codec",
-    "workers",
     "replicated",
     "scale",
     "growth",
@@ -216,7 +215,6 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
         "restore": lambda: restores(rounds, quick),
         "lanes": lambda: lanes.measure(arguments.rounds, say, arguments.rows),
         "replicated": shared,
-        "workers": lambda: workers.measure(rounds, say),
         "staging": lambda: staging.measure(arguments.rounds, quick, say, arguments.rows),
         "links": lambda: shaped_links(arguments.rounds),
         "scale": scaled,

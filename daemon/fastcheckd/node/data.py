@@ -66,8 +66,6 @@ from ..transfer.put_pacing import PutPacing
 from ..transfer.tickets import TicketOffice
 from ..upkeep.room import UpkeepRoom
 from ..view import ViewFollower
-from ..workers.crew import Workers
-from ..workers.work import HERE, WorkInWorkers
 from .process import listen_tcp, listening, stop_signal, watching_crowds
 
 if TYPE_CHECKING:
@@ -94,9 +92,7 @@ class _DataRooms:
         # Lane threads mostly wait for the network: room for the steps of eight ranks at full spread, or for their
         # loads, each of which takes a thread per shard and source.
         self.lanes = ThreadPoolExecutor(8 * config.spread * config.lane_streams, thread_name_prefix="lane")
-        self.workers = _workers(config, store, counters)
-        work = HERE if self.workers is None else WorkInWorkers(self.workers, counters)
-        self.codec = CodecPool(config.effective_codec_threads, config.codec_nice, work)
+        self.codec = CodecPool(config.codec_threads, config.codec_nice)
         self.registry = registry = RegistryClient(with_remembered_voters(config), counters, dialer=dialer)
         self.view = view = ViewFollower(registry, identity, LastView(config))
         present = interfaces()
@@ -142,7 +138,7 @@ class _DataRooms:
         replicator = Replicator(
             config=config, identity=identity, store=store, registry=registry, peers=peers, view=view,
             counters=counters, executor=self.hashing, codec=self.codec,
-            planner=Planner(config.codec, config.effective_codec_threads),
+            planner=Planner(config.codec, config.codec_threads),
         )  # fmt: skip
         self.saving = SavingRoom(
             config=config, identity=identity, store=store, registry=registry, view=view,
@@ -266,25 +262,7 @@ class _DataRooms:
         self.hashing.shutdown(wait=False, cancel_futures=True)
         self.lanes.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.codec.close)
-        if self.workers is not None:
-            await asyncio.to_thread(self.workers.close)
         self.store.close()
-
-
-def _workers(config: Config, store: RamStore, counters: Counters) -> Workers | None:
-    """The worker processes, if there are to be any."""
-    processes = config.data_processes - 1
-    if not processes:
-        return None
-    return Workers(
-        store.directory / "segments",
-        processes=processes,
-        threads=-(-config.effective_codec_threads // processes),
-        nice=config.codec_nice,
-        # Before a peer that waits for the chunk gives up.
-        timeout_s=config.transfer_timeout_s / 2,
-        counters=counters,
-    )
 
 
 def _tokens(config: Config) -> Tokens | None:

@@ -14,8 +14,6 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from fastcheck_proto.v1 import common_pb2 as pb
 
 from ..errors import CorruptError, StoreError
@@ -92,35 +90,6 @@ def may_hold(pool: str, manifest: pb.ShardManifest) -> bool:
 def rounded(size_bytes: int) -> int:
     """Size of the segment for so many bytes: whole pages, at least one."""
     return max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Bytes [offset, offset + size) of a segment, by its file name: what another process needs to find them."""
-
-    segment: str
-    offset: int
-    size: int
-
-
-class _Mapping(mmap.mmap):
-    """A segment's mapping, which all views of it refer to. It knows whose it is."""
-
-    segment: str
-    address: int
-
-
-def place_of(view: memoryview) -> Place | None:
-    """Where the bytes of a view lie, if in a segment. It says nothing about how long they stay there."""
-    mapping = view.obj
-    if not isinstance(mapping, _Mapping):
-        return None
-    return Place(mapping.segment, _address(view) - mapping.address, view.nbytes)
-
-
-def _address(buffer: memoryview | mmap.mmap) -> int:
-    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    return address
 
 
 class PooledFile:
@@ -217,9 +186,7 @@ class Segment(PooledFile):
             if self._view is None:
                 fd = directory.open_regular(self.path, write=True)
                 try:
-                    mapping = _Mapping(fd, self.length_bytes)
-                    mapping.segment, mapping.address = self.name, _address(mapping)
-                    self._view = memoryview(mapping)
+                    self._view = memoryview(mmap.mmap(fd, self.length_bytes))
                 except (OSError, ValueError) as error:
                     raise StoreError(f"cannot map segment {self.path}: {error}") from None
                 finally:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..chunks import ChunkTable
+from ..codec.decoder import decode
 from ..digests import DIGEST_BYTES, chunk_digest
 from ..errors import CodecError
-from ..workers.work import ChunkWork
 from .codec_pool import CodecPool, call_off, outcome
 from .frames import CODEC_OVERHEAD_BYTES_MAX, Codec, FrameHeader
 
@@ -48,7 +48,7 @@ class Arriving:
         """
         if header.codec != Codec.RAW:
             assert self._pool is not None
-            job = self._pool.submit(_decoded, self._pool.work, payload, place)
+            job = self._pool.submit(_decoded, payload, place)
             try:
                 if not outcome(job, still_wanted):
                     return False
@@ -59,9 +59,9 @@ class Arriving:
         return chunk_digest(place) == self._digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
 
-def _decoded(work: ChunkWork, payload: memoryview, place: memoryview) -> bool:
+def _decoded(payload: memoryview, place: memoryview) -> bool:
     try:
-        work.decode(payload, place)
+        decode(payload, None, place)
     except CodecError:
         return False  # counted as any chunk that is not what it should be
     return True

@@ -1,8 +1,5 @@
 """The threads that encode and decode chunks, one pool for a whole data process.
 
-With worker processes (`workers/`) a thread hands its chunk to one and waits for it, so that a job means the same in
-either case: when it has ended, nothing touches the chunk's memory any more.
-
 They run below everything else on the machine: the trainer comes first, and so do the threads that keep
 the network busy. A job never waits for another job. Nothing here knows what is encoded or why.
 """
@@ -16,7 +13,6 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from ..errors import PeerError
-from ..workers.work import HERE, ChunkWork
 
 #: How often a thread that waits for a job looks whether its outcome is still wanted.
 _LOOK_S = 0.1
@@ -26,14 +22,13 @@ R = TypeVar("R")
 
 
 class CodecPool:
-    """`threads` threads at niceness `nice` (0 to 19); `work` is how they work on chunks. Thread-safe.
+    """`threads` threads at niceness `nice` (0 to 19). Thread-safe.
 
     What waits for a thread is bounded by those who submit: a connection has at most three jobs here.
     """
 
-    def __init__(self, threads: int, nice: int, work: ChunkWork = HERE) -> None:
+    def __init__(self, threads: int, nice: int) -> None:
         self.threads = threads
-        self.work = work
         self._executor = ThreadPoolExecutor(
             threads, thread_name_prefix="codec", initializer=_step_back, initargs=(nice,)
         )

@@ -80,7 +80,7 @@ class Intake:
     def _settle(self, header: FrameHeader, payload: memoryview) -> None:
         index = header.chunk
         try:
-            uses = self._incoming.target.settle(header, payload, self._pool.work)
+            uses = self._incoming.target.settle(header, payload)
         except CodecError as error:
             mispredicted = isinstance(error, MispredictedError)
             self._counters.add("chunks_mispredicted" if mispredicted else "corrupt_received")

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from ..chunks import ChunkTable
 from ..codec.encoder import Encoded
 from ..codec.get_planner import GetPlanner
+from ..codec.standalone import encode_alone
 from ..counters import Counters
 from ..digests import DIGEST_BYTES
 from .codec_pool import CodecPool, call_off, outcome
@@ -93,7 +94,7 @@ class Outgoing:
         start, stop = self._table.range(index)
         started = time.perf_counter()
         with self._source[start:stop] as data:
-            encoded = self._pool.work.encode_alone(data, step=self._step, digest=self.digest(index))
+            encoded = encode_alone(data, step=self._step, digest=self.digest(index))
         seconds, size = time.perf_counter() - started, stop - start
         self._planner.encoded(size, size if encoded is None else len(encoded.payload), seconds)
         self._counters.add("encode_cpu_ms", round(seconds * 1000))

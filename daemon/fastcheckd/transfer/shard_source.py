@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from ..chunks import ChunkTable
 from ..codec.chunk_plan import ChunkPlan
 from ..codec.decoder import raw_way_back, turn_around
-from ..codec.encoder import Encoded, Use, unchanged
+from ..codec.encoder import Encoded, Use, encode, unchanged
 from ..codec.fitting import Fits
 from ..codec.format import NO_DIGEST
 from ..digests import DIGEST_BYTES, chunk_digest
@@ -257,7 +258,8 @@ class ShardSource:
             start, stop = self.table.range(index)
             base, base_step = self.base.view[start:stop], self.base.step
             base_digest = self._base_digest(index)
-        encoded, seconds = self._pool.work.encode(
+        started_s = time.thread_time()
+        encoded = encode(
             self._slice(index),
             base,
             self._plans[index],
@@ -267,6 +269,7 @@ class ShardSource:
             base_digest=base_digest,
             fits=self._fits,
         )
+        seconds = time.thread_time() - started_s
         if base is not None and self._on_way_back is not None:
             self._on_way_back(index, self._way_back(index, base, encoded))
         with self._lock:

@@ -11,7 +11,7 @@ from typing import Protocol
 from fastcheck_proto.v1 import common_pb2 as pb
 
 from ..chunks import ChunkTable
-from ..codec.decoder import raw_way_back, read_header
+from ..codec.decoder import decode, raw_way_back, read_header, turn_around
 from ..codec.encoder import Use
 from ..codec.format import Header
 from ..counters import Counters
@@ -20,7 +20,6 @@ from ..errors import CodecError
 from ..store.copying import copy_bytes
 from ..store.patches import Patch
 from ..store.ram_store import HeldShard, RamStore, Segment
-from ..workers.work import HERE, ChunkWork
 from .codec_uses import raw_use
 from .frames import Codec, FrameHeader
 
@@ -34,8 +33,8 @@ class Target(Protocol):
     def place(self, header: FrameHeader) -> memoryview | None:
         """Where this payload may be received; None: only `settle` may put it in place."""
 
-    def settle(self, header: FrameHeader, payload: memoryview, work: ChunkWork = HERE) -> tuple[Use, ...]:
-        """Check a payload and put its chunk in place; how it came. `work` is who decodes.
+    def settle(self, header: FrameHeader, payload: memoryview) -> tuple[Use, ...]:
+        """Check a payload and put its chunk in place; how it came.
 
         Raises:
             CodecError: it is damaged, or for another base. MispredictedError: whole, but not what was meant.
@@ -65,14 +64,14 @@ class WholeTarget:
         """Raw chunks go straight to their place."""
         return self._chunk(header.chunk) if header.codec == Codec.RAW else None
 
-    def settle(self, header: FrameHeader, payload: memoryview, work: ChunkWork = HERE) -> tuple[Use, ...]:
+    def settle(self, header: FrameHeader, payload: memoryview) -> tuple[Use, ...]:
         """Hash a raw chunk where it lies, decode an encoded one there."""
         if header.codec == Codec.RAW:
             _check_raw(header, payload)
             return raw_use(len(payload))
         encoded = read_header(payload)
         _check_encoded(header, encoded, self._step)
-        return work.decode(payload, self._chunk(header.chunk))
+        return decode(payload, None, self._chunk(header.chunk))
 
     def publish(self, manifest: pb.ShardManifest) -> HeldShard:
         """Name the segment in a manifest."""
@@ -108,7 +107,7 @@ class PatchTarget:
         """Nowhere: the new bytes must be complete elsewhere before a chunk is touched."""
         return None
 
-    def settle(self, header: FrameHeader, payload: memoryview, work: ChunkWork = HERE) -> tuple[Use, ...]:
+    def settle(self, header: FrameHeader, payload: memoryview) -> tuple[Use, ...]:
         """New bytes into a slot, checked; the way back; then both to the store."""
         index = header.chunk
         old = self._patch.old(index)
@@ -134,8 +133,8 @@ class PatchTarget:
             return (Use("same", header.raw_bytes, len(payload)),)
         with self._patch.slot() as slot:
             new = slot[: header.raw_bytes]
-            uses, back = work.apply(payload, old, new, old_digest=self._base.chunk_digest(index))
-            self._patch.replace(index, new, back)
+            uses = decode(payload, old, new, base_digest=self._base.chunk_digest(index))
+            self._patch.replace(index, new, turn_around(payload, old, new))
         return uses
 
     def publish(self, manifest: pb.ShardManifest) -> HeldShard:

@@ -38,14 +38,6 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path):
     assert config.max_in_flight == Config().max_in_flight
 
 
-def test_each_worker_process_has_a_codec_thread_at_least(tmp_path):
-    assert Config().data_processes == 1
-    assert Config(codec_threads=8, data_processes=3).effective_codec_threads == 8
-    config = load_config(write(tmp_path, "codec_threads: 1\ndata_processes: 4\n"))
-    assert config.effective_codec_threads == 3
-    assert from_json(config.to_json()).data_processes == 4
-
-
 def test_environment_of_the_sdk_is_not_taken_for_configuration():
     load_config(
         environment={"FASTCHECK_ADDRESS": "unix:///x", "FASTCHECK_JOB": "gpt", "FASTCHECK_DISABLE": "1"}
@@ -80,9 +72,6 @@ def test_environment_of_the_sdk_is_not_taken_for_configuration():
         ("codec: on", "codec"),
         ("codec_threads: 0", "codec_threads"),
         ("codec_nice: 20", "codec_nice"),
-        ("data_processes: 0", "data_processes"),
-        ("data_processes: 65", "data_processes"),
-        ("data_processes: 1.5", "data_processes"),
         ("voters: [a, b]", "voters"),
         ("voters: 3", "voters"),
         ("- 1", "key: value"),

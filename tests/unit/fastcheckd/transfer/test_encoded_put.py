@@ -36,6 +36,7 @@ from fastcheckd.codec.encoder import encode
 from fastcheckd.digests import chunk_digest, shard_digest
 from fastcheckd.errors import FastCheckdError, FrameError, PeerError
 from fastcheckd.store.ram_store import HeldShard
+from fastcheckd.transfer import targets
 from fastcheckd.transfer.frames import (
     FRAME_BYTES,
     Codec,
@@ -49,7 +50,6 @@ from fastcheckd.transfer.frames import (
 )
 from fastcheckd.transfer.put_tally import PutOutcome
 from fastcheckd.transfer.shard_source import BaseSource, ShardSource
-from fastcheckd.workers import work
 
 Story = Callable[[Holder, Owner], Coroutine[Any, Any, None]]
 ALWAYS = lambda _: True  # noqa: E731  a choice, not a function
@@ -393,7 +393,7 @@ def test_memory_goes_back_only_when_the_decoder_has_let_go(
             return decode(*args, **named)
 
         with monkeypatch.context() as slower:
-            slower.setattr(work, "decode", slow)
+            slower.setattr(targets, "decode", slow)
             task = asyncio.create_task(put(holder, owner, second))
             await eventually(began.is_set)
             task.cancel()

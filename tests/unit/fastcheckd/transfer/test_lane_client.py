@@ -12,12 +12,12 @@ import pytest
 from transfer_harness import CHUNK, codec_pool, manifest_of, source_of
 
 from fastcheckd.errors import PeerError
+from fastcheckd.transfer import shard_source
 from fastcheckd.transfer.codec_pool import CodecPool
 from fastcheckd.transfer.frames import Codec
 from fastcheckd.transfer.lane_client import AHEAD, _made_ahead
 from fastcheckd.transfer.put_tally import PutTally
 from fastcheckd.transfer.shard_source import ShardSource
-from fastcheckd.workers import work
 
 COUNT = 12
 
@@ -47,13 +47,13 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 def test_while_one_chunk_is_sent_the_next_two_are_made_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    real = work.encode
+    real = shard_source.encode
 
     def counting(*args: Any, **named: Any) -> Any:
         made.append(1)
         return real(*args, **named)
 
-    monkeypatch.setattr(work, "encode", counting)
+    monkeypatch.setattr(shard_source, "encode", counting)
     with codec_pool(2) as pool, contextlib.closing(ahead(of_zeros(pool))) as payloads:
         for sent in range(COUNT):
             index, payload = next(payloads)
@@ -69,7 +69,7 @@ def test_a_connection_that_ends_while_it_waits_for_the_encoder_calls_the_rest_of
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     go_on, began = threading.Event(), threading.Event()
-    real = work.encode
+    real = shard_source.encode
     made: list[int] = []
 
     def slow(*args: Any, **named: Any) -> Any:
@@ -78,7 +78,7 @@ def test_a_connection_that_ends_while_it_waits_for_the_encoder_calls_the_rest_of
         assert go_on.wait(5)
         return real(*args, **named)
 
-    monkeypatch.setattr(work, "encode", slow)
+    monkeypatch.setattr(shard_source, "encode", slow)
 
     def ended() -> None:
         began.wait(5)

@@ -23,7 +23,6 @@ from fastcheckd.transfer import shard_source
 from fastcheckd.transfer.codec_pool import CodecPool
 from fastcheckd.transfer.frames import Codec
 from fastcheckd.transfer.shard_source import BaseSource, Payload, ShardSource
-from fastcheckd.workers import work
 
 WAIT_S = 5.0
 
@@ -55,14 +54,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.calls: list[int] = []
-        real = work.encode
+        real = shard_source.encode
 
         def gated(new: memoryview, *rest: Any, **named: Any) -> Any:
             self.calls.append(len(new))
             assert self.open.wait(WAIT_S)
             return real(new, *rest, **named)
 
-        monkeypatch.setattr(work, "encode", gated)
+        monkeypatch.setattr(shard_source, "encode", gated)
 
 
 @given(st.lists(st.integers(1, 60), max_size=12), st.randoms())
@@ -271,7 +270,7 @@ def test_an_encoder_that_fails_is_heard_by_all_and_the_next_order_tries_again(
     with codec_pool(1) as pool:
         source = source_of(bytes(70_000), [70_000], pool, choose=yes)
         with monkeypatch.context() as broken, source.put_under_way(against_base=False):
-            broken.setattr(work, "encode", failing)
+            broken.setattr(shard_source, "encode", failing)
             orders = [source.order(0, against_base=False) for _ in range(2)]
             for order in orders:
                 with pytest.raises(RuntimeError, match="a defect"), order:
