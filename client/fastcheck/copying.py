@@ -19,7 +19,6 @@ from operator import attrgetter, not_
 import torch
 
 from .errors import SaveFailedError
-from .front import Front
 from .gaps import Gaps
 from .gpu import Cuda, Gpu, Mark, Pair
 from .pages import populate
@@ -52,24 +51,21 @@ class Moves:
         #: Destination, source, bytes. Without a source: the destination's pages are only made present.
         self._todo = deque(moves)
         self._changed = threading.Condition()
-        #: Who copies, and the destination of the last run that it has begun.
-        self._workers: dict[object, int] = {}
-        self._broken_off = False
+        #: Threads that copy.
+        self._workers = 0
         self._error: BaseException | None = None
 
     def work(self) -> None:
         """Copy until nothing is left to begin; others may still be at their last run."""
-        worker = object()
+        with self._changed:
+            self._workers += 1
         try:
-            with self._changed:
-                self._workers[worker] = 0
             while True:
                 try:
                     move = self._todo.popleft()
                 except IndexError:
                     return
                 if move[1]:
-                    self._workers[worker] = move[0]
                     move_bytes(*move)
                 else:
                     populate(move[0], move[2])
@@ -78,17 +74,8 @@ class Moves:
             raise
         finally:
             with self._changed:
-                self._workers.pop(worker, None)
+                self._workers -= 1
                 self._changed.notify_all()
-
-    def low_in(self, base: int) -> Callable[[], int | None]:
-        """`low` as an offset into the memory at `base`."""
-
-        def offset() -> int | None:
-            low = self.low()
-            return None if low is None else max(0, low - base)
-
-        return offset
 
     def spoil(self, error: BaseException) -> None:
         """Something was not copied, or not as it should be: `join` will say so."""
@@ -97,24 +84,7 @@ class Moves:
 
     def cancel(self) -> None:
         """Begin nothing more: the memory is about to be given back."""
-        self._broken_off = self._broken_off or bool(self._todo)
         self._todo.clear()
-
-    def low(self) -> int | None:
-        """Everything for destinations below this has been copied; None: all of it. For moves in ascending order.
-
-        Asked while others copy, so it may say less than is true, never more: whoever takes a run from the front of the
-        queue is in the books before, with the one that it took last.
-        """
-        try:
-            # The first run that nobody has begun, then those under way: in this order none is missed in between.
-            first = next((move[0] for move in self._todo if move[1]), None)
-            under_way = list(self._workers.values())
-        except RuntimeError:  # it was taken just now
-            return 0
-        if self._broken_off or self._error is not None:
-            return 0
-        return min(under_way, default=None) if first is None else min([first, *under_way])
 
     def quiet(self) -> None:
         """Wait until nobody copies: for as long as one run takes per thread."""
@@ -140,31 +110,20 @@ class Copier:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def copy(
-        self, flat: FlatState, segment: torch.Tensor, *, warm: bool = True, front: Front | None = None
-    ) -> None:
+    def copy(self, flat: FlatState, segment: torch.Tensor, *, warm: bool = True) -> None:
         """Write the header, all tensors but those left for later, and zeros between them.
 
-        `segment` is flat uint8, at least state_bytes long; `warm`: its pages were used before. `front` is kept up to
-        date, and waits for what is left for later.
+        `segment` is flat uint8, at least state_bytes long; `warm`: its pages were used before.
         """
-        front = front or Front(flat.state_bytes)
         assert segment.numel() >= flat.state_bytes
         with uncollected():
             self._gaps.zero(flat, segment)
-            late = [piece for piece in flat.pieces if piece.later]
             far, near = _parted(self._gpu.takes, [piece for piece in flat.pieces if not piece.later])
             contiguous, strided = _parted(torch.Tensor.is_contiguous, near)
             plain, elsewhere = _parted(attrgetter("is_cpu"), contiguous)
             strided += elsewhere
             moves = self.begin(plain, segment, warm=warm)
         base = segment.data_ptr()
-        front.begin("plain", moves.low_in(base))
-        for part, pieces in (("strided", strided), ("far", far), ("late", late)):
-            if pieces:
-                front.wait_for(part, min(piece.offset for piece in pieces))
-        front.wait_for("header", flat.header_offset)
-        front.end("all")
         until: Mark = {}
         try:
             if far:
@@ -174,7 +133,6 @@ class Copier:
             for piece in strided:
                 into, source = carried(piece, segment)
                 into.copy_(source)
-            front.end("strided")
             moves.work()
             moves.join()
         finally:
@@ -184,8 +142,6 @@ class Copier:
         ctypes.memmove(base + flat.header_offset, flat.header, len(flat.header))
         end = flat.header_offset + len(flat.header)
         ctypes.memset(base + end, 0, flat.state_bytes - end)
-        front.end("far")
-        front.end("header")
 
     def begin(self, pieces: Iterable[Piece], segment: torch.Tensor, *, warm: bool = True) -> Moves:
         """The moves for contiguous CPU tensors; nothing is copied yet. The caller keeps the tensors alive."""

@@ -74,13 +74,6 @@ class Daemon:
 
         return self._ask(ask, connect_s)
 
-    def follow_copy(
-        self, news: Iterator[pb.FollowCopyRequest], *, connect_s: float
-    ) -> grpc.Future[pb.FollowCopyResponse]:
-        """Tell how far a copy is, in the background, until `news` ends or the call is cancelled."""
-        with self.errors(connect_s) as link:
-            return link.trainer.FollowCopy.future(news)
-
     def seal_save(self, request: pb.SealSaveRequest) -> None:
         """Hand the filled segment over."""
         self._ask(lambda link: link.trainer.SealSave(request, timeout=_PROMPT_S), CONNECT_S, tries=1)

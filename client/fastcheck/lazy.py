@@ -15,7 +15,6 @@ import torch
 
 from .copying import Copier, carried
 from .errors import StateChangedError
-from .front import Front
 from .gpu import Gpu, Mark
 from .segments import Segment
 from .state.flatten import FlatState
@@ -26,9 +25,7 @@ _NAMES_SHOWN_MAX = 5
 class LazyCopy:
     """The later pieces of one state on their way into a segment. `run` it in one thread, `hold` it from any."""
 
-    def __init__(
-        self, flat: FlatState, segment: Segment, copier: Copier, gpu: Gpu, front: Front | None = None
-    ) -> None:
+    def __init__(self, flat: FlatState, segment: Segment, copier: Copier, gpu: Gpu) -> None:
         later = [piece for piece in flat.pieces if piece.later]
         near = [piece for piece in later if not gpu.takes(piece.tensor)]
         # Both lists keep the memory alive that is read, whatever becomes of the caller's tensors.
@@ -41,11 +38,6 @@ class LazyCopy:
         self.near_bytes = sum(piece.bytes for piece in near)
         self.bytes = self.near_bytes + sum(piece.bytes for piece in self._far)
         self._moves = copier.begin(near, segment.tensor, warm=segment.warm)
-        self._front = front or Front(flat.state_bytes)
-        self._front.begin("near", self._moves.low_in(segment.tensor.data_ptr()))
-        if self._far:
-            self._front.wait_for("late far", self._far[0].offset)
-        self._front.end("late")
         self._after: Mark = gpu.mark(piece.tensor for piece in self._far) if self._far else {}
         self._until: Mark = {}
         #: The device has all copies, or will get none.
@@ -71,7 +63,6 @@ class LazyCopy:
             self._moves.work()
             self._moves.join()
             self._gpu.wait(self._until)
-            self._front.end("late far")
             self._moves.join()  # a fence may have been broken off meanwhile
             changed = self._judge()
         finally:

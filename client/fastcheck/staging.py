@@ -17,7 +17,6 @@ from .ahead import MappedAhead
 from .copying import Copier
 from .daemon import Daemon
 from .errors import FastCheckError
-from .front import Front
 from .gpu import Cuda, Gpu
 from .lazy import LazyCopy
 from .pinning import Pinner
@@ -25,7 +24,6 @@ from .prefault import Prefaulter
 from .progress import Reporter
 from .segments import Segment, SegmentCache
 from .state.flatten import FlatState
-from .telling import Telling
 from .transport import Loaded, Patience, Staged, Staging, check_ready, seal_of
 
 logger = logging.getLogger("fastcheck")
@@ -51,20 +49,18 @@ class SharedMemory:
         request.ahead.CopyFrom(seal_of(flat))
         begun = self._daemon.begin_save(request, connect_s=patience.connect_s, timeout_s=patience.timeout_s)
         started = time.monotonic()
-        front = Front(flat.state_bytes)
-        telling = Telling(self._daemon, begun.save_id, front) if begun.follows else None
         try:
             segment = self._cache.get(begun.segment)
             if any(self._gpu.takes(piece.tensor) for piece in flat.pieces):
                 self._pinner.pin(segment)
-            self._copier.copy(flat, segment.tensor, warm=segment.warm, front=front)
-            later = LazyCopy(flat, segment, self._copier, self._gpu, front)
+            self._copier.copy(flat, segment.tensor, warm=segment.warm)
+            later = LazyCopy(flat, segment, self._copier, self._gpu)
         except BaseException:
-            self.abandon(begun.save_id, telling)
+            self.abandon(begun.save_id)
             raise
-        return _Staging(self, begun, segment, flat, later, telling, time.monotonic() - started)
+        return _Staging(self, begun, segment, flat, later, time.monotonic() - started)
 
-    def seal(self, begun: pb.BeginSaveResponse, flat: FlatState, telling: Telling | None) -> None:
+    def seal(self, begun: pb.BeginSaveResponse, flat: FlatState) -> None:
         """Hand a filled segment over."""
         request = pb.SealSaveRequest(save_id=begun.save_id, as_begun=begun.read_ahead)
         if not begun.read_ahead:
@@ -75,8 +71,6 @@ class SharedMemory:
             if said.HasField("shared"):
                 request.shared.CopyFrom(said.shared)
         self._daemon.seal_save(request)
-        if telling is not None:
-            telling.end()
 
     def warm(self, spares: Sequence[pb.SegmentRef]) -> None:
         """Touch the pages of segments that later saves will get."""
@@ -88,10 +82,8 @@ class SharedMemory:
         self._prefaulter.offer([begun.segment], self._copy_threads)
         self.abandon(begun.save_id)
 
-    def abandon(self, save_id: str, telling: Telling | None = None) -> None:
+    def abandon(self, save_id: str) -> None:
         """Give a segment back that will not be sealed."""
-        if telling is not None:
-            telling.end()
         try:
             self._daemon.abandon_save(save_id)
         except FastCheckError as error:
@@ -163,7 +155,6 @@ class _Staging:
         segment: Segment,
         flat: FlatState,
         later: LazyCopy,
-        telling: Telling | None,
         eager_s: float,
     ) -> None:
         self._shared = shared
@@ -171,7 +162,6 @@ class _Staging:
         self._segment: Segment | None = segment
         self._flat: FlatState | None = flat
         self._later = later
-        self._telling = telling
         self._eager_s = eager_s
 
     def hold(self) -> None:
@@ -186,9 +176,9 @@ class _Staging:
             self._later.run()
             assert self._segment is not None
             self._segment.warm = True
-            self._shared.seal(self._begun, flat, self._telling)
+            self._shared.seal(self._begun, flat)
         except BaseException:
-            self._shared.abandon(self._begun.save_id, self._telling)
+            self._shared.abandon(self._begun.save_id)
             raise
         finally:
             self._segment = None

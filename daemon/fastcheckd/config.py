@@ -144,9 +144,6 @@ class Config:
     codec: str = "auto"
     #: Threads that encode and decode. Half the cores: the trainer comes first.
     codec_threads: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) // 2))
-    #: Whether a state is sent while its trainer still copies it: `auto` where the machine has many cores
-    #: (saving/ahead.py), `always`, `never`. Never, until a quiet machine has shown what it does to `save`.
-    overlap_staging: str = "never"
     #: Niceness of those threads, on top of the daemon's own: what sends and receives goes before them, too.
     codec_nice: int = 10
 
@@ -218,11 +215,6 @@ class Config:
         need(1 <= self.lane_streams <= 16, "lane_streams", "must be from 1 to 16")
         need(1 <= self.worker_threads <= 256, "worker_threads", "must be from 1 to 256")
         need(self.codec in CODEC_POLICIES, "codec", f"must be one of {', '.join(CODEC_POLICIES)}")
-        need(
-            self.overlap_staging in CODEC_POLICIES,
-            "overlap_staging",
-            f"must be one of {', '.join(CODEC_POLICIES)}",
-        )
         need(1 <= self.codec_threads <= 256, "codec_threads", "must be from 1 to 256")
         need(0 <= self.codec_nice <= 19, "codec_nice", "must be from 0 to 19")
         need(self.ram_budget_bytes >= 1 << 20, "ram_budget_bytes", "must be at least 1 MiB")

@@ -11,8 +11,6 @@ import threading
 NAMES: dict[str, str] = {
     "saves_staged": "saves sealed by trainers",
     "bytes_staged": "bytes of those",
-    "saves_ahead": "saves that were sent while their trainers copied",
-    "saves_ahead_stopped": "of those, the ones that were stopped before the seal",
     "saves_committed": "saves that were committed",
     "saves_failed": "saves that ended in an error",
     "saves_refused": "saves refused before their trainers copied anything",

@@ -152,54 +152,6 @@ def _many_small(size: Size, say: Say) -> list[Figure]:
     ]
 
 
-def _overlap(size: Size, say: Say) -> list[Figure]:
-    """The front of a state sent while its back is copied, against not: how long `save` blocks, how late the commit is.
-
-    On all cores, and with the trainer on one half of them and all daemons on the other. Two clusters take turns.
-    """
-    figures = []
-    for where, said in ((_together, ""), (_apart, ", trainer and daemons each on one half of the cores")):
-        if where is _apart and len(os.sched_getaffinity(0)) < 2:
-            say("training and daemons apart are left out: there is one core")
-            continue
-        blocked: dict[str, list[float]] = {"always": [], "never": []}
-        committed: dict[str, list[float]] = {"always": [], "never": []}
-        with ExitStack() as stack:
-            state = _even_state(40, size.small_bytes)
-            clusters = {
-                overlap: stack.enter_context(_cluster(size.small_bytes, overlap_staging=overlap))
-                for overlap in blocked
-            }
-            trainers = {
-                o: stack.enter_context(_trainer(cluster, "overlap")) for o, cluster in clusters.items()
-            }
-            stack.enter_context(where(*clusters.values()))
-            for step in range(1, _WARM_UP + size.rounds + 1):
-                change(state)
-                for overlap, ckpt in trainers.items():
-                    began = time.monotonic()
-                    blocked_ms = _save_ms(ckpt, step, state)
-                    committed_ms = (time.monotonic() - began) * 1e3
-                    say(
-                        f"overlap {overlap}{said}: blocked {blocked_ms:.0f} ms, committed after {committed_ms:.0f} ms"
-                    )
-                    if step > _WARM_UP:
-                        blocked[overlap].append(blocked_ms)
-                        committed[overlap].append(committed_ms)
-        limit = "without the overlap"
-        figures += [
-            Figure(f"save blocks, sent while copied{said}", "ms", blocked["always"], blocked["never"], limit),
-            Figure(
-                f"until the commit, sent while copied{said}",
-                "ms",
-                committed["always"],
-                committed["never"],
-                limit,
-            ),
-        ]
-    return figures
-
-
 class _Training:
     """A small training on this process' cores, and its mean step with saves at each fourth and without."""
 
@@ -297,7 +249,6 @@ ROWS: dict[str, Callable[[Size, Say], list[Figure]]] = {
     "threads": _threads,
     "first": _first,
     "tensors": _many_small,
-    "overlap": _overlap,
     "steps": lambda size, say: _steps(_together, "", size, say),
     "steps-aside": lambda size, say: _steps(_holder_aside, ", the holder at niceness 19", size, say),
     "steps-apart": lambda size, say: _steps(

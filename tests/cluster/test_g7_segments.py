@@ -15,6 +15,7 @@ import pytest
 from tests.cluster.harness import counters, paused, process_of
 from tests.cluster.steered import SteeredRank
 
+from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
 MEGABYTES = 256
@@ -68,6 +69,15 @@ def cluster(tmp_path_factory):
         yield cluster
 
 
+@pytest.fixture(autouse=True)
+def room_for_one_job(cluster):
+    """The others' steps would take the memory."""
+    yield
+    with AdminClient(cluster.address("node-0"), timeout_s=10) as admin:
+        for job in admin.jobs()["jobs"]:
+            admin.delete(job["job"], everything=True, even_if_running=True)
+
+
 @pytest.mark.parametrize("hashed", [False, True], ids=["before hashing", "after the commit"])
 def test_a_trainer_stopped_in_mid_copy_changes_nothing_of_its_successors_steps(cluster, hashed):
     job = f"taken-over-{hashed}"
@@ -99,3 +109,16 @@ def test_a_trainer_stopped_in_mid_copy_changes_nothing_of_its_successors_steps(c
         with SteeredRank(cluster, "node-1", job, megabytes=MEGABYTES) as reader:
             assert reader.load() == (step, mark)
         assert counters(cluster, "node-0")["corrupt_found"] == before, "its own copy is as it was"
+
+
+def test_a_trainer_killed_in_mid_copy_leaves_the_step_before(cluster):
+    with SteeredRank(cluster, "node-0", "killed", megabytes=MEGABYTES) as first:
+        first.commit(1, mark=1)
+        step, segment = stop_in_mid_copy(cluster, first, "node-0", 2)
+        first.kill()
+    with SteeredRank(cluster, "node-0", "killed", megabytes=MEGABYTES) as second:
+        newest, _ = second.load()
+        assert newest == step - 1
+        second.commit(step, mark=7)
+        assert second.load() == (step, 7)
+        assert not segment.exists(), "its memory is not used again"

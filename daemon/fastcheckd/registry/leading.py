@@ -185,9 +185,8 @@ class Leader:
         chunk_bytes: int,
         avoid: Collection[str],
         oldest_step: int,
-        ahead: bool = False,
     ) -> Placement:
-        """Split a rank's state into shards and name their holders; `ahead`: nobody may wait for the step yet.
+        """Split a rank's state into shards and name their holders.
 
         Raises:
             FencedError: the session or the owner's life is over.
@@ -238,8 +237,6 @@ class Leader:
 
         newest_load, age_s = self._reports.newest_load(job)
         placement = replace(self._raft.read(decide), newest_load=newest_load, newest_load_age_s=age_s)
-        if ahead:
-            return placement
         self._reports.collector.placed(
             job,
             step,

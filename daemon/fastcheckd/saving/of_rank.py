@@ -46,8 +46,6 @@ class RankSaves:
     obsolete: deque[int] = field(default_factory=lambda: deque(maxlen=OBSOLETE_MAX))
     #: Held while a segment is allocated for it, also when whoever asked for it has gone.
     allocating: asyncio.Lock = field(default_factory=asyncio.Lock)
-    #: Sending that was begun before the seal, and is just ending without one: its memory is not free yet.
-    leaving: asyncio.Task[None] | None = None
     #: Segments for its next steps are being made.
     making_spares: asyncio.Task[None] | None = None
 
@@ -126,5 +124,5 @@ class RankSaves:
     def tasks(self) -> list[asyncio.Task[Any]]:
         """All that is running for it."""
         found: list[asyncio.Task[Any] | None] = [s.task for s in self.saves]
-        found += [self.leaving, self.making_spares, self.ruling_out]
+        found += [self.making_spares, self.ruling_out]
         return [task for task in found if task is not None]

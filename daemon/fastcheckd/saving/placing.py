@@ -121,7 +121,6 @@ class Placing:
                         chunk_bytes=self._config.chunk_bytes,
                         avoid=self._quarantine.members(save.key.job),
                         oldest_step=save.oldest_step(),
-                        ahead=not save.sealed,
                     ),
                     timeout_s=timeout_s,
                 )
@@ -157,15 +156,6 @@ class Placing:
         )
         response.epoch = max(response.epoch, view.epoch)
         return Placed(response, alone=True)
-
-    async def announce(self, save: Save) -> None:
-        """When a step that was placed ahead of its seal has it, tell the leader that this rank is at work on it.
-
-        Without it the other ranks would take this one for absent until it reports. If it fails, they do.
-        """
-        await save.until_sealed()
-        with contextlib.suppress(FastCheckdError):
-            await self._ask_for_place(save, REGISTRY_TIMEOUT_S)
 
     async def until_heard(self, save: Save) -> None:
         """Ask for the registry until it answers, however long that takes, and it is this step's turn.

@@ -99,21 +99,7 @@ class Replicator:
         self.silence = self._placing.silence
 
     async def run(self, save: Save) -> None:
-        """Bring a save to COMMITTED; raises what stopped it.
-
-        One that is not sealed yet is sent as far as it is filled. Nothing is acknowledged, published or reported
-        before the seal.
-        """
-        if save.sealed:
-            await self._run(save)
-            return
-        announcing = asyncio.create_task(self._placing.announce(save))
-        try:
-            await self._run(save)
-        finally:
-            announcing.cancel()
-
-    async def _run(self, save: Save) -> None:
+        """Bring a sealed save to COMMITTED; raises what stopped it."""
         placed = await self._placing.place(save)
         if save.after is not None:
             # Step by step: what is being sent now is the next one's base.
@@ -261,8 +247,6 @@ class Replicator:
                 fits=fits,
                 prepare=content.quantise and Preparation(content.quantise, view, plans, base),
                 on_way_back=None if thinning is None else thinning.add,
-                filling=save.filling,
-                offset=offset,
             )
             shards.append(Shard(index, offset, table.shard_bytes, source, manifest, plan, thinning=thinning))
             offset += table.shard_bytes
@@ -308,7 +292,6 @@ class Replicator:
 
     async def _put(self, save: Save, shard: Shard, holder: pb.Holder, epoch: int) -> FastCheckdError | None:
         """Send one copy; a failure is returned, and the holder rests, so that the others go on."""
-        await shard.source.until_begun()
         started = time.monotonic()
         put = asyncio.create_task(
             self._peers.put_shard(
@@ -329,7 +312,7 @@ class Replicator:
             if not put.done():
                 raise PeerError(f"node {node_id} went DOWN while it was sent shard {shard.index}")
             outcome = put.result()
-            seconds = time.monotonic() - started - outcome.waited_s
+            seconds = time.monotonic() - started
         except FastCheckdError as error:
             shard.troubled = True
             if isinstance(error, OverBudgetError):

@@ -44,7 +44,6 @@ from ..store.retention import PROVISIONAL_KEPT
 from ..store.segments import Segment, staging_pool
 from ..tasks import to_its_end
 from ..view import ViewFollower
-from .ahead import Ahead, read
 from .committed import Committed
 from .content import NOTHING
 from .given_up import GivenUp
@@ -103,7 +102,6 @@ class SavingRoom:
         self._given_up = GivenUp(
             identity=identity, store=store, registry=registry, view=view, silence=replicator.silence
         )
-        self._ahead = Ahead(config=config, counters=counters, attach=self._attach, send=self._run)
         #: Set once the steps that an earlier life of this process staged are under way again.
         self._resumed = asyncio.Event()
 
@@ -115,12 +113,6 @@ class SavingRoom:
         """
         # Copies of lists: the event loop changes them meanwhile.
         return any(
-            save.filling is not None
-            and save.filling.has(1)
-            and save.task is not None
-            and not save.task.done()
-            for save in list(self._reserved.values())
-        ) or any(
             save.state < tpb.SAVE_STATE_REPLICATED and save.stalled_because is None
             for rank in list(self._ranks.values())
             for save in list(rank.saves)
@@ -295,8 +287,6 @@ class SavingRoom:
         await self._admit(request.job, request.rank, request.session)
         self._abandon_reserved(request.job, request.rank)  # the trainer came back without sealing it
         self._expire_reserved()
-        if (leaving := self._of(request.job, request.rank).leaving) is not None:
-            await asyncio.wait({leaving}, timeout=GIVE_UP_PATIENCE_S)
         self._check_newer(request)
         bound = request.max_in_flight or self._config.max_in_flight
         waited_s = await self._wait_for_room(request, bound)
@@ -318,7 +308,7 @@ class SavingRoom:
         self._durations.add("save_wait", save.begun_at - began)
         self._reserved[save.save_id] = save
         if request.HasField("ahead"):
-            self._ahead.begin(save, request.ahead)
+            save.describe(request.ahead, self._config.chunk_bytes)
         return save, waited_s
 
     async def _allocate(self, request: tpb.BeginSaveRequest) -> Segment:
@@ -448,7 +438,7 @@ class SavingRoom:
             self._supersede(old, save.key.step)
 
     def abandon(self, save_id: str, *, may_be_copied_into: bool = False) -> None:
-        """Give back a segment that will not be sealed, and take back what was sent; unknown ids are no error.
+        """Give back a segment that will not be sealed; unknown ids are no error.
 
         `may_be_copied_into`: nobody has said that the copy has ended, so the memory is not used again.
         """
@@ -456,35 +446,11 @@ class SavingRoom:
         if save is None:
             return
         release = self._store.discard if may_be_copied_into else self._store.release
-        if save.reading is not None:
-            save.reading.cancel()
-        if save.task is None or save.task.done():
-            release(save.segment)
-            return
-        # Its threads read the bytes until it has ended.
-        self._ahead.stop(save, "it will not be sealed")
-        saves, task = self._of(save.key.job, save.key.rank), save.task
-        saves.leaving = task
+        if save.described is not None:
+            save.described.cancel()
+        release(save.segment)
 
-        def gone(_: object) -> None:
-            release(save.segment)
-            if saves.leaving is task:
-                saves.leaving = None
-
-        task.add_done_callback(gone)
-
-    # --- sent while it is copied -----------------------------------------------------------------
-
-    def fill(self, save_id: str, filled_bytes: int) -> bool:
-        """The trainer has copied so much of its state; False if nobody needs to know."""
-        save = self._reserved.get(save_id)
-        return save is not None and self._ahead.fill(save, filled_bytes)
-
-    def lost_sight(self, save_id: str) -> None:
-        """Whoever told how far the copy is has gone."""
-        save = self._reserved.get(save_id)
-        if save is not None:
-            self._ahead.stop(save, "its trainer is gone")
+    # --- sealed ----------------------------------------------------------------------------------
 
     async def seal(self, save_id: str, said: tpb.SealSaveRequest | tpb.PushSeal | None) -> Save:
         """The trainer is done writing: replicate and commit. None: the state is as was said when the save began.
@@ -500,15 +466,13 @@ class SavingRoom:
         if save is None:
             raise unknown
         if said is not None:
-            self._ahead.stop(save, "the seal says something else")
-            await read(save, said, self._config.chunk_bytes)
-        elif save.reading is None:
+            save.describe(said, self._config.chunk_bytes)
+        if (described := save.described) is None:
             raise InvalidRequestError("nothing was said of this state when its save began")
-        else:
-            await asyncio.shield(save.reading)
-        if save.task is not None and (save.task.done() or save.task.cancelling()):
-            await asyncio.wait({save.task})
-            save.task = save.filling = None
+        await asyncio.wait({described})
+        if described.cancelled():  # it was given back meanwhile
+            raise unknown
+        described.result()
         if self._reserved.pop(save_id, None) is not save:
             raise unknown
         self._counters.add("saves_staged")
@@ -517,19 +481,13 @@ class SavingRoom:
         self._launch(save)
         return save
 
-    def _attach(self, save: Save) -> None:
-        """Let a save that is about to be sent know of the rank's others, and of how much memory there is."""
-        rank = (save.key.job, save.key.rank)
-        self._of(*rank).attach(save, self._note_provisional)
-        self.memory.sized(rank, save.state_bytes)
-        save.lean = self.memory.is_lean(rank)
-
     def _launch(self, save: Save) -> None:
-        """A sealed save is the daemon's: have it replicated and committed, unless that has been begun."""
+        """A sealed save is the daemon's: have it replicated and committed."""
         rank = (save.key.job, save.key.rank)
         saves = self._of(*rank)
-        if save.task is None:
-            self._attach(save)
+        saves.attach(save, self._note_provisional)
+        self.memory.sized(rank, save.state_bytes)
+        save.lean = self.memory.is_lean(rank)
         saves.add(save)
         self.memory.begun(rank, len(saves.under_way()))
         save.sealed_at = time.monotonic()
@@ -537,10 +495,7 @@ class SavingRoom:
         save.moved()
         save.advance(tpb.SAVE_STATE_STAGED)
         self._outcomes.sealed(save.key)
-        if save.task is None:
-            save.task = asyncio.create_task(self._run(save), name=f"save-{save.key}")
-        elif save.filling is not None:
-            save.filling.seal()
+        save.task = asyncio.create_task(self._run(save), name=f"save-{save.key}")
         if saves.making_spares is None or saves.making_spares.done():
             making = asyncio.create_task(self.memory.make_spares(save), name=f"spares-{save.key}")
             saves.making_spares = making
@@ -556,11 +511,7 @@ class SavingRoom:
         except Exception as failure:
             logger.exception("%s failed by a defect", save.key)
             error = FastCheckdError(f"internal error: {failure!r}")
-        if save.sealed:
-            self._finish(save, error)
-        else:  # nothing counts before the seal, and after it another attempt does
-            logger.info("%s could not be sent while it is copied: %s", save.key, error)
-            self._counters.add("saves_ahead_stopped")
+        self._finish(save, error)
 
     def _finish(self, save: Save, error: FastCheckdError | None) -> None:
         if save.done:

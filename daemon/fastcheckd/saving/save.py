@@ -5,7 +5,6 @@
         │                 └─────(no registry)──▶ PROVISIONAL ─────────────┘
         └─abandon         └───────── FAILED ◀──────────┘
 
-A save that is sent while it is staged (`Save.filling`) is RESERVED all the while: its copies count from the seal on.
 A save only moves forward; whoever watches it may miss a state but never the last one.
 Owned by the event loop's thread, but for `moved()`, which sending threads may call.
 """
@@ -21,11 +20,11 @@ from typing import TypeAlias
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
-from ..errors import FastCheckdError, ReplicasDisagreeError
+from ..errors import FastCheckdError, InvalidRequestError, ReplicasDisagreeError
 from ..rpc import detail
 from ..store.segments import Segment
-from ..transfer.filling import Filling
-from .content import NOTHING, Content
+from .content import NOTHING, Content, of_layout
+from .shared import Shared
 
 State: TypeAlias = tpb.SaveState.ValueType
 FINAL: tuple[State, ...] = (tpb.SAVE_STATE_COMMITTED, tpb.SAVE_STATE_FAILED)
@@ -75,10 +74,8 @@ class Save:
     shared_digests: tuple[pb.PartDigests, ...] = ()
     #: The step of this rank before it while that is under way: it is sent first, and is then this one's base.
     after: Save | None = None
-    #: What the trainer said of the state when it began is being read and checked.
-    reading: asyncio.Task[None] | None = None
-    #: It is sent while the trainer still copies, as far as this says.
-    filling: Filling | None = None
+    #: What the trainer says of the state is being read and checked: see `describe`.
+    described: asyncio.Task[None] | None = None
     #: The registry may have heard that this rank is replicated: from then on the step may be committed.
     reported: bool = False
     #: How often ranks of the job had been taken over when it was placed; 0: not known.
@@ -88,7 +85,7 @@ class Save:
 
     #: By the monotonic clock.
     begun_at: float = field(default_factory=time.monotonic)
-    #: Likewise; before the seal, when sending it was begun.
+    #: Likewise.
     sealed_at: float = 0.0
     state: State = tpb.SAVE_STATE_UNSPECIFIED
     error: FastCheckdError | None = None
@@ -139,6 +136,29 @@ class Save:
         """Replicated, and nobody there to commit it."""
         return self.state == tpb.SAVE_STATE_PROVISIONAL
 
+    def describe(self, said: tpb.SealSaveRequest | tpb.PushSeal, chunk_bytes: int) -> None:
+        """Begin to read what the trainer says of its state. `described` then ends with InvalidRequestError where
+        header, layout or shared part do not fit the state. What was said last counts.
+        """
+        if self.described is not None:
+            self.described.cancel()
+        self.described = asyncio.create_task(self._describe(said, chunk_bytes))
+        # The seal asks for the outcome. Without a seal nobody does.
+        self.described.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _describe(self, said: tpb.SealSaveRequest | tpb.PushSeal, chunk_bytes: int) -> None:
+        if said.header_bytes == 0 or said.header_offset + said.header_bytes > self.state_bytes:
+            raise InvalidRequestError("the state header lies outside of the state")
+        shared = Shared.of(said)
+        if shared is not None:
+            shared.check(self.state_bytes)
+        layout = said.layout if said.HasField("layout") else None
+        # A large model's layout has a million runs.
+        content = await asyncio.to_thread(of_layout, layout, self.state_bytes, chunk_bytes)
+        self.header_offset, self.header_bytes = said.header_offset, said.header_bytes
+        self.content, self.lossy = content, content.lossy
+        self.shared, self.shared_digests = (shared.part, shared.digests) if shared is not None else (None, ())
+
     def moved(self, _amount: int = 0) -> None:
         """Something went forward: a byte was sent, a call was answered."""
         self.moved_at = time.monotonic()
@@ -179,11 +199,6 @@ class Save:
     async def until_done(self) -> None:
         """Return when the save is committed or has failed."""
         while not self.done:
-            await self._changed.wait()
-
-    async def until_sealed(self) -> None:
-        """Return when the trainer is done writing."""
-        while not self.sealed:
             await self._changed.wait()
 
     async def until_sent(self) -> None:

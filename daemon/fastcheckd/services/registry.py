@@ -140,7 +140,6 @@ class RegistryService(
             chunk_bytes=request.chunk_bytes,
             avoid=request.avoid,
             oldest_step=min(request.oldest_step, request.step),
-            ahead=request.ahead,
         )
         response = registry_pb2.PlaceResponse(
             epoch=placement.epoch,

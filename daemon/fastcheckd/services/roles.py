@@ -67,7 +67,7 @@ RULES: dict[str, dict[str, frozenset[str]]] = {
     ),
     "fastcheck.v1.TrainerService": dict.fromkeys(
         (
-            "OpenSession", "BeginSave", "FollowCopy", "SealSave", "AbandonSave", "WatchSave", "ListSteps", "Load",
+            "OpenSession", "BeginSave", "SealSave", "AbandonSave", "WatchSave", "ListSteps", "Load",
             "Push", "Pull", "Read", "CloseSession", "Delete",
         ),
         _TRAINERS,

@@ -80,26 +80,8 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             save_id=save.save_id,
             segment=tpb.SegmentRef(path=str(save.segment.path), bytes=save.segment.size_bytes),
             waited_s=waited_s,
-            read_ahead=save.reading is not None,
-            follows=save.filling is not None,
+            read_ahead=save.described is not None,
         )
-
-    @answers
-    async def FollowCopy(
-        self, request_iterator: AsyncIterator[tpb.FollowCopyRequest], context: Context
-    ) -> tpb.FollowCopyResponse:
-        """Send what is copied."""
-        save_id = ""
-        try:
-            async for request in request_iterator:
-                if not save_id:
-                    await self._check_save(request.save_id)
-                    save_id = request.save_id
-                if not self._saving.fill(save_id, request.filled_bytes):
-                    break
-        finally:
-            self._saving.lost_sight(save_id)
-        return tpb.FollowCopyResponse()
 
     async def _begin(self, request: tpb.BeginSaveRequest) -> tuple[Save, float]:
         _check_rank(request.job, request.rank, request.world_size)

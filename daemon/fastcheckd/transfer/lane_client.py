@@ -150,23 +150,14 @@ def _made_ahead(
     connection: int,
     still_wanted: Callable[[], None],
 ) -> Generator[tuple[int, Payload], None, None]:
-    """The payloads of `chunks` in order, the next ones under way; close it to call those off.
-
-    One that is not there yet is waited for here, where it keeps no thread of the codec's, and only when there is
-    nothing else to send.
-    """
+    """The payloads of `chunks` in order, the next ones under way; close it to call those off."""
     orders: deque[tuple[int, Order]] = deque()
     rest = deque(chunks)
     try:
         while rest or orders:
-            while rest and len(orders) <= AHEAD and source.has(rest[0]):
+            while rest and len(orders) <= AHEAD:
                 index = rest.popleft()
                 orders.append((index, source.order(index, against_base=against_base, plain=plain)))
-            if not orders:
-                started = time.perf_counter()
-                source.until_filled(rest[0], still_wanted)
-                tally.waited(connection, time.perf_counter() - started)
-                continue
             index, order = orders[0]
             payload = order.take(still_wanted)
             orders.popleft()

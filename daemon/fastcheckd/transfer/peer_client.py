@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
@@ -154,9 +153,6 @@ class PeerClient(PeerCalls):
                         course = stack.enter_context(self._pacing.put_under_way(manifest.bytes, due))
                         work = partial(work, course=course)
                     await self._stream(crew, holder, begun.tickets, work)
-                started = time.monotonic()
-                await source.until_sealed()
-                tally.waited_for_seal(time.monotonic() - started)
                 # All computed by now, unless there was nothing to send.
                 chunk_digests = source.complete()
                 digest = shard_digest(chunk_digests)

@@ -25,8 +25,6 @@ class PutOutcome:
     fresh_memory: bool
     #: Longest time that one of the connections was inside socket sends.
     send_s: float
-    #: Longest time that one of the connections waited for the trainer to fill the segment, and all for its seal.
-    waited_s: float
     #: By codec; repeats count in place of what arrived bad.
     uses: tuple[Use, ...]
 
@@ -38,8 +36,6 @@ class PutTally:
         self._lock = threading.Lock()
         self._sent_bytes = 0
         self._sending_s: dict[int, float] = {}
-        self._waited_s: dict[int, float] = {}
-        self._seal_wait_s = 0.0
         self._uses: dict[int, tuple[Use, ...]] = {}
 
     def sent(self, count: int) -> None:
@@ -51,16 +47,6 @@ class PutTally:
         """So long a connection was inside socket sends, all in all."""
         with self._lock:
             self._sending_s[connection] = seconds
-
-    def waited(self, connection: int, seconds: float) -> None:
-        """So much longer a connection has waited for the trainer."""
-        with self._lock:
-            self._waited_s[connection] = self._waited_s.get(connection, 0.0) + seconds
-
-    def waited_for_seal(self, seconds: float) -> None:
-        """So long everything was sent and not vouched for."""
-        with self._lock:
-            self._seal_wait_s = seconds
 
     def used(self, index: int, uses: tuple[Use, ...]) -> None:
         """How a chunk went; the last time counts."""
@@ -79,6 +65,5 @@ class PutTally:
                 raw_bytes=raw_bytes,
                 fresh_memory=fresh_memory,
                 send_s=max(self._sending_s.values(), default=0.0),
-                waited_s=max(self._waited_s.values(), default=0.0) + self._seal_wait_s,
                 uses=summed(use for uses in self._uses.values() for use in uses),
             )

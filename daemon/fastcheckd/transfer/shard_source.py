@@ -24,7 +24,6 @@ from ..digests import DIGEST_BYTES, chunk_digest
 from ..errors import InvalidRequestError
 from .codec_pool import CodecPool, call_off, outcome
 from .codec_uses import raw_use
-from .filling import Filling
 from .frames import Codec
 
 #: Encoded chunks kept for holders that have not taken them yet, per shard; beyond, they are encoded again.
@@ -75,9 +74,6 @@ class _Encoding:
 class ShardSource:
     """The shard in `view`, cut by `table`. Thread-safe; the bytes must not change any more.
 
-    With `filling` that holds for what is filled of the segment, in which the shard begins at `offset`: ask `has` or
-    `until_filled` before a chunk, and `until_sealed` before anybody is told of the whole.
-
     `plans` says what each chunk consists of. `base` is dropped when its chunks are cut otherwise.
     `choose(index)` is asked once per chunk and order whether encoding it pays. `prepare(index)`, if given, is
     run once per chunk before anything else is done with it, and may change its bytes: a lossy coding. `fits` has the
@@ -98,8 +94,6 @@ class ShardSource:
         prepare: Callable[[int], None] | None = None,
         fits: Fits | None = None,
         on_way_back: Callable[[int, bytes], None] | None = None,
-        filling: Filling | None = None,
-        offset: int = 0,
     ) -> None:
         if not (len(view) == table.shard_bytes and table.lengths == [plan.bytes for plan in plans]):
             raise InvalidRequestError("view, chunk table and plans do not describe the same shard")
@@ -116,8 +110,6 @@ class ShardSource:
         self._prepare = prepare
         self._fits = fits or Fits()
         self._on_way_back = on_way_back
-        self._filling = filling
-        self._offset = offset
         self._digests: list[bytes | None] = [None] * len(table)
         self._digest_locks = [threading.Lock() for _ in range(min(_LOCKS, len(table)))]
         self._lock = threading.Lock()
@@ -129,25 +121,6 @@ class ShardSource:
     def __len__(self) -> int:
         return len(self.table)
 
-    def has(self, index: int) -> bool:
-        """Whether a chunk's bytes are all there."""
-        return self._filling is None or self._filling.has(self._offset + self.table.range(index)[1])
-
-    def until_filled(self, index: int, still_wanted: Callable[[], None]) -> None:
-        """Wait in a thread until a chunk's bytes are all there; `still_wanted` raises to end the wait."""
-        if self._filling is not None:
-            self._filling.until_filled(self._offset + self.table.range(index)[1], still_wanted)
-
-    async def until_begun(self) -> None:
-        """Wait on the event loop until there is a chunk to send."""
-        if self._filling is not None and len(self):
-            await self._filling.until_begun(self._offset + self.table.range(0)[1])
-
-    async def until_sealed(self) -> None:
-        """Wait on the event loop until the trainer has said that all of it is as it should be."""
-        if self._filling is not None:
-            await self._filling.until_sealed()
-
     def digest(self, index: int) -> bytes:
         """16-byte digest of one chunk."""
         known = self._digests[index]
@@ -156,7 +129,6 @@ class ShardSource:
         with self._digest_locks[index % len(self._digest_locks)]:
             known = self._digests[index]
             if known is None:
-                assert self.has(index), "a chunk is used before it is there"
                 if self._prepare is not None:
                     self._prepare(index)
                 with self._slice(index) as data:

@@ -779,7 +779,6 @@ class PlaceRequest(google.protobuf.message.Message):
     CHUNK_BYTES_FIELD_NUMBER: builtins.int
     AVOID_FIELD_NUMBER: builtins.int
     OLDEST_STEP_FIELD_NUMBER: builtins.int
-    AHEAD_FIELD_NUMBER: builtins.int
     job: builtins.str
     step: builtins.int
     rank: builtins.int
@@ -792,8 +791,6 @@ class PlaceRequest(google.protobuf.message.Message):
     """
     oldest_step: builtins.int
     """Oldest step of this rank that is under way at its owner: older ones that it has not reported will not come."""
-    ahead: builtins.bool
-    """The step is not sealed yet and may never be: the other ranks are not told that this one is at work on it."""
     @property
     def owner(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
     @property
@@ -813,10 +810,9 @@ class PlaceRequest(google.protobuf.message.Message):
         chunk_bytes: builtins.int = ...,
         avoid: collections.abc.Iterable[builtins.str] | None = ...,
         oldest_step: builtins.int = ...,
-        ahead: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["owner", b"owner"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ahead", b"ahead", "avoid", b"avoid", "chunk_bytes", b"chunk_bytes", "job", b"job", "oldest_step", b"oldest_step", "owner", b"owner", "rank", b"rank", "session", b"session", "state_bytes", b"state_bytes", "step", b"step", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["avoid", b"avoid", "chunk_bytes", b"chunk_bytes", "job", b"job", "oldest_step", b"oldest_step", "owner", b"owner", "rank", b"rank", "session", b"session", "state_bytes", b"state_bytes", "step", b"step", "world_size", b"world_size"]) -> None: ...
 
 Global___PlaceRequest: typing_extensions.TypeAlias = PlaceRequest
 

@@ -251,13 +251,10 @@ class BeginSaveResponse(google.protobuf.message.Message):
     SEGMENT_FIELD_NUMBER: builtins.int
     WAITED_S_FIELD_NUMBER: builtins.int
     READ_AHEAD_FIELD_NUMBER: builtins.int
-    FOLLOWS_FIELD_NUMBER: builtins.int
     save_id: builtins.str
     waited_s: builtins.float
     read_ahead: builtins.bool
     """`ahead` was read: the seal may say `as_begun` instead of saying it again."""
-    follows: builtins.bool
-    """What is copied is sent while the rest is: FollowCopy is wanted."""
     @property
     def segment(self) -> Global___SegmentRef: ...
     def __init__(
@@ -267,42 +264,11 @@ class BeginSaveResponse(google.protobuf.message.Message):
         segment: Global___SegmentRef | None = ...,
         waited_s: builtins.float = ...,
         read_ahead: builtins.bool = ...,
-        follows: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["segment", b"segment"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["follows", b"follows", "read_ahead", b"read_ahead", "save_id", b"save_id", "segment", b"segment", "waited_s", b"waited_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["read_ahead", b"read_ahead", "save_id", b"save_id", "segment", b"segment", "waited_s", b"waited_s"]) -> None: ...
 
 Global___BeginSaveResponse: typing_extensions.TypeAlias = BeginSaveResponse
-
-@typing.final
-class FollowCopyRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    SAVE_ID_FIELD_NUMBER: builtins.int
-    FILLED_BYTES_FIELD_NUMBER: builtins.int
-    save_id: builtins.str
-    """In the first message."""
-    filled_bytes: builtins.int
-    """From the start of the segment on: so many bytes will not change any more."""
-    def __init__(
-        self,
-        *,
-        save_id: builtins.str = ...,
-        filled_bytes: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["filled_bytes", b"filled_bytes", "save_id", b"save_id"]) -> None: ...
-
-Global___FollowCopyRequest: typing_extensions.TypeAlias = FollowCopyRequest
-
-@typing.final
-class FollowCopyResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-
-Global___FollowCopyResponse: typing_extensions.TypeAlias = FollowCopyResponse
 
 @typing.final
 class SealSaveRequest(google.protobuf.message.Message):

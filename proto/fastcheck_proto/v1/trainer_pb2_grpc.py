@@ -54,11 +54,6 @@ class TrainerServiceStub(object):
                 request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.BeginSaveRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.BeginSaveResponse.FromString,
                 _registered_method=True)
-        self.FollowCopy = channel.stream_unary(
-                '/fastcheck.v1.TrainerService/FollowCopy',
-                request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.FollowCopyRequest.SerializeToString,
-                response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.FollowCopyResponse.FromString,
-                _registered_method=True)
         self.SealSave = channel.unary_unary(
                 '/fastcheck.v1.TrainerService/SealSave',
                 request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.SealSaveRequest.SerializeToString,
@@ -125,14 +120,6 @@ class TrainerServiceServicer(object):
 
     def BeginSave(self, request, context):
         """Reserves a staging segment. Waits while too many steps are in flight.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FollowCopy(self, request_iterator, context):
-        """How far the copy into a reserved segment has come, while it goes on. Says nothing about the save's end: only
-        SealSave does. When the stream ends before that, what was sent ahead is taken back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -221,11 +208,6 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.BeginSave,
                     request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.BeginSaveRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.BeginSaveResponse.SerializeToString,
-            ),
-            'FollowCopy': grpc.stream_unary_rpc_method_handler(
-                    servicer.FollowCopy,
-                    request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.FollowCopyRequest.FromString,
-                    response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.FollowCopyResponse.SerializeToString,
             ),
             'SealSave': grpc.unary_unary_rpc_method_handler(
                     servicer.SealSave,
@@ -353,33 +335,6 @@ class TrainerService(object):
             '/fastcheck.v1.TrainerService/BeginSave',
             fastcheck__proto_dot_v1_dot_trainer__pb2.BeginSaveRequest.SerializeToString,
             fastcheck__proto_dot_v1_dot_trainer__pb2.BeginSaveResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FollowCopy(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/fastcheck.v1.TrainerService/FollowCopy',
-            fastcheck__proto_dot_v1_dot_trainer__pb2.FollowCopyRequest.SerializeToString,
-            fastcheck__proto_dot_v1_dot_trainer__pb2.FollowCopyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -76,22 +76,6 @@ _TrainerServiceBeginSaveType = typing_extensions.TypeVar(
     ],
 )
 
-_TrainerServiceFollowCopyType = typing_extensions.TypeVar(
-    '_TrainerServiceFollowCopyType',
-    grpc.StreamUnaryMultiCallable[
-        fastcheck_proto.v1.trainer_pb2.FollowCopyRequest,
-        fastcheck_proto.v1.trainer_pb2.FollowCopyResponse,
-    ],
-    grpc.aio.StreamUnaryMultiCallable[
-        fastcheck_proto.v1.trainer_pb2.FollowCopyRequest,
-        fastcheck_proto.v1.trainer_pb2.FollowCopyResponse,
-    ],
-    default=grpc.StreamUnaryMultiCallable[
-        fastcheck_proto.v1.trainer_pb2.FollowCopyRequest,
-        fastcheck_proto.v1.trainer_pb2.FollowCopyResponse,
-    ],
-)
-
 _TrainerServiceSealSaveType = typing_extensions.TypeVar(
     '_TrainerServiceSealSaveType',
     grpc.UnaryUnaryMultiCallable[
@@ -236,7 +220,7 @@ _TrainerServiceReadType = typing_extensions.TypeVar(
     ],
 )
 
-class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _TrainerServiceCloseSessionType, _TrainerServiceBeginSaveType, _TrainerServiceFollowCopyType, _TrainerServiceSealSaveType, _TrainerServiceAbandonSaveType, _TrainerServiceWatchSaveType, _TrainerServiceListStepsType, _TrainerServiceDeleteType, _TrainerServiceLoadType, _TrainerServicePushType, _TrainerServicePullType, _TrainerServiceReadType]):
+class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _TrainerServiceCloseSessionType, _TrainerServiceBeginSaveType, _TrainerServiceSealSaveType, _TrainerServiceAbandonSaveType, _TrainerServiceWatchSaveType, _TrainerServiceListStepsType, _TrainerServiceDeleteType, _TrainerServiceLoadType, _TrainerServicePushType, _TrainerServicePullType, _TrainerServiceReadType]):
     @typing.overload
     def __init__(self: TrainerServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -250,10 +234,6 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.trainer_pb2.BeginSaveRequest,
             fastcheck_proto.v1.trainer_pb2.BeginSaveResponse,
-        ],
-        grpc.StreamUnaryMultiCallable[
-            fastcheck_proto.v1.trainer_pb2.FollowCopyRequest,
-            fastcheck_proto.v1.trainer_pb2.FollowCopyResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.trainer_pb2.SealSaveRequest,
@@ -307,10 +287,6 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
             fastcheck_proto.v1.trainer_pb2.BeginSaveRequest,
             fastcheck_proto.v1.trainer_pb2.BeginSaveResponse,
         ],
-        grpc.aio.StreamUnaryMultiCallable[
-            fastcheck_proto.v1.trainer_pb2.FollowCopyRequest,
-            fastcheck_proto.v1.trainer_pb2.FollowCopyResponse,
-        ],
         grpc.aio.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.trainer_pb2.SealSaveRequest,
             fastcheck_proto.v1.trainer_pb2.SealSaveResponse,
@@ -358,11 +334,6 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceOpenSessionType, _Trainer
     BeginSave: _TrainerServiceBeginSaveType
     """Reserves a staging segment. Waits while too many steps are in flight."""
 
-    FollowCopy: _TrainerServiceFollowCopyType
-    """How far the copy into a reserved segment has come, while it goes on. Says nothing about the save's end: only
-    SealSave does. When the stream ends before that, what was sent ahead is taken back.
-    """
-
     SealSave: _TrainerServiceSealSaveType
     """The segment is complete: from here on the step is the daemon's."""
 
@@ -408,10 +379,6 @@ TrainerServiceAsyncStub: typing_extensions.TypeAlias = TrainerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.trainer_pb2.BeginSaveRequest,
         fastcheck_proto.v1.trainer_pb2.BeginSaveResponse,
-    ],
-    grpc.aio.StreamUnaryMultiCallable[
-        fastcheck_proto.v1.trainer_pb2.FollowCopyRequest,
-        fastcheck_proto.v1.trainer_pb2.FollowCopyResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.trainer_pb2.SealSaveRequest,
@@ -475,16 +442,6 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[fastcheck_proto.v1.trainer_pb2.BeginSaveResponse, collections.abc.Awaitable[fastcheck_proto.v1.trainer_pb2.BeginSaveResponse]]:
         """Reserves a staging segment. Waits while too many steps are in flight."""
-
-    @abc.abstractmethod
-    def FollowCopy(
-        self,
-        request_iterator: _MaybeAsyncIterator[fastcheck_proto.v1.trainer_pb2.FollowCopyRequest],
-        context: _ServicerContext,
-    ) -> typing.Union[fastcheck_proto.v1.trainer_pb2.FollowCopyResponse, collections.abc.Awaitable[fastcheck_proto.v1.trainer_pb2.FollowCopyResponse]]:
-        """How far the copy into a reserved segment has come, while it goes on. Says nothing about the save's end: only
-        SealSave does. When the stream ends before that, what was sent ahead is taken back.
-        """
 
     @abc.abstractmethod
     def SealSave(

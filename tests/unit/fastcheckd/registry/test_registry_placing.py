@@ -72,7 +72,7 @@ class Registry:
         }  # fmt: skip
         return apply(self.state, command)["session"]
 
-    def place(self, owner="n0", avoid=(), state_bytes=30 << 20, ahead=False):
+    def place(self, owner="n0", avoid=(), state_bytes=30 << 20):
         self.step += 1
 
         async def on_a_loop():
@@ -81,7 +81,7 @@ class Registry:
         request = {
             "job": "gpt", "step": self.step, "rank": 0, "world_size": 1, "session": self.open(owner),
             "owner": self.ref(owner), "state_bytes": state_bytes, "chunk_bytes": 1 << 20,
-            "avoid": avoid, "oldest_step": self.step, "ahead": ahead,
+            "avoid": avoid, "oldest_step": self.step,
         }  # fmt: skip
         return asyncio.run(on_a_loop())
 
@@ -124,16 +124,6 @@ def test_nodes_that_come_and_go_do_not_move_a_rank():
     used = {h for names in holders(first) for h in names}
     registry.becomes(next(n for n in plain(6) if n != "n0" and n not in used), "DOWN")
     assert holders(registry.place()) == holders(first)
-
-
-def test_a_step_placed_ahead_of_its_seal_gets_its_holders_and_nobody_waits_for_it():
-    registry = Registry(plain(4))
-    collector = registry.leader._reports.collector
-    assert holders(registry.place(ahead=True))
-    assert collector.jobs() == []
-    registry.place()
-    assert collector.jobs() == ["gpt"]
-    assert collector.absent("gpt", registry.step, is_live=bool) == []
 
 
 @pytest.mark.parametrize("state", ["DOWN", "DRAINING"])

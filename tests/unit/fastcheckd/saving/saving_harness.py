@@ -46,8 +46,6 @@ class Registry:
         #: Answers to the next reports; then everything is committed.
         self.answers: list[rpb.ReportResponse | Exception] = []
         self.reports: list[rpb.ReportRequest] = []
-        #: Of each step: which of its placements were asked for ahead of the seal.
-        self.placed_ahead: dict[int, list[bool]] = {}
         #: There is no quorum: nothing is answered.
         self.silent = False
         #: Some other rank is not there yet; these have not even begun the step.
@@ -60,7 +58,6 @@ class Registry:
 
     async def place(self, request, timeout_s):
         self._answer()
-        self.placed_ahead.setdefault(request.step, []).append(request.ahead)
         if request.step in self.unplaceable:
             raise PlacementError("nobody is left")
         able = [h for h in self.holders if h.node.node_id not in request.avoid] or self.holders
