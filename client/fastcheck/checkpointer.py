@@ -49,10 +49,9 @@ class Checkpointer:
         copy_threads: Threads that copy large states; by default up to four.
         timeout_s: Longest that `save` waits for room, and that `load` and `steps` wait for the registry.
         ranks_timeout_s: Longest that `load` waits for other ranks to call it as well.
-        momentum: "exact", or what the optimizer's moments may be kept as: "index8" or "index4", codes of 8 or 4
-            bits with one scale per block.
-        weights: "exact", or "bounded(x)" with 0 < x <= 1: the largest error of a parameter, in standard
-            deviations of what is coded at once.
+        precision: "exact", or what the codec may lose. "momentum8": the optimizer's moments become 8-bit codes with
+            one scale per block. "compact": they become 4-bit codes, and each parameter stays within a thousandth of
+            a standard deviation of what is coded at once.
         replicated: All ranks hold the same state, as under data parallelism: each saves a part of it, and a step on
             which they disagree is not committed. Loads take any number of ranks. See docs/replicated.md.
         per_rank: With `replicated`, keys whose tensors are each rank's own, such as ("rng",); "a.b" is
@@ -80,8 +79,7 @@ class Checkpointer:
         copy_threads: int | None = None,
         timeout_s: float = 60.0,
         ranks_timeout_s: float = 300.0,
-        momentum: str = "exact",
-        weights: str = "exact",
+        precision: str = "exact",
         replicated: bool = False,
         per_rank: Sequence[str] = (),
         compare: str = "all",
@@ -95,7 +93,7 @@ class Checkpointer:
         for what, seconds in (("timeout_s", timeout_s), ("ranks_timeout_s", ranks_timeout_s)):
             if not seconds > 0:
                 raise InvalidArgumentError(f"{what} = {seconds!r} must be above 0")
-        self._layouts = Layouts(parse_precision(momentum, weights))
+        self._layouts = Layouts(parse_precision(precision))
         self._shared = SharedSaves(self.rank, self.world_size, per_rank, compare) if replicated else None
         self._daemon = Daemon(Connection(where))
         self._transport: Transport = (

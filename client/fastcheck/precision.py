@@ -1,47 +1,30 @@
-"""What a trainer allows to be lost, in the words that it says it in. Pure."""
+"""The named precisions of `Checkpointer(precision=...)` and what each allows the daemon's codec to lose. Pure."""
 
 from __future__ import annotations
-
-import re
 
 from fastcheck_proto.v1 import layout_pb2 as pb
 
 from .errors import InvalidArgumentError
 
-_MOMENTUM: dict[str, pb.MomentumCoding.ValueType] = {
-    "exact": pb.MOMENTUM_CODING_EXACT,
-    "index8": pb.MOMENTUM_CODING_INDEX8,
-    "index4": pb.MOMENTUM_CODING_INDEX4,
+EXACT = "exact"
+#: "momentum8": optimizer moments as 8-bit codes, one scale per block. "compact": 4-bit codes, and parameters within a
+#: thousandth of a standard deviation. Both stay far below the noise between seeds (docs/benchmarks.md).
+_LOSSY = {
+    "momentum8": pb.Precision(momentum=pb.MOMENTUM_CODING_INDEX8),
+    "compact": pb.Precision(momentum=pb.MOMENTUM_CODING_INDEX4, weights_bound=1e-3),
 }
-_BOUNDED = re.compile(r"bounded\(([0-9.eE+-]{1,32})\)", re.ASCII)
 
 
-def parse_precision(momentum: str, weights: str) -> pb.Precision | None:
-    """The message for `momentum` and `weights`; None when both are "exact".
+def parse_precision(name: str) -> pb.Precision | None:
+    """The message for a named precision; None for "exact".
 
     Raises:
-        InvalidArgumentError: either is none of the words that `Checkpointer` takes.
+        InvalidArgumentError: there is no precision of that name.
     """
-    if not isinstance(momentum, str) or momentum not in _MOMENTUM:
-        raise InvalidArgumentError(f'momentum = {momentum!r} must be "exact", "index8" or "index4"')
-    bound = _bound(weights)
-    if momentum == "exact" and not bound:
+    if name == EXACT:
         return None
-    return pb.Precision(momentum=_MOMENTUM[momentum], weights_bound=bound)
-
-
-def _bound(weights: str) -> float:
-    """Largest error in standard deviations; 0 for "exact"."""
-    if weights == "exact":
-        return 0.0
-    found = _BOUNDED.fullmatch(weights) if isinstance(weights, str) else None
-    try:
-        bound = float(found.group(1)) if found else 0.0
-    except ValueError:
-        bound = 0.0
-    if not 0 < bound <= 1:
+    if not isinstance(name, str) or name not in _LOSSY:
         raise InvalidArgumentError(
-            f'weights = {weights!r} must be "exact" or "bounded(x)" with x above 0 and at most 1, '
-            'like "bounded(1e-3)"'
+            f"precision = {name!r} must be one of {', '.join(map(repr, (EXACT, *_LOSSY)))}"
         )
-    return bound
+    return _LOSSY[name]

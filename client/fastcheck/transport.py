@@ -106,7 +106,7 @@ def check_ready(ready: pb.LoadReady, request: pb.LoadRequest, *, allow_lossy: bo
         raise CorruptError(f"the daemon answered a load of step {request.step} with step {ready.step}")
     if ready.lossy and not allow_lossy:
         raise LossyCheckpointError(
-            f"step {ready.step} was saved with a lossy coding (momentum= or weights= of its Checkpointer): "
+            f"step {ready.step} was saved with a lossy coding (precision= of its Checkpointer): "
             "pass allow_lossy=True to load it, or load another step (see steps()); nothing was changed"
         )
     if ready.header_offset + ready.header_bytes > ready.state_bytes:

@@ -170,7 +170,7 @@ class Experiment:
             target = self._remote_target() | {"master": self._site.master, "world_size": world}
             return self._site.ask_all("remote_save", [target] * world)
         cluster = self._site.clusters[system]
-        common = {"job": "together", "step": self._step, "world_size": world, "momentum": "exact"}
+        common = {"job": "together", "step": self._step, "world_size": world, "precision": "exact"}
         return self._site.ask_all(
             "save", [common | {"address": cluster.address(node)} for node in self._site.nodes]
         )
@@ -182,7 +182,7 @@ class Experiment:
             "address": cluster.address(self._site.watched),
             "job": "lossy" if lossy else "exact",
             "world_size": 1,
-            "momentum": "index8" if lossy else "exact",
+            "precision": "momentum8" if lossy else "exact",
         }
 
     def _remote_target(self) -> dict[str, Any]:

@@ -64,21 +64,21 @@ class Rank:
         """One step of every model."""
         return {"losses": self.ensemble.step()}
 
-    def save(self, address: str, job: str, step: int, world_size: int, momentum: str) -> dict[str, Any]:
+    def save(self, address: str, job: str, step: int, world_size: int, precision: str) -> dict[str, Any]:
         """From the call of `save` until the step is committed."""
-        checkpointer = self._checkpointer(address, job, world_size, momentum)
+        checkpointer = self._checkpointer(address, job, world_size, precision)
         with _measured() as figures:
             handle = checkpointer.save(step, self.ensemble.state)
             handle.result(timeout=SAVE_TIMEOUT_S)
         stats = handle.stats
         return figures | {"ratio": stats["ratio"], "stage_s": stats["stage_s"]}
 
-    def load(self, address: str, job: str, world_size: int, momentum: str) -> dict[str, Any]:
+    def load(self, address: str, job: str, world_size: int, precision: str) -> dict[str, Any]:
         """From the call of `load` until the state is filled, by a trainer that has just started."""
         self.forget()
-        checkpointer = self._checkpointer(address, job, world_size, momentum)
+        checkpointer = self._checkpointer(address, job, world_size, precision)
         checkpointer.steps()  # connects; a trainer has done so long before
-        with self._cleared(exact=momentum == "exact"), _measured() as figures:
+        with self._cleared(exact=precision == "exact"), _measured() as figures:
             if checkpointer.load(self.ensemble.state) is None:
                 raise RuntimeError(f"job {job} has no step to load")
         self.forget()
@@ -124,12 +124,12 @@ class Rank:
             )
         return world_size == 1
 
-    def _checkpointer(self, address: str, job: str, world_size: int, momentum: str) -> Checkpointer:
+    def _checkpointer(self, address: str, job: str, world_size: int, precision: str) -> Checkpointer:
         key = address, job
         if key not in self._checkpointers:
             rank = self._number if world_size > 1 else 0
             self._checkpointers[key] = Checkpointer(
-                job, rank=rank, world_size=world_size, address=address, momentum=momentum
+                job, rank=rank, world_size=world_size, address=address, precision=precision
             )
         return self._checkpointers[key]
 

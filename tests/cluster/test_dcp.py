@@ -201,7 +201,7 @@ def test_everything_can_be_loaded_without_knowing_what_is_there(address):
 
 def test_lossy_steps_are_loaded_only_when_allowed(address):
     model, optimizer, step = trained(256)
-    writer = FastCheckWriter("lossy", momentum="index8")
+    writer = FastCheckWriter("lossy", precision="momentum8")
     for number in (1, 2):
         step()
         model_state, optimizer_state = get_state_dict(model, optimizer)

@@ -150,7 +150,7 @@ class FastCheckReader(StorageReader):
             raise StepNotFoundError(f"{error}. {self._kept(daemon, identity.job)}") from None
         if reader.lossy and not self._allow_lossy:
             raise LossyCheckpointError(
-                f"step {reader.step} was saved with a lossy coding (momentum= or weights= of its writer): "
+                f"step {reader.step} was saved with a lossy coding (precision= of its writer): "
                 "FastCheckReader(allow_lossy=True) loads it"
             )
         what = f"step {reader.step} of job {identity.job!r}"

@@ -26,8 +26,7 @@ class Options:
     max_in_flight: int = 0
     copy_threads: int | None = None
     connect_timeout_s: float = 60.0
-    momentum: str = "exact"
-    weights: str = "exact"
+    precision: str = "exact"
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,7 @@ def taken(job: str, rank: int, world_size: int, options: Options) -> Iterator[Ch
                 max_in_flight=options.max_in_flight,
                 copy_threads=options.copy_threads,
                 timeout_s=options.connect_timeout_s,
-                momentum=options.momentum,
-                weights=options.weights,
+                precision=options.precision,
             )
             seat = _seats[job, rank] = _Seat(made, (world_size, options), threading.Lock())
         seat.busy.acquire()

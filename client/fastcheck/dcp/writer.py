@@ -69,7 +69,7 @@ class FastCheckWriter(StorageWriter):
     Args:
         job: Name of the job; else from a URL in `checkpoint_id`, else from the environment as `Checkpointer` does.
         checkpoint_id: The first step, if DCP is not given one: "step-100", "100", 100 or "fastcheck://job/step-100".
-        address, max_in_flight, copy_threads, momentum, weights: As of `Checkpointer`.
+        address, max_in_flight, copy_threads, precision: As of `Checkpointer`.
         connect_timeout_s: Longest wait for room and for the registry, `Checkpointer`'s timeout_s.
         timeout_s: Longest wait for a step's copies, and then for its commit.
 
@@ -88,14 +88,13 @@ class FastCheckWriter(StorageWriter):
         address: str | None = None,
         max_in_flight: int = 0,
         copy_threads: int | None = None,
-        momentum: str = "exact",
-        weights: str = "exact",
+        precision: str = "exact",
         connect_timeout_s: float = 60.0,
         timeout_s: float = 1800.0,
     ) -> None:
         super().__init__()
         self._wanted_job = job
-        self._options = Options(address, max_in_flight, copy_threads, connect_timeout_s, momentum, weights)
+        self._options = Options(address, max_in_flight, copy_threads, connect_timeout_s, precision)
         self._timeout_s = timeout_s
         self._job: str | None = None
         self._step: int | None = None
