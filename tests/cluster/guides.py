@@ -34,6 +34,7 @@ class Example:
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
                     "FASTCHECK_ADDRESS": cluster.address(NODE),
+                    "PYTHONUNBUFFERED": "",  # else the parts of several ranks' lines mix
                     "OMP_NUM_THREADS": "1",
                     "CUDA_VISIBLE_DEVICES": "",
                     **environment,

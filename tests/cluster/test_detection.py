@@ -34,6 +34,12 @@ def lives(cluster, ask):
         return {n["node_id"]: n["incarnation"] for n in admin.nodes()["nodes"]}
 
 
+def voters_answer(cluster, ask):
+    """Whether each voter's registry process answers."""
+    with AdminClient(cluster.address(ask), timeout_s=5) as admin:
+        return [voter["answers"] for voter in admin.voters()["voters"]]
+
+
 def seen_by(cluster, asked):
     """What each of these nodes is told about all nodes; those that get no answer now are left out."""
     seen = {}
@@ -187,7 +193,9 @@ def test_a_frozen_registry_process_is_started_anew_when_it_stays_so(make_cluster
     job = Job(cluster, ["node-1", "node-2"])
     frozen = process_of(cluster, "node-2", "registry")
     # Its signs of life come once a second, and one that has given none yet is believed to be starting.
-    until(lambda: time.time() - frozen.create_time() > 4, "the process to have given signs of life")
+    until(lambda: all(voters_answer(cluster, "node-0")), "all registry processes to answer")
+    answered_at = time.monotonic()
+    until(lambda: time.monotonic() - answered_at > 4, "the process to have given signs of life")
     with paused(frozen):
         job.commit(1)  # two voters are a majority
         until(lambda: not frozen.is_running(), "its agent to end the frozen process")

@@ -291,7 +291,6 @@ def test_a_job_is_its_owners_alone(cluster: LocalCluster, monkeypatch: pytest.Mo
             for call, request in (
                 (trainer.SealSave, trainer_pb2.SealSaveRequest(save_id=begun.save_id)),
                 (trainer.AbandonSave, trainer_pb2.AbandonSaveRequest(save_id=begun.save_id)),
-                (trainer.FollowCopy, iter([trainer_pb2.FollowCopyRequest(save_id=begun.save_id)])),
             ):
                 assert "belongs to trainer/alice" in denied(call, request)
 

@@ -111,5 +111,7 @@ def _launch(options: list[str], environment: dict[str, str], log: Path) -> None:
 def _work(script: str, arguments: list[str]) -> None:
     """A worker: its script as the main module, as if Python had been started with it."""
     faulthandler.register(STACKS, all_threads=True)
+    # With PYTHONUNBUFFERED each part of a `print` is a write of its own, and those of several workers mix.
+    sys.stdout.reconfigure(write_through=False, line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
