@@ -7,13 +7,14 @@ import random
 
 import pytest
 from pysyncobj.syncobj import _RAFT_STATE
+from pysyncobj.tcp_connection import CONNECTION_STATE
 from tests.simulation import voter
 from tests.simulation.machine import World
 from tests.simulation.run import left_alone
 from tests.simulation.voter import grounded
 
 from fastcheckd.registry import snapshots
-from fastcheckd.registry.raft_transport import VoterNode
+from fastcheckd.registry.raft_transport import CONNECT_S, KEEP_ALIVE_S, VoterNode
 from fastcheckd.registry.state import SCHEMA, snapshot
 
 
@@ -280,5 +281,26 @@ def test_a_leader_that_contradicts_what_was_committed_is_not_followed():
         other = (b"\x01", log[-1][1], 98)
         lab.hears(follower, leader, **message | {"entries": [other]})
         assert "was committed here" in follower.raft.failure and lab.log(follower) == log
+
+    Lab().run(story)
+
+
+def test_voters_whose_machines_boot_are_found_at_once():
+    """Two lose their power; the third asks for them in vain for as long as TCP then waits before it asks again."""
+
+    async def story(lab):
+        lab.start()
+        await lab.led()
+        *gone, alone = lab.machines()
+        assert all(VoterNode(alone.config.own_voter).id > VoterNode(m.config.own_voter).id for m in gone), (
+            "it is the one that connects"
+        )
+        for machine in gone:
+            machine.crash(wipe=False, power_cut=True)
+        connections = alone.raft._engine._SyncObj__transport._connections.values()
+        await lab.until(lambda: all(c.state == CONNECTION_STATE.CONNECTING for c in connections))
+        await asyncio.sleep(3.2)
+        gone[0].start()
+        await lab.until(lambda: any(c.authenticated for c in connections), CONNECT_S + KEEP_ALIVE_S + 0.1)
 
     Lab().run(story)

@@ -39,6 +39,9 @@ MESSAGE_BYTES_MAX = 64 << 20
 #: Before the other side has proved that it holds the key, only its challenge and its name are expected.
 HANDSHAKE_BYTES_MAX = 4096
 HANDSHAKE_S = 5.0
+#: TCP asks a machine that is not there again after 1, 3 and 7 s. One that has just booted must not wait for that: the
+#: voters that were left may need it for a majority.
+CONNECT_S = 1.0
 UNKNOWN_CONNECTIONS_MAX = 64
 KEEP_ALIVE_S = 0.5
 
@@ -316,8 +319,10 @@ class GuardedTransport(TCPTransport):  # type: ignore[misc]  # pysyncobj has no 
         for node in list(self._nodes):
             self.send(node, {"type": "ka"})
         dialled = [c for c in self._connections.values() if c.fileno() is not None and not c.authenticated]
-        for conn in [c for c in (*self._unknownConnections, *dialled) if now - c.opened_at > HANDSHAKE_S]:
-            conn.disconnect()
+        for conn in (*self._unknownConnections, *dialled):
+            limit_s = CONNECT_S if conn.state == CONNECTION_STATE.CONNECTING else HANDSHAKE_S
+            if now - conn.opened_at > limit_s:
+                conn.disconnect()
         if self._ready and self._server._TcpServer__state == SERVER_STATE.UNBINDED:
             # A failed accept closed the listener: `_maybeBind` opens it again.
             logger.warning("registry: the raft listener was closed by an error, binding it again")
