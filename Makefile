@@ -70,7 +70,7 @@ test-clusters: $(READY)
 
 # What keeps all cores busy, or judges how a link is shared: nothing runs beside it.
 test-alone: $(READY)
-	$(BIN)/python -m pytest --durations=5 -m alone $(CLUSTERS)
+	$(BIN)/python -m pytest --durations=5 -m 'alone and not long' $(CLUSTERS)
 
 # The same tests for many rounds: hours, and not part of make test.
 test-long: $(READY) bytecode
@@ -92,6 +92,7 @@ fuzz: $(READY)
 	FASTCHECK_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest --timeout=0 $(FUZZ)
 
 lint: $(READY) $(PROTO_READY)
+	@if git grep -nE '^(<{7}|>{7}) '; then echo "a merge was left unfinished"; exit 1; fi
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy

@@ -22,7 +22,7 @@ import pytest
 import torch
 import yaml
 from tests import http2
-from tests.cluster.harness import leader, node_states, until
+from tests.cluster.harness import TimedJob, leader, node_states, until
 
 from fastcheck import Checkpointer
 from fastcheck.certs import LocalAuthority
@@ -77,31 +77,6 @@ def trainer(cluster: LocalCluster, job: str, node: str = VICTIM) -> Checkpointer
     return Checkpointer(job, rank=0, world_size=1, address=f"127.0.0.1:{ports_of(cluster, node)['agent']}")
 
 
-class Alice:
-    """Her job, whose commits are timed."""
-
-    def __init__(self, ckpt: Checkpointer) -> None:
-        self._ckpt, self._step = ckpt, 0
-
-    def commit_s(self) -> float:
-        self._step += 1
-        began = time.perf_counter()
-        self._ckpt.save(self._step, {"x": torch.full((1000,), float(self._step))}).result(timeout=60)
-        return time.perf_counter() - began
-
-    def median_s(self) -> float:
-        return statistics.median(self.commit_s() for _ in range(10))
-
-    def quiet_median_s(self, good_s: float) -> float:
-        """The machine has other work, too: the best of a few tries, until it is good enough."""
-        best = self.median_s()
-        for _ in range(12):
-            if best <= good_s:
-                break
-            best = min(best, self.median_s())
-        return best
-
-
 @contextlib.contextmanager
 def beside(cluster: LocalCluster, job: str) -> Iterator[list[float]]:
     """What is done inside harms nobody; gives the durations of Alice's commits meanwhile."""
@@ -111,9 +86,8 @@ def beside(cluster: LocalCluster, job: str) -> Iterator[list[float]]:
         return [p.memory_info().rss - p.memory_info().shared for p in processes]
 
     with trainer(cluster, job) as ckpt:
-        alice, during, over = Alice(ckpt), list[float](), threading.Event()
-        alice.median_s()
-        before_s, memory = min(alice.median_s() for _ in range(2)), private()
+        alice, during, over = TimedJob(ckpt), list[float](), threading.Event()
+        before_s, memory = alice.median_s(), private()
         leads = leader(cluster, "node-1")
         said = len(cluster.log_file(VICTIM).read_text().splitlines())
         failed: list[Exception] = []
@@ -134,7 +108,7 @@ def beside(cluster: LocalCluster, job: str) -> Iterator[list[float]]:
             committing.join()
         assert not failed, failed
         grown = max(now - was for now, was in zip(private(), memory, strict=True))
-        after_s = alice.quiet_median_s(AFTER * before_s + 0.01)
+        after_s = alice.median_at_most_s(AFTER * before_s + 0.01)
     told = f"before {before_s:.3f}, during {sorted(during)}, after {after_s:.3f} s, {grown >> 20} MiB more"
     assert statistics.median(during) < DURING_S and max(during) < LONGEST_S, told
     assert after_s <= AFTER * before_s + 0.01, told

@@ -90,21 +90,25 @@ def commit(ranks: list[Trainer], step: int) -> None:
     assert [rank("result", step) for rank in ranks] == ["committed"] * len(ranks)
 
 
+def replicate(ranks: list[Trainer], step: int) -> None:
+    """Each rank's part of a step has its copies, and the other ranks' are missing."""
+    for rank in ranks:
+        rank("save", step)
+        rank("replicated", step)
+
+
 def test_ranks_that_start_one_after_the_other_load_one_step(start):
     """A node was lost, and its rank starts late: what it had reported does not commit with what others save anew."""
     ranks = [start(rank) for rank in range(WORLD)]
     commit(ranks, 1)
-    for rank in ranks[1:]:
-        rank("save", 2)
-        rank("replicated", 2)
+    replicate(ranks[1:], 2)
     for rank in ranks:
         rank.kill()
     again = [start(0), start(1)]
     loaded = []
     for rank in again:
         loaded.append(rank("load"))
-        rank("save", 2)
-        rank("replicated", 2)
+        replicate([rank], 2)
     outcome = again[0]("result", 2)
     again.append(start(2))
     loaded.append(again[2]("load"))
@@ -118,12 +122,9 @@ def test_processes_that_load_again_load_one_step(start):
     """Two ranks go back to the newest step; the third one, which has yet to, saves meanwhile."""
     ranks = [start(rank) for rank in range(WORLD)]
     commit(ranks, 1)
-    for rank in ranks[:2]:
-        rank("save", 2)
-        rank("replicated", 2)
+    replicate(ranks[:2], 2)
     loaded = [rank("load") for rank in ranks[:2]]
-    ranks[2]("save", 2)
-    ranks[2]("replicated", 2)
+    replicate(ranks[2:], 2)
     loaded.append(ranks[2]("load"))
     assert loaded == [1, 1, 1]
     assert "FencedError" in ranks[0]("result", 2)
@@ -133,9 +134,7 @@ def test_processes_that_load_again_load_one_step(start):
 def test_ranks_that_live_on_save_with_one_that_was_replaced(start):
     ranks = [start(rank) for rank in range(WORLD)]
     commit(ranks, 1)
-    for rank in ranks[1:]:
-        rank("save", 2)
-        rank("replicated", 2)
+    replicate(ranks[1:], 2)
     ranks[0].kill()
     ranks[0] = start(0)
     assert ranks[0]("load") == 1
@@ -168,9 +167,7 @@ def test_who_only_reads_voids_nothing(start, request):
     """An evaluation beside the job, which takes no rank's place; and a rank that loads a step by its number."""
     ranks = [start(rank) for rank in range(WORLD)]
     commit(ranks, 1)
-    for rank in ranks[1:]:
-        rank("save", 2)
-        rank("replicated", 2)
+    replicate(ranks[1:], 2)
     daemon = Daemon(Connection(parse_address(ranks[0].address)))
     with StepReader(daemon, name_of(request), timeout_s=60) as reader:
         assert reader.step == 1

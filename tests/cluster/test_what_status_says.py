@@ -67,7 +67,7 @@ def test_a_rank_that_never_saves_is_named_with_the_last_commit(cluster):
     steps = iter(range(3, 1000))
 
     def commit_with_an_age() -> int:
-        """Voters that have just met note no times yet."""
+        """The newest step. Commits have no time until the voters have agreed on the schema."""
         step = next(steps)
         job.commit(step)
         age_s = job_of(cluster, "halted")["last_commit_age_s"]

@@ -51,12 +51,11 @@ class Launcher:
         assert self._process.exitcode == 0, f"it ended with {self._process.exitcode}: {self.tail()}"
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 120.0) -> Any:
-        """Wait as `harness.until` does, but not for one that has ended; say where its processes are if in vain."""
+        """`harness.until`, which fails at once when the launcher has ended, and else with the workers' stacks."""
 
         def holds() -> Any:
-            ended = (
-                not self._process.is_alive()
-            )  # asked first: it may have ended well since the condition was asked
+            # Asked before the condition: a launcher may end well between the two.
+            ended = not self._process.is_alive()
             value = condition()
             assert value or not ended, (
                 f"{what}: it ended with {self._process.exitcode} before that: {self.tail()}"

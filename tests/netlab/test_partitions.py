@@ -149,8 +149,8 @@ def test_a_minority_is_cut_off_and_commits_nothing(incident):
     assert newest == 2 or not any(handle.committed for handle in handles)
     newest = 2
 
-    # Where the leader changes again just now, a step begun before that is refused: its new one cannot know that the
-    # step was begun after the load.
+    # If the leader changes again now, a step that was begun before the change is refused: the new leader cannot know
+    # that it was begun after the load (docs/decisions/0002).
     def committed():
         nonlocal newest
         newest += 1

@@ -22,15 +22,10 @@ while they are still those of the config. What commands look like is written in 
 that some voter does not run would become another one there. Schema 4 adds `delete` and `close_rank`, a job's `void`
 and a seat's `closed`; both are missing where they do not apply. A job's `owner` is missing where it is `local`, as in
 the states of versions that knew none: others need ports that ask for certificates, where such a version has no part.
-<<<<<<< HEAD
-Schema 5 adds `supersede`, a job's `superseded` and a kept step's `at_ms`, the leader's wall clock at its commit; both
-are missing where they do not apply. From it on a process that lost its place to a deletion gets it back, and of
-too many jobs one without a trainer is forgotten first (`open_rank`).
-=======
 Schema 5 adds `supersede`, a job's `superseded`, its `newest_load` and a kept step's `at_ms`, the leader's wall clock at
 its commit; all are missing where they do not apply. From it on a process that lost its place to a deletion gets it
-back, and one that loads again gets another session (`open_rank`).
->>>>>>> 26dc7f7 (Void by a load what any rank began before it, so that ranks without a process group load one step)
+back, one that loads again gets another session (`open_rank`), and ranks are counted: of too many jobs one without a
+trainer is forgotten first.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def job_progress(
     interval_s: Callable[[tuple[str, int]], float | None],
     now: float,
 ) -> list[JobProgress]:
-    """All jobs with a sealed save that is remembered.
+    """All jobs with a save that is remembered; each is sealed.
 
     Args:
         saves: of each (job, rank), those under way and the last that have ended.
@@ -49,7 +49,7 @@ def job_progress(
     by_job: dict[str, list[Save]] = {}
     intervals: dict[str, list[float]] = {}
     for rank, known in saves.items():
-        by_job.setdefault(rank[0], []).extend(save for save in known if save.sealed)
+        by_job.setdefault(rank[0], []).extend(known)
         if (interval := interval_s(rank)) is not None:
             intervals.setdefault(rank[0], []).append(interval)
     return [

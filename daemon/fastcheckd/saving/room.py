@@ -217,7 +217,7 @@ class SavingRoom:
             )
 
     async def close_session(self, request: tpb.CloseSessionRequest) -> None:
-        """Its process is done: nothing that it copied into stays ready for its next step."""
+        """The rank's process is done: the memory that it copied into is not kept for another step of it."""
         await asyncio.to_thread(self._store.retire, request.job, request.rank, request.session + 1)
 
     async def _admit(self, job: str, rank: int, session: int) -> None:

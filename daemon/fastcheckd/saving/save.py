@@ -122,11 +122,6 @@ class Save:
         return self.state in FINAL
 
     @property
-    def sealed(self) -> bool:
-        """The trainer is done writing."""
-        return self.state != tpb.SAVE_STATE_UNSPECIFIED
-
-    @property
     def sent(self) -> bool:
         """All copies are acknowledged, or the save is over."""
         return PROGRESS[self.state] >= PROGRESS[tpb.SAVE_STATE_REPLICATED]

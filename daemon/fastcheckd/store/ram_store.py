@@ -205,12 +205,10 @@ class RamStore:
         """A rank's sessions below `session` are over: their processes may live, so what they can write to is not used
         again. What is published there stays.
         """
-        self._pools.retire(
-            lambda pool: (pool.job, pool.rank) == (job, rank) and pool.session < session,
-        )
+        self._pools.retire(lambda pool: (pool.job, pool.rank) == (job, rank) and pool.session < session)
 
     def retire_jobs(self, below: Mapping[str, int]) -> None:
-        """As `retire`, for the sessions below this of all ranks of each job."""
+        """As `retire`, for all ranks of each job and its sessions below the given number."""
         self._pools.retire(lambda pool: pool.session < below.get(pool.job, 0))
 
     def allocate_new(self, size_bytes: int, pool: str) -> Segment:

@@ -80,7 +80,7 @@ def put_stream(
     A chunk goes when `gate` lets it pass; `course` hears of each that went.
 
     While one chunk is sent the next AHEAD are encoded, so a connection keeps at most AHEAD + 1 encoded
-    chunks in memory, besides what the source keeps for all of them. Chunks that are not there yet are waited for.
+    chunks in memory, besides what the source keeps for all of them.
 
     Raises:
         CorruptError: chunks are bad after all repeats: the bytes change here, or the way there is broken.
@@ -105,7 +105,6 @@ def put_stream(
                 against_base=against_base,
                 plain=sending > 0,
                 tally=tally,
-                connection=hello.first,
                 still_wanted=lane.check,
             )
             let = _let_pass(made, gate=gate, course=course, lane=lane, table=source.table)
@@ -147,7 +146,6 @@ def _made_ahead(
     against_base: bool,
     plain: bool,
     tally: PutTally,
-    connection: int,
     still_wanted: Callable[[], None],
 ) -> Generator[tuple[int, Payload], None, None]:
     """The payloads of `chunks` in order, the next ones under way; close it to call those off."""

@@ -43,6 +43,14 @@ class Job:
         self.sessions[rank] = apply(self.engine.state, command)["session"]
         self.reports.opened("fresh", rank, self.sessions[rank])
 
+    @classmethod
+    def under_way(cls):
+        """Both ranks have a process, and neither has loaded."""
+        job = cls()
+        for rank in (0, 1):
+            job.open(rank, "first", loads=False)
+        return job
+
     @property
     def next_session(self):
         return self.engine.state["jobs"]["fresh"]["next_session"]
@@ -89,9 +97,7 @@ def test_only_a_load_in_the_place_of_somebody_counts():
 def test_a_report_from_before_a_load_does_not_commit_with_one_from_after_it(loads):
     @scenario
     async def _():
-        job = Job()
-        for rank in (0, 1):
-            job.open(rank, "first", loads=False)
+        job = Job.under_way()
         begun = job.next_session
         waiting = job.report(1, 7, begun)
         await asyncio.sleep(0)
@@ -108,9 +114,7 @@ def test_a_report_from_before_a_load_does_not_commit_with_one_from_after_it(load
 def test_a_rank_that_there_was_not_before_voids_what_fewer_ranks_began():
     @scenario
     async def _():
-        job = Job()
-        for rank in (0, 1):
-            job.open(rank, "first", loads=False)
+        job = Job.under_way()
         begun = job.next_session
         waiting = job.report(1, 7, begun)
         await asyncio.sleep(0)
@@ -123,9 +127,7 @@ def test_a_rank_that_there_was_not_before_voids_what_fewer_ranks_began():
 def test_a_process_that_loads_again_gets_one_session_more_however_often_it_asks():
     @scenario
     async def _():
-        job = Job()
-        for rank in (0, 1):
-            job.open(rank, "first", loads=False)
+        job = Job.under_way()
         old = job.sessions[0]
         again = open_rank("fresh", 0, 2, "first", NODES[0]) | {"loads": True, "renews": old, "replaces": old}
         new = apply(job.engine.state, again)["session"]
@@ -146,9 +148,7 @@ def test_a_process_that_loads_again_gets_one_session_more_however_often_it_asks(
 def test_a_report_that_does_not_say_is_not_checked():
     @scenario
     async def _():
-        job = Job()
-        for rank in (0, 1):
-            job.open(rank, "first", loads=False)
+        job = Job.under_way()
         job.open(0, "again", loads=True)
         older = job.report(1, 7, None)
         assert (await job.report(0, 7, job.next_session)).state == COMMITTED
@@ -160,9 +160,7 @@ def test_a_leader_that_missed_the_load_refuses_before_it_proposes():
 
     @scenario
     async def _():
-        job = Job()
-        for rank in (0, 1):
-            job.open(rank, "first", loads=False)
+        job = Job.under_way()
         old = job.report(1, 7, job.next_session)
         await asyncio.sleep(0)
         command = open_rank("fresh", 0, 2, "again", NODES[0]) | {"loads": True}

@@ -10,7 +10,6 @@ from fastcheckd.saving.save import FINAL, SaveKey
 def save(step, state, sealed_at=0.0, job="gpt", rank=0):
     return SimpleNamespace(
         key=SaveKey(job, rank, step), state=state, sealed_at=sealed_at, done=state in FINAL,
-        sealed=state != tpb.SAVE_STATE_UNSPECIFIED,
     )  # fmt: skip
 
 
@@ -47,11 +46,10 @@ def test_the_newest_step_in_each_state():
     )
 
 
-def test_what_failed_was_not_replicated_and_what_is_not_sealed_does_not_count():
-    (found,) = progress([save(5, tpb.SAVE_STATE_FAILED, 90.0), save(6, tpb.SAVE_STATE_UNSPECIFIED)])
+def test_what_failed_was_not_replicated():
+    (found,) = progress([save(5, tpb.SAVE_STATE_FAILED, 90.0)])
     assert (found.staged_step, found.replicated_step, found.committed_step) == (5, None, None)
     assert found.in_flight == 0 and found.committed_age_s is None
-    assert progress([save(6, tpb.SAVE_STATE_UNSPECIFIED)]) == []
 
 
 def test_step_0_is_a_step():

@@ -33,7 +33,6 @@ def ahead(source: ShardSource, still_wanted: Callable[[], None] = lambda: None) 
         against_base=False,
         plain=False,
         tally=PutTally(),
-        connection=0,
         still_wanted=still_wanted,
     )
 
