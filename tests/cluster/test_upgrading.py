@@ -1,6 +1,6 @@
-"""A cluster of the version before becomes one of this version, node by node, under a job that saves; and how far back.
+"""A cluster of this version becomes one of a newer version, node by node, under a job that saves; and how far back.
 
-The procedure is that of docs/operating/upgrading.md, and the two builds are really two: see `tests/older_build.py`.
+The procedure is that of docs/operating/upgrading.md, and the two builds are really two: see `tests/newer_build.py`.
 """
 
 import json
@@ -11,18 +11,19 @@ import time
 import psutil
 import pytest
 import torch
-from tests import older_build
+from tests import newer_build
 from tests.cluster import steered_trainers
-from tests.cluster.harness import counters, until
+from tests.cluster.harness import counters, run_module, until
 from tests.cluster.steered_trainers import state_of
 
 import fastcheckd
 from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
-from fastcheck.errors import UnsafeError
-from fastcheck.local import LocalCluster
+from fastcheck.local import LocalCluster, LocalClusterError
+from fastcheck.local.processes import own_environment
+from fastcheckd.registry.state import SCHEMA
 
-OLDER, PRESENT = older_build.VERSION, fastcheckd.__version__
+PRESENT, NEWER = fastcheckd.__version__, newer_build.VERSION
 NODES = ["node-0", "node-1", "node-2"]
 JOB = "gpt"
 #: A node is back sooner than an SDK that did not find it looks again; its saves fail at once until then.
@@ -32,31 +33,25 @@ WAIT_FOR = {"NO_QUORUM", "QUORUM_THIN", "NODE_DOWN", "NODE_SUSPECT", "REPLICA_SH
 
 
 @pytest.fixture
-def older(tmp_path):
-    build = older_build.extract(tmp_path / "older")
-    build.compile()
-    return build
+def newer(tmp_path):
+    return newer_build.make(tmp_path / "newer")
 
 
 @pytest.fixture
-def cluster(older, tmp_path):
-    """Three nodes, all of them voters, started by the older build; this build's commands go on with them."""
-    folder = tmp_path / "cluster"
-    done = older.run(
-        "fastcheck", "local", "up", "--nodes", len(NODES), "--ram-budget", "256MiB", "--dir", folder
-    )
-    assert done.returncode == 0, done.stderr
-    with LocalCluster(folder) as cluster:
+def cluster(tmp_path):
+    """Three nodes, all of them voters."""
+    with LocalCluster(tmp_path / "cluster") as cluster:
+        cluster.up(len(NODES), ram_budget="256MiB")
         yield cluster
 
 
 class Job:
-    """Trainers with the older build's SDK, one on each node; and what they were told."""
+    """Trainers with this build's SDK, one on each node; and what they were told."""
 
-    def __init__(self, older, cluster):
+    def __init__(self, cluster):
         self._process = subprocess.Popen(
             [sys.executable, "-P", steered_trainers.__file__, JOB, *map(cluster.address, NODES)],
-            env=older.environment,
+            env=own_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -140,16 +135,6 @@ def replaced(cluster, job, node, start, *, while_away):
         assert ckpt.steps()[-1] == job.step == max(job.committed)
 
 
-def deleted(cluster, node, step):
-    """Have a step deleted; empty, or why it was not."""
-    with AdminClient(cluster.address(node), timeout_s=10) as admin:
-        try:
-            admin.delete(JOB, step)
-        except UnsafeError as error:
-            return str(error)
-    return ""
-
-
 def kept_schema(cluster, node):
     """The schema of the registry's state in a voter's snapshot; 0: there is no snapshot."""
     snapshot = cluster.dir / node / "state" / "registry" / "snapshot"
@@ -157,54 +142,48 @@ def kept_schema(cluster, node):
 
 
 @pytest.mark.timeout(400)  # eleven starts of a daemon, and as many of a command
-def test_nodes_are_upgraded_in_turn_under_a_job_and_may_go_back_until_the_last_voter_is(older, cluster):
-    def back(node):
-        done = older.run("fastcheck", "local", "start", node, "--dir", cluster.dir)
+def test_nodes_are_upgraded_in_turn_under_a_job_and_may_go_back_until_the_last_voter_is(newer, cluster):
+    def upgraded(node):
+        done = newer.run("fastcheck", "local", "start", node, "--dir", cluster.dir)
         assert done.returncode == 0, done.stderr
 
-    with Job(older, cluster) as job:
+    with Job(cluster) as job:
         job.commit()
         job.commit()
-        assert set(versions(cluster).values()) == {OLDER} != {PRESENT}
-        replaced(cluster, job, "node-0", cluster.start, while_away=False)
-        assert versions(cluster) == {"node-0": PRESENT, "node-1": OLDER, "node-2": OLDER}
+        assert set(versions(cluster).values()) == {PRESENT} != {NEWER}
+        replaced(cluster, job, "node-0", upgraded, while_away=False)
+        assert versions(cluster) == {"node-0": NEWER, "node-1": PRESENT, "node-2": PRESENT}
         # Either build's commands are answered by the other's nodes, about all of them.
-        with AdminClient(cluster.address("node-1"), timeout_s=5) as admin:
-            assert job.step in [
-                c["step"] for c in admin.checkpoints(JOB)["checkpoints"] if c["state"] == "committed"
-            ]
-        asked = ("checkpoints", JOB, "-o", "json", "--address", cluster.address("node-0"))
-        done = older.run("fastcheck", *asked)
-        assert job.step in [c["step"] for c in json.loads(done.stdout)["checkpoints"]], done.stderr
-        assert "upgrade" in deleted(cluster, "node-0", job.step - 1), (
-            "a voter of the older build would refuse it"
-        )
+        for node, ask in (("node-0", run_module), ("node-1", newer.run)):
+            done = ask("fastcheck", "checkpoints", JOB, "-o", "json", "--address", cluster.address(node))
+            assert job.step in [c["step"] for c in json.loads(done.stdout)["checkpoints"]], done.stderr
         # Back, as if something were wrong with it, and forward again.
-        replaced(cluster, job, "node-0", back, while_away=True)
-        assert set(versions(cluster).values()) == {OLDER}
-        for node, while_away in zip(NODES, (True, False, True), strict=True):
-            replaced(cluster, job, node, cluster.start, while_away=while_away)
+        replaced(cluster, job, "node-0", cluster.start, while_away=True)
         assert set(versions(cluster).values()) == {PRESENT}
+        for node, while_away in zip(NODES, (True, False, True), strict=True):
+            replaced(cluster, job, node, upgraded, while_away=while_away)
+        assert set(versions(cluster).values()) == {NEWER}
         assert len(job.late) <= 5, "one step at most for each replacement"
-        # From the last voter on the registry can do what the older build cannot.
-        with Checkpointer(JOB, rank=0, world_size=len(NODES), address=cluster.address("node-0")) as ckpt:
-            older_step, newest = ckpt.steps()
-        until(lambda: not deleted(cluster, "node-0", older_step), "deletion, which all voters know now")
+        # From the last voter on the state is in the newer schema, and each voter has that on disk.
         until(
-            lambda: {kept_schema(cluster, node) for node in NODES} == {5},
+            lambda: {kept_schema(cluster, node) for node in NODES} == {newer_build.NEWER_SCHEMA},
             "all voters to have kept the schema",
         )
         # So no voter goes back: it says so and does not start, instead of having a state of its own.
         stop(cluster, "node-2")
-        done = older.run("fastcheck", "local", "start", "node-2", "--dir", cluster.dir)
-        assert done.returncode != 0 and "has schema 5, this version reads up to 3" in done.stderr
-        cluster.start("node-2")
+        with pytest.raises(
+            LocalClusterError, match=rf"has schema {SCHEMA + 1}, this version reads \d+ to {SCHEMA}"
+        ):
+            cluster.start("node-2")
+        upgraded("node-2")
         job.commit()
-    # The trainers come last: the same steps for this build's SDK, bit for bit.
+    # The trainers come last: the same steps, bit for bit.
+    newest = job.step
     for rank, node in enumerate(NODES):
         with Checkpointer(JOB, rank=rank, world_size=len(NODES), address=cluster.address(node)) as ckpt:
-            for step in (newest, job.step):
+            for step in ckpt.steps():
                 state, wanted = state_of(0, rank), state_of(step, rank)
                 assert ckpt.load(state, step=step) == step == state["step"]
                 for name, tensor in wanted["model"].items():
                     assert torch.equal(state["model"][name], tensor), (rank, step, name)
+            assert ckpt.steps()[-1] == newest

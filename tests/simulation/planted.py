@@ -219,7 +219,13 @@ def acknowledges_before_it_is_on_disk() -> Any:
 
 def connects_anew_in_the_middle_of_a_send() -> Any:
     """As pysyncobj has it: whoever finds a connection dead goes on with the new one as if it were connected."""
-    return _with([(raft_transport.GuardedTransport, "_onDisconnected", TCPTransport._onDisconnected)])
+    return _with(
+        [
+            (raft_transport.GuardedTransport, "_onDisconnected", TCPTransport._onDisconnected),
+            # Connecting anew soon also ends what this begins.
+            (raft_transport, "CONNECT_S", raft_transport.HANDSHAKE_S),
+        ]
+    )
 
 
 def loads_void_nothing_of_others() -> Any:

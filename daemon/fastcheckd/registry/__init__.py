@@ -3,7 +3,7 @@
     state                      what is replicated, and its commands; pure, as are the next six
     members, sessions          nodes and what became of them; who speaks for a rank
     commits, holding           which steps are committed; who holds them, and how that may change
-    records, migrating         forms, checked field by field; snapshots of earlier versions
+    records                    forms, checked field by field
     commands                   every command, made in one place; pure
     collector, loads           which step of a job may be committed next; who held what before; pure
     redundancy, repair_orders, what is short of copies, what to make next, who is waited for, whether

@@ -23,12 +23,12 @@ ASK_TIMEOUT_S = 1.0
 RETRY_S = 5.0
 
 
-def is_agreed(raft: Engine, schema: int = SCHEMA) -> bool:
+def is_agreed(raft: Engine, schema: int) -> bool:
     """Whether commands of this schema count."""
     return raft.read(lambda state: int(state["schema"])) >= schema
 
 
-async def agree(raft: Engine, own_node_id: str, outward: Outward, schema: int = SCHEMA) -> None:
+async def agree(raft: Engine, own_node_id: str, outward: Outward, schema: int) -> None:
     """Have the state in this schema, if it is not yet.
 
     Raises:
@@ -56,11 +56,11 @@ async def agree(raft: Engine, own_node_id: str, outward: Outward, schema: int = 
     logger.info("registry: all voters know schema %d of the state", schema)
 
 
-async def agree_in_time(raft: Engine, own_node_id: str, outward: Outward) -> None:
+async def agree_in_time(raft: Engine, own_node_id: str, outward: Outward, schema: int = SCHEMA) -> None:
     """Try until it is agreed."""
     while True:
         try:
-            await agree(raft, own_node_id, outward)
+            await agree(raft, own_node_id, outward, schema)
         except FastCheckdError as error:
             logger.info("registry: %s", error)
             await asyncio.sleep(RETRY_S)

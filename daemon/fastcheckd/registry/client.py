@@ -141,7 +141,6 @@ class RegistryClient:
             answer = await self._call("OpenRank", registry_pb2.OpenRankResponse, asked, left_s)
             if answer.session:
                 return answer
-            # A voter of an earlier version, which would let it have any place, finds none vacant.
             if request.again and not answer.vacant:
                 raise FencedError(
                     f"another process has taken the place of rank {request.rank} of job {request.job}; this one's "

@@ -17,8 +17,6 @@ from .records import HOLDERS_MAX, Json, MalformedError, at_ms, integer, live, na
 #: Committed steps whose number is remembered after their record is gone, so that a late repetition
 #: of a report still gets the right answer.
 RECENT_MAX = 64
-#: What the state must be agreed on before a step's record says when it was committed.
-SCHEMA_TIMED = 5
 
 
 class Standing(Enum):
@@ -225,7 +223,7 @@ def commit(state: Json, command: Json) -> Json:
 
     assert job is not None, "a current session implies its job"
     kept = {"step": step, "world_size": world_size, "copies": copies_of(ranks), "ranks": ranks}
-    if when is not None and state["schema"] >= SCHEMA_TIMED:  # voters before that would keep none
+    if when is not None:
         kept["at_ms"] = when
     job["steps"].append(kept)
     del job["steps"][:-keep_steps]

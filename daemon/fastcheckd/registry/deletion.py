@@ -16,8 +16,6 @@ from .commits import find_step, refusal
 from .records import Json, flag, integer, name
 from .sessions import PAST_CLIENTS_MAX, current_session, running_ranks
 
-#: What the state must be agreed on before these commands count: older voters do not know them.
-SCHEMA_NEEDED = 4
 #: Ranks and nodes that a refusal names.
 NAMED_MAX = 8
 
@@ -71,8 +69,6 @@ def delete(state: Json, command: Json) -> Json:
     job_name = name(command, "job")
     step = None if command.get("step") is None else integer(command, "step", 0, STEP_MAX)
     if_running = flag(command, "even_if_running", default=False)
-    if state["schema"] < SCHEMA_NEEDED:
-        return not_agreed()
     plan = plan_deletion(state, job_name, step)
     if plan.objection and not if_running:
         return refusal("UNSAFE", plan.objection)
@@ -99,19 +95,12 @@ def close_rank(state: Json, command: Json) -> Json:
     job_name = name(command, "job")
     rank = integer(command, "rank", 0, RANK_MAX - 1)
     session = integer(command, "session", 0, STEP_MAX)
-    if state["schema"] < SCHEMA_NEEDED:
-        return not_agreed()
     if session and current_session(state, job_name, rank) == session:
         seat = state["jobs"][job_name]["ranks"][str(rank)]
         if not seat.get("closed", False):
             seat["closed"] = True
             state["version"] += 1
     return {"ok": True}
-
-
-def not_agreed() -> Json:
-    """The refusal while some voter may not know these commands."""
-    return refusal("UNSAFE", "not all voters are known to run a version that can delete")
 
 
 def _go_back(job: Json) -> None:

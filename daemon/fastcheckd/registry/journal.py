@@ -12,9 +12,6 @@ file and renames it. Knows nothing of what the entries mean.
 The checksum is xxh3-64 of index, term, synced and command. `synced` is the newest entry that was on disk when this one
 was written: it tells a tail that was torn before it was synced, which nobody counts on, from an entry that was
 acknowledged and is broken now. The first is cut off; with the second this voter doesn't start, and changes nothing.
-
-A log of the first format has no `synced`. It is written until the voters have agreed on a schema of the state that no
-voter reads which knows that format alone (`newest_format`).
 """
 
 from __future__ import annotations
@@ -34,84 +31,78 @@ Entry = tuple[bytes, int, int]
 
 LOG = "log"
 META = "log.meta"
-MAGICS = {1: b"FCJRNL1\n", 2: b"FCJRNL2\n"}
-FORMAT_FIRST, FORMAT_NEWEST = 1, 2
-_HEADERS = {1: struct.Struct("<IQQQ"), 2: struct.Struct("<IQQQQ")}
+#: The digit is the format's version.
+MAGIC = b"FCJRNL2\n"
+_MAGIC_OF_ANY = b"FCJRNL"
+_HEADER = struct.Struct("<IQQQQ")
+_CHECKED = struct.Struct("<QQQ")
 #: Behind a broken entry whole ones are looked for so often: what broke it hit one place.
 _BEHIND_MAX = 1000
 
 
-class Records:
-    """Entries as bytes, in one format of the log. Pure."""
+def encode(entry: Entry, synced: int) -> bytes:
+    """An entry as a record; `synced`: the newest entry that is on disk."""
+    command, index, term = entry
+    return _HEADER.pack(len(command), index, term, synced, _checksum(index, term, synced, command)) + command
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.magic = MAGICS[number]
-        self.header = _HEADERS[number]
 
-    def encode(self, entry: Entry, synced: int) -> bytes:
-        """An entry as a record; `synced`: the newest entry that is on disk."""
-        command, index, term = entry
-        fields = (index, term, synced) if self.number > 1 else (index, term)
-        return self.header.pack(len(command), *fields, self._checksum(fields, command)) + command
-
-    def bytes_of(self, entry: Entry) -> int:
-        """Size of an entry's record."""
-        return self.header.size + len(entry[0])
-
-    def decode(self, data: bytes, at: int) -> tuple[Entry, int] | None:
-        """The whole record at a place, and what was synced before it; None: there is none."""
-        if at < 0 or at + self.header.size > len(data):
-            return None
-        size, *fields, checksum = self.header.unpack_from(data, at)
-        begin = at + self.header.size
-        if begin + size > len(data):
-            return None
-        command = data[begin : begin + size]
-        if checksum != self._checksum(tuple(fields), command):
-            return None
-        index, term, synced = (*fields, 0)[:3]
-        return (command, index, term), synced
-
-    @staticmethod
-    def _checksum(fields: tuple[int, ...], command: bytes) -> int:
-        return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(fields)}Q", *fields) + command)
-
-    def decode_all(self, data: bytes) -> tuple[list[Entry], int]:
-        """All whole entries, and where the first broken one (or the end) is."""
-        entries: list[Entry] = []
-        at = len(self.magic)
-        while (found := self.decode(data, at)) is not None:
-            entry = found[0]
-            if entries and entry[1] != entries[-1][1] + 1:
-                break
-            entries.append(entry)
-            at += self.bytes_of(entry)
-        return entries, at
-
-    def acknowledged_behind(self, data: bytes, at: int, index: int) -> int | None:
-        """The newest entry that was on disk, going by what lies behind a broken one; None: nothing says so.
-
-        Args:
-            at: where the broken record begins.
-            index: of the entry that it was.
-        """
-        later, place = index + 1, at
-        for _ in range(_BEHIND_MAX):
-            # An index stands behind the size in a record.
-            place = data.find(struct.pack("<Q", later), place + 1)
-            if place < 0:
-                later, place = later + 1, at
-                continue
-            begin = place - 4
-            while (found := self.decode(data, begin)) is not None and found[0][1] == later:
-                entry, synced = found
-                # In the first format an entry that is whole has to do.
-                if self.number == 1 or synced >= index:
-                    return max(synced, index)
-                begin += self.bytes_of(entry)
-                later, at = later + 1, begin
+def decode(data: bytes, at: int) -> tuple[Entry, int] | None:
+    """The whole record at a place, and what was synced before it; None: there is none."""
+    if at < 0 or at + _HEADER.size > len(data):
         return None
+    size, index, term, synced, checksum = _HEADER.unpack_from(data, at)
+    begin = at + _HEADER.size
+    if begin + size > len(data):
+        return None
+    command = data[begin : begin + size]
+    if checksum != _checksum(index, term, synced, command):
+        return None
+    return (command, index, term), synced
+
+
+def decode_all(data: bytes) -> tuple[list[Entry], int]:
+    """All whole entries of a log, and where the first broken one (or the end) is."""
+    entries: list[Entry] = []
+    at = len(MAGIC)
+    while (found := decode(data, at)) is not None:
+        entry = found[0]
+        if entries and entry[1] != entries[-1][1] + 1:
+            break
+        entries.append(entry)
+        at += _bytes_of(entry)
+    return entries, at
+
+
+def acknowledged_behind(data: bytes, at: int, index: int) -> int | None:
+    """The newest entry that was on disk, going by what lies behind a broken one; None: nothing says so.
+
+    Args:
+        at: where the broken record begins.
+        index: of the entry that it was.
+    """
+    later, place = index + 1, at
+    for _ in range(_BEHIND_MAX):
+        # An index stands behind the size in a record.
+        place = data.find(struct.pack("<Q", later), place + 1)
+        if place < 0:
+            later, place = later + 1, at
+            continue
+        begin = place - 4
+        while (found := decode(data, begin)) is not None and found[0][1] == later:
+            entry, synced = found
+            if synced >= index:
+                return synced
+            begin += _bytes_of(entry)
+            later, at = later + 1, begin
+    return None
+
+
+def _bytes_of(entry: Entry) -> int:
+    return _HEADER.size + len(entry[0])
+
+
+def _checksum(index: int, term: int, synced: int, command: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(_CHECKED.pack(index, term, synced) + command)
 
 
 class Journal:
@@ -141,17 +132,18 @@ class Journal:
         self._path = disk.path(LOG)
         self._failed: OSError | None = None
         self._on_failure = on_failure
-        #: What a log that is written anew is written in.
-        self.newest_format = FORMAT_FIRST
         if not disk.exists(LOG):
-            disk.replace(LOG, MAGICS[self.newest_format])
+            disk.replace(LOG, MAGIC)
         data = disk.read(LOG)
-        number = next((n for n, magic in MAGICS.items() if data.startswith(magic)), None)
-        if number is None:
-            raise ConfigError(f"registry log {self._path} is not one of ours: {ADVICE}")
-        self.newest_format = number
-        self._records = Records(number)
-        self._entries, end = self._records.decode_all(data)
+        if not data.startswith(MAGIC):
+            version = data[len(_MAGIC_OF_ANY) : len(MAGIC)].decode(errors="replace").strip()
+            what = (
+                f"has format {version!r}, this version reads 2"
+                if data.startswith(_MAGIC_OF_ANY)
+                else "is not one of ours"
+            )
+            raise ConfigError(f"registry log {self._path} {what}: {ADVICE}")
+        self._entries, end = decode_all(data)
         self._meta: dict[str, Any] = self._read_meta()
         self._meta_saved = True
         self._check(data, end, base)
@@ -170,7 +162,7 @@ class Journal:
         """Raise ConfigError, before anything is changed, when something that was acknowledged is not there."""
         last = self._entries[-1][1] if self._entries else 0
         if end < len(data) and (
-            (known := self._records.acknowledged_behind(data, end, last + 1)) is not None
+            (known := acknowledged_behind(data, end, last + 1)) is not None
             # Of an empty beginning nobody knows the index.
             or (not self._entries and self._meta["commit_index"] > 1)
         ):
@@ -250,12 +242,11 @@ class Journal:
 
     def _write(self, entries: list[Entry]) -> None:
         """Replace all of the log."""
-        records = Records(self.newest_format)
         newest = entries[-1][1] if entries else 0
-        data = records.magic + b"".join(records.encode(entry, newest) for entry in entries)
+        data = MAGIC + b"".join(encode(entry, newest) for entry in entries)
         with self._writing():
             self._disk.replace(LOG, data)
-        self._records, self._entries, self.size_bytes = records, entries, len(data)
+        self._entries, self.size_bytes = entries, len(data)
         self._synced, self._dirty = newest, False
 
     # From here on: pysyncobj's interface, in its spelling.
@@ -263,7 +254,7 @@ class Journal:
     def add(self, command: bytes, idx: int, term: int) -> None:
         """Append an entry."""
         entry = bytes(command), idx, term
-        record = self._records.encode(entry, self._synced)
+        record = encode(entry, self._synced)
         with self._writing():
             self._disk.append(LOG, record)
         self._entries.append(entry)
@@ -279,7 +270,7 @@ class Journal:
     def deleteEntriesFrom(self, entryFrom: int) -> None:  # noqa: N802, N803
         """Forget the entries from a position on: another leader's log has others there."""
         kept = self._entries[:entryFrom]
-        gone = sum(map(self._records.bytes_of, self._entries[entryFrom:]))
+        gone = sum(map(_bytes_of, self._entries[entryFrom:]))
         with self._writing():
             self._cut(self.size_bytes - gone)
         self._entries = kept

@@ -15,7 +15,7 @@ from ..errors import FastCheckdError, FencedError, NotNewerError, SupersededErro
 from ..health.detector import FailureDetector, Life
 from ..placement import PlannedShard, place
 from . import commands
-from .agreeing import agree, agree_in_time
+from .agreeing import agree_in_time
 from .commits import Standing, check_session, standing
 from .engine import Engine
 from .foreman import Foreman
@@ -277,14 +277,6 @@ class Leader:
             ask=self.outward.become_voter,
             knows_schema=self.outward.knows_schema,
         )
-
-    async def agree(self) -> None:
-        """Return when all voters are known to know the newest schema.
-
-        Raises:
-            UnsafeError, NoQuorumError: see `agreeing`.
-        """
-        await agree(self._raft, self._config.node_id, self.outward)
 
     async def confirm(self) -> None:
         """Return when this voter has been proved to lead after the call began: what it then reads is current.

@@ -32,13 +32,13 @@ from ..durations import REGISTRY, Durations
 from ..errors import ConfigError, InvalidRequestError, NoQuorumError, RegistryError, UnsafeError
 from ..log import Complaints
 from . import snapshots, unpickling
-from .journal import ADVICE, FORMAT_NEWEST, LOG, Entry, Journal
+from .journal import ADVICE, LOG, Entry, Journal
 from .membership import Change, Voters, enough_without, voters_after
 from .raft_engine import Engine, change_in
 from .records import Json
 from .sealing import Seal
 from .snapshots import SNAPSHOT, Snapshot, Snapshots
-from .state import SCHEMA_FIRST, apply, new_state, snapshot
+from .state import apply, new_state, snapshot
 from .tls import Tls
 from .voter_folder import VoterFolder
 
@@ -61,8 +61,6 @@ HEALTHY_S = 1.0
 CHANGE_PAUSE_S = 0.05
 #: After a turn of the engine that failed.
 TURN_PAUSE_S = 0.05
-#: From this schema of the state on no voter runs a version that reads the first format of the log alone.
-SCHEMA_OF_NEWER_LOG = 5
 
 unpickling.install(pysyncobj.pickle, pysyncobj.journal)
 
@@ -234,8 +232,8 @@ class Raft:
         self._seen: tuple[Any, ...] = ()
         self._notified = False
         self._compacted_at = float("-inf")
-        #: Schema of the state that the snapshot on disk is in.
-        self._schema_on_disk = SCHEMA_FIRST
+        #: Schema of the state that the snapshot on disk is in; 0: there is none.
+        self._schema_on_disk = 0
         self._failure: str | None = None
         self._halted = threading.Event()
         self._ticking: Ticking | None = None
@@ -362,8 +360,7 @@ class Raft:
         with self._machine.lock:
             self._machine.state = found.state
         self._schema_on_disk = found.state["schema"]
-        if found.voters is not None:
-            self._committed = found.voters
+        self._committed = found.voters
 
     def _save_snapshot(self, last: Entry, before: Entry) -> None:
         """Have the state after an entry on disk; the log begins with the two then."""
@@ -372,11 +369,6 @@ class Raft:
         # Not the voters that the engine gives: those may be in the log only, and go again.
         self._snapshots.keep(snapshots.to_bytes(last, before, state, self._committed))
         self._schema_on_disk = schema
-        self._format_log(schema)
-
-    def _format_log(self, schema: int) -> None:
-        if schema >= SCHEMA_OF_NEWER_LOG:
-            self._journal.newest_format = FORMAT_NEWEST
 
     def _snapshot_came(self, data: bytes) -> Snapshot:
         """The leader has sent a snapshot: go on from it, unless this voter has all of that."""
@@ -388,10 +380,9 @@ class Raft:
         except OSError as error:
             self._fail(f"the registry snapshot {self._folder.disk.path(SNAPSHOT)} cannot be written: {error}")
             raise
-        self._format_log(found.state["schema"])
         self._use(found)
         # The log is emptied now: what it said of the voters, too.
-        if self._voter.raft_address in (found.voters or {}):
+        if self._voter.raft_address in found.voters:
             self._engine.may_stand()
         self._engine.go_on_from(found, list(self._committed.values()))
         return found
@@ -408,10 +399,11 @@ class Raft:
     # The engine's thread
 
     def _watch(self) -> None:
-        """Runs at every tick: notices changes, has a log compacted that is large or that an earlier version could read.
+        """Runs at every tick: notices changes, has a log compacted that is large or that another version could misread.
 
-        Such a version would refuse the commands of a newer schema one by one, and have another state from then on. A
-        snapshot that it does not know stops it at its start, or when the leader sends one.
+        A version that does not know the state's schema would refuse its commands one by one, or begin with another
+        state, and have another one from then on. A snapshot that it does not know stops it at its start, or when the
+        leader sends one: so a new voter writes one at once, and so does each when a newer schema is agreed on.
         """
         self._on_tick()
         seen = (

@@ -76,7 +76,7 @@ def node_ref(value: Any, what: str) -> list[Any]:
 
 
 def at_ms(command: Json) -> int | None:
-    """Wall clock of the leader that proposed a command, to be shown only; None in commands of older versions."""
+    """Wall clock of the leader that proposed a command, to be shown only; None: it did not say."""
     return integer(command, "at_ms", 0, STEP_MAX) if "at_ms" in command else None
 
 
@@ -179,7 +179,7 @@ def node_fields(value: Any) -> Json:
 
 
 def _labels(value: Any) -> dict[str, str]:
-    """Labels by name, in order of their names; a node of an older version has none."""
+    """Labels by name, in order of their names."""
     if not isinstance(value, dict) or len(value) > LABELS_MAX:
         raise MalformedError(f"labels must be pairs of a name and a value, at most {LABELS_MAX}")
     return {name({"label": key}, "label"): name(value, key) for key in sorted(value, key=str)}

@@ -1,9 +1,6 @@
 """JSON documents that carry a checksum of all that follows it, so that one changed byte is found.
 
-    {"checksum": "0123456789abcdef", ...}
-
-Plain JSON to everybody else: earlier versions, which wrote none, read it too. Without a checksum a document is
-believed as far as its own fields are.
+{"checksum": "0123456789abcdef", ...}
 """
 
 from __future__ import annotations
@@ -30,11 +27,10 @@ def loads(data: bytes) -> dict[str, Any]:
     Raises:
         ValueError: it is none, or not what was written.
     """
-    if data.startswith(_BEGIN):
-        head = len(_BEGIN) + _DIGITS + len(_END)
-        checksum, body = data[len(_BEGIN) : len(_BEGIN) + _DIGITS], data[head:]
-        if checksum != xxhash.xxh3_64_hexdigest(body).encode() or data[head - len(_END) : head] != _END:
-            raise ValueError("its checksum is that of other bytes")
+    head = len(_BEGIN) + _DIGITS + len(_END)
+    checksum, body = data[len(_BEGIN) : len(_BEGIN) + _DIGITS], data[head:]
+    if data[:head] != _BEGIN + checksum + _END or checksum != xxhash.xxh3_64_hexdigest(body).encode():
+        raise ValueError("its checksum is that of other bytes, or missing")
     document = json.loads(data)
     if not isinstance(document, dict):
         raise ValueError("it is no JSON object")

@@ -23,15 +23,7 @@ SEATS_MAX = 2 * RANK_MAX
 SEATS_OF_OWNER_MAX = RANK_MAX
 #: Former processes of a rank that are recognised when they come back late.
 PAST_CLIENTS_MAX = 4
-#: What the state must be agreed on before a process gets back what a deletion took: older voters would refuse it.
-SCHEMA_REOPENED = 5
-#: Likewise before a job that seems to run is spared when there are too many.
-SCHEMA_SPARING = 5
-#: Likewise before ranks are counted.
-SCHEMA_COUNTING = 5
 SESSION_MAX = (1 << 63) - 1
-#: What the state must be agreed on before a load is marked, and has a process' session followed by another one of it.
-SCHEMA_LOADS = 5
 
 
 def open_rank(state: Json, command: Json) -> Json:
@@ -52,7 +44,7 @@ def open_rank(state: Json, command: Json) -> Json:
             "FENCED", f"node {node_id} in incarnation {incarnation} is over: it has to register again"
         )
     identity = text(command, "identity", IDENTITY_BYTES_MAX) if "identity" in command else LOCAL
-    loads = flag(command, "loads", default=False) and state["schema"] >= SCHEMA_LOADS
+    loads = flag(command, "loads", default=False)
     renews = integer(command, "renews", 1, SESSION_MAX) if "renews" in command else None
     job = state["jobs"].get(job_name)
     if job is not None:
@@ -63,13 +55,12 @@ def open_rank(state: Json, command: Json) -> Json:
     seat = None if job is None else job["ranks"].get(str(rank))
     replaces = integer(command, "replaces", 0, SESSION_MAX) if command.get("replaces") is not None else None
     if seat is not None:
-        renewed = state["schema"] >= SCHEMA_LOADS and renews == seat["session"]
+        renewed = renews == seat["session"]
         if seat["client"] == client and seat["world_size"] == world_size and not renewed:
             if seat.pop("closed", False):
                 state["version"] += 1  # it goes on after all
             return {"ok": True, "session": seat["session"], "current": seat["session"]}
-        vacant = state["schema"] >= SCHEMA_REOPENED and is_vacant(state, job_name, rank, client)
-        if client in seat["past"] and not vacant:
+        if client in seat["past"] and not is_vacant(state, job_name, rank, client):
             return refusal(
                 "FENCED",
                 f"another process took the place of rank {rank} of job {job_name}",
@@ -77,7 +68,7 @@ def open_rank(state: Json, command: Json) -> Json:
     current = current_session(state, job_name, rank)
     if replaces is not None and replaces != current:
         return {"ok": True, "session": 0, "current": current}
-    if seat is None and state["schema"] >= SCHEMA_COUNTING:
+    if seat is None:
         _make_seat(state, job_name, identity if job is None else owner_of(job))
     if job is None:
         job = _new_job(state, job_name, identity)
@@ -85,8 +76,7 @@ def open_rank(state: Json, command: Json) -> Json:
     job["next_session"] += 1
     # Not at the first start of a job, where ranks that need not wait for each other would lose their first steps.
     follows = seat is not None or any(other["world_size"] != world_size for other in job["ranks"].values())
-    without = ("", client) if state["schema"] >= SCHEMA_REOPENED else (client,)
-    past = [] if seat is None else [c for c in [*seat["past"], seat["client"]] if c not in without]
+    past = [] if seat is None else [c for c in [*seat["past"], seat["client"]] if c not in ("", client)]
     job["ranks"][str(rank)] = {
         "session": session,
         "client": client,
@@ -177,9 +167,7 @@ def _make_room(state: Json) -> None:
     empty = _without_steps(state)
     if not empty:
         raise MalformedError(f"the cluster keeps steps of {JOBS_MAX} jobs already")
-    _forget(
-        state, _to_forget(state, empty, weight=lambda _: 1) if state["schema"] >= SCHEMA_SPARING else empty[0]
-    )
+    _forget(state, _to_forget(state, empty, weight=lambda _: 1))
 
 
 def _without_steps(state: Json) -> list[str]:
@@ -220,9 +208,8 @@ def _new_job(state: Json, job_name: str, owner: str) -> Json:
         "recent": [],
     }
     if owner != LOCAL:
-        # Absent otherwise, as in the state of voters that know no owners.
         job["owner"] = owner
-    if state["session_floor"] > 1 and state["schema"] >= 4:
+    if state["session_floor"] > 1:
         # Of an earlier life of this job, which was forgotten because nothing of it was kept.
         job["void"] = state["session_floor"]
     jobs[job_name] = job

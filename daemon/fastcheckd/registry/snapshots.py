@@ -50,13 +50,13 @@ class Snapshot:
         last: newest entry in it.
         before: the one before that.
         state: what they have led to.
-        voters: at that point; None in a snapshot of the first format: as configured.
+        voters: at that point.
     """
 
     last: Entry
     before: Entry
     state: Json
-    voters: Voters | None
+    voters: Voters
 
 
 def to_bytes(last: Entry, before: Entry, state: bytes, voters: Voters) -> bytes:
@@ -75,16 +75,13 @@ def to_bytes(last: Entry, before: Entry, state: bytes, voters: Voters) -> bytes:
 def from_bytes(data: bytes) -> Snapshot:
     """Inverse of `to_bytes`; raises ValueError, KeyError or TypeError when it is none or not what was written."""
     document = sealed_json.loads(data)
-    if document.get("format") not in {1, FORMAT}:
-        raise ValueError("not a snapshot of a format that this version reads")
-    voters: Voters | None = None
-    if document["format"] == FORMAT:
-        voters = {v.raft_address: v for v in map(voter_from_list, document["voters"])}
+    if document.get("format") != FORMAT:
+        raise ValueError(f"it has format {document.get('format')!r}, this version reads {FORMAT}")
     return Snapshot(
         _entry_from_json(document["last"]),
         _entry_from_json(document["before"]),
         restore(document["state"].encode()),
-        voters,
+        {v.raft_address: v for v in map(voter_from_list, document["voters"])},
     )
 
 

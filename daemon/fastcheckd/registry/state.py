@@ -18,14 +18,11 @@ the modules that it calls reads a clock, draws a random number, or raises. State
 sessions are never used twice, even when the node or job they belonged to has been forgotten. `voters` is null
 while they are still those of the config. What commands look like is written in `commands`.
 
+A job's `owner` is missing where it is `local`; its `void`, `superseded` and `newest_load` and a seat's `closed` are
+missing where they do not apply. A kept step's `at_ms` is the leader's wall clock at its commit.
+
 `schema` is what all voters have been seen to know, and rises by a command: a state with the commands of a version
-that some voter does not run would become another one there. Schema 4 adds `delete` and `close_rank`, a job's `void`
-and a seat's `closed`; both are missing where they do not apply. A job's `owner` is missing where it is `local`, as in
-the states of versions that knew none: others need ports that ask for certificates, where such a version has no part.
-Schema 5 adds `supersede`, a job's `superseded`, its `newest_load` and a kept step's `at_ms`, the leader's wall clock at
-its commit; all are missing where they do not apply. From it on a process that lost its place to a deletion gets it
-back, one that loads again gets another session (`open_rank`), and ranks are counted: of too many jobs one without a
-trainer is forgotten first.
+that some voter does not run would become another one there.
 """
 
 from __future__ import annotations
@@ -41,14 +38,14 @@ from .deletion import close_rank, delete
 from .denials import deny
 from .holding import rehold
 from .members import forget, register, set_draining, set_state, set_voters
-from .migrating import migrate
 from .records import TOKEN_BYTES_MAX, Json, MalformedError, integer, text
 from .sessions import open_rank
 from .superseded import supersede
 
-#: The newest that this version knows, and what a new cluster begins with: what voters of the version before know.
-SCHEMA = 5
-SCHEMA_FIRST = 3
+#: The newest that this version knows, and the oldest, which a new cluster begins with: voters of the version before
+#: know that one.
+SCHEMA = 6
+SCHEMA_OLDEST = 6
 
 #: Proposers whose results are remembered, and results of each: more than one has in flight at once.
 SEEN_CLIENTS_MAX = 64
@@ -58,7 +55,7 @@ SEEN_RESULTS_MAX = 64
 def new_state() -> Json:
     """The state before the first command."""
     return {
-        "schema": SCHEMA_FIRST,
+        "schema": SCHEMA_OLDEST,
         "epoch": 0,
         "version": 0,
         "next_incarnation": 1,
@@ -78,18 +75,20 @@ def snapshot(state: Json) -> bytes:
 
 
 def restore(data: bytes) -> Json:
-    """The state from bytes, of this schema or an earlier one.
+    """The state from bytes.
 
     Raises:
         ValueError: not a snapshot, or of a schema that this version does not know.
     """
     try:
-        state: Json = migrate(json.loads(data))
+        state: Json = json.loads(data)
         schema, keys = state["schema"], set(state)
     except (KeyError, TypeError, AttributeError):
         raise ValueError("not a registry snapshot") from None
-    if schema not in range(SCHEMA_FIRST, SCHEMA + 1):
-        raise ValueError(f"registry snapshot has schema {schema}, this version reads up to {SCHEMA}")
+    if schema not in range(SCHEMA_OLDEST, SCHEMA + 1):
+        raise ValueError(
+            f"registry snapshot has schema {schema}, this version reads {SCHEMA_OLDEST} to {SCHEMA}"
+        )
     if keys != set(new_state()):
         raise ValueError("not a registry snapshot")
     return state

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 from fastcheck_proto.conventions import RANK_MAX, STEP_MAX
 
-from .commits import check_session, refusal
+from .commits import check_session
 from .records import Json, integer, name, node_ref
 
-#: What the state must be agreed on before this command counts: older voters do not know it.
-SCHEMA_NEEDED = 5
 #: Beyond, the two oldest become one that rules out what either does.
 BOUNDS_MAX = 8
 
@@ -33,8 +31,6 @@ def supersede(state: Json, command: Json) -> Json:
     session = integer(command, "session", 0, STEP_MAX)
     below_step = integer(command, "below_step", 0, STEP_MAX)
     owner = node_ref(command.get("owner"), "the owner")
-    if state["schema"] < SCHEMA_NEEDED:
-        return refusal("UNSAFE", "not all voters are known to run a version that can rule out steps")
     if fenced := check_session(state, job_name, rank, session, owner):
         return fenced
     job = state["jobs"][job_name]

@@ -15,7 +15,6 @@ from fastcheck_proto.conventions import RANK_MAX, STEP_MAX, check_name
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..config import Config
-from ..errors import FastCheckdError
 from ..registry import commands, records, wire
 from ..registry.deletion import plan_deletion
 from ..registry.engine import Engine
@@ -46,7 +45,6 @@ class RegistryDeletion(Deciding):
             if request.rank >= RANK_MAX or request.session > STEP_MAX:
                 raise ValueError(f"rank {request.rank} or session {request.session} is none")
         await self._need_leader(context)
-        await self._leader.agree()
         await self._propose(commands.close_rank(request.job, request.rank, request.session))
         return rpb.CloseRankResponse()
 
@@ -61,7 +59,6 @@ class RegistryDeletion(Deciding):
                 )
             owner = records.node_ref(wire.node_ref(request.owner), "the owner")
         await self._need_leader(context)
-        await self._leader.agree()
         result = await self._propose(
             commands.supersede(request.job, request.rank, request.session, owner, request.below_step)
         )
@@ -77,18 +74,10 @@ class RegistryDeletion(Deciding):
             if step is not None and step > STEP_MAX:
                 raise ValueError(f"step {step} is beyond {STEP_MAX}")
         await self._need_leader(context)
-        refusal = ""
-        try:
-            await self._leader.agree()
-        except FastCheckdError as error:
-            if not request.dry_run:
-                raise
-            refusal = str(error)
         if request.dry_run:
             await self._leader.confirm()
         plan = self._raft.read(lambda state: plan_deletion(state, request.job, step))
-        if not request.even_if_running:
-            refusal = refusal or plan.objection
+        refusal = "" if request.even_if_running else plan.objection
         answer = rpb.DeleteStepsResponse(
             deleted_steps=plan.deleted,
             kept_steps=plan.kept,

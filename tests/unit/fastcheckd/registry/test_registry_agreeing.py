@@ -7,8 +7,17 @@ import pytest
 from fastcheckd.config import Voter
 from fastcheckd.errors import UnsafeError
 from fastcheckd.registry import agreeing
+from fastcheckd.registry import state as state_module
 from fastcheckd.registry.agreeing import agree, agree_in_time, is_agreed
-from fastcheckd.registry.state import SCHEMA, SCHEMA_FIRST, apply, new_state
+from fastcheckd.registry.state import SCHEMA, apply, new_state
+
+NEWER = SCHEMA + 1
+
+
+@pytest.fixture(autouse=True)
+def _newer_version(monkeypatch):
+    """This process knows a schema that voters of the version before don't."""
+    monkeypatch.setattr(state_module, "SCHEMA", NEWER)
 
 
 class Engine:
@@ -42,27 +51,27 @@ class Outward:
 
 
 def test_it_is_agreed_when_all_know_it_and_then_nobody_is_asked_again():
-    engine, outward = Engine(), Outward(b=SCHEMA, c=SCHEMA + 1)
-    assert not is_agreed(engine)
-    asyncio.run(agree(engine, "a", outward))
-    assert is_agreed(engine) and outward.asked == ["b", "c"]
-    asyncio.run(agree(engine, "a", Outward(b=None, c=0)))
+    engine, outward = Engine(), Outward(b=NEWER, c=NEWER + 1)
+    assert is_agreed(engine, SCHEMA) and not is_agreed(engine, NEWER)
+    asyncio.run(agree(engine, "a", outward, NEWER))
+    assert is_agreed(engine, NEWER) and outward.asked == ["b", "c"]
+    asyncio.run(agree(engine, "a", Outward(b=None, c=0), NEWER))
     assert engine.proposed == ["upgrade"]
 
 
 @pytest.mark.parametrize(
     ("known", "words"),
     [
-        ({"b": SCHEMA, "c": 0}, "upgrade c"),
-        ({"b": SCHEMA_FIRST, "c": None}, "upgrade b"),
-        ({"b": SCHEMA, "c": None}, "no answer from c"),
+        ({"b": NEWER, "c": 0}, "upgrade c"),
+        ({"b": SCHEMA, "c": None}, "upgrade b"),
+        ({"b": NEWER, "c": None}, "no answer from c"),
     ],
 )
 def test_one_that_does_not_know_it_or_is_silent_holds_it_up_and_is_named(known, words):
     engine = Engine()
     with pytest.raises(UnsafeError, match=words):
-        asyncio.run(agree(engine, "a", Outward(**known)))
-    assert engine.proposed == [] and engine.state["schema"] == SCHEMA_FIRST
+        asyncio.run(agree(engine, "a", Outward(**known), NEWER))
+    assert engine.proposed == [] and engine.state["schema"] == SCHEMA
 
 
 def test_it_is_tried_again_until_the_last_voter_is_upgraded(monkeypatch):
@@ -72,9 +81,9 @@ def test_it_is_tried_again_until_the_last_voter_is_upgraded(monkeypatch):
     class Upgraded(Outward):
         async def knows_schema(self, voter, timeout_s):
             if len(self.asked) == 6:
-                self.known["c"] = SCHEMA
+                self.known["c"] = NEWER
             return await super().knows_schema(voter, timeout_s)
 
-    outward = Upgraded(b=SCHEMA, c=0)
-    asyncio.run(agree_in_time(engine, "a", outward))
-    assert is_agreed(engine) and len(outward.asked) == 8
+    outward = Upgraded(b=NEWER, c=SCHEMA)
+    asyncio.run(agree_in_time(engine, "a", outward, NEWER))
+    assert is_agreed(engine, NEWER) and len(outward.asked) == 8

@@ -6,7 +6,6 @@ as they are then. A power cut leaves what was synced: contents as of the last sy
 last sync of the folder. From either, a start must find every acknowledged entry, term and vote.
 """
 
-import base64
 import dataclasses
 import json
 import os
@@ -16,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from fastcheckd.config import Voter
-from fastcheckd.registry import snapshots
+from fastcheckd.registry import sealed_json, snapshots
 from fastcheckd.registry.disk import FolderDisk
-from fastcheckd.registry.journal import FORMAT_NEWEST, Journal
+from fastcheckd.registry.journal import Journal
 from fastcheckd.registry.snapshots import Snapshots
 from fastcheckd.registry.state import new_state
 from fastcheckd.registry.voter_folder import make_private
@@ -134,7 +133,6 @@ def work(folder, said):
         # The state after the third entry from the end, as the engine stores it; then the log before is dropped.
         state = json.dumps(new_state()).encode()
         kept.keep(snapshots.to_bytes(journal[-3], journal[-4], state, {"h:2": VOTER}))
-        journal.newest_format = FORMAT_NEWEST  # from the second round on the log is in it
         journal.deleteEntriesTo(len(journal) - 4)
         say()
     # The leader sends its snapshot to a voter that was away: everything before is replaced by it.
@@ -221,17 +219,11 @@ def test_the_folder_and_its_files_are_nobody_elses(tmp_path):
     assert {p.name for p in files if p.stat().st_mode & 0o077} == set()
 
 
-def test_a_snapshot_of_the_first_format_names_no_voters():
-    def entry(value):
-        command, index, term = value
-        return [base64.b64encode(command).decode(), index, term]
-
-    document = {
-        "format": 1,
-        "last": entry((b"b", 2, 1)),
-        "before": entry((b"a", 1, 1)),
-        "state": json.dumps(new_state()),
-    }
-    assert snapshots.from_bytes(json.dumps(document).encode()).voters is None
-    with pytest.raises(ValueError, match="format"):
-        snapshots.from_bytes(json.dumps(document | {"format": 3}).encode())
+def test_a_snapshot_of_another_format_is_refused_with_both_versions():
+    kept = snapshots.to_bytes((b"b", 2, 1), (b"a", 1, 1), json.dumps(new_state()).encode(), {"h:2": VOTER})
+    assert snapshots.from_bytes(kept).last == (b"b", 2, 1)
+    newer = sealed_json.dumps(
+        {key: value for key, value in sealed_json.loads(kept).items() if key != "checksum"} | {"format": 3}
+    )
+    with pytest.raises(ValueError, match="has format 3, this version reads 2"):
+        snapshots.from_bytes(newer)

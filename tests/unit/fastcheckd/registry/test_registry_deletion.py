@@ -20,19 +20,12 @@ from fastcheckd.registry import commands as made
 from fastcheckd.registry.commits import Standing, standing
 from fastcheckd.registry.deletion import plan_deletion
 from fastcheckd.registry.sessions import current_session, is_vacant
-from fastcheckd.registry.state import SCHEMA, apply, restore, snapshot
+from fastcheckd.registry.state import apply, restore, snapshot
 from fastcheckd.registry.view import job_views
 
 
-def agreed():
-    """The small cluster, with voters that all know how to delete."""
-    state = cluster()
-    assert apply(state, made.upgrade(SCHEMA))["ok"]
-    return state
-
-
 def committed(*steps):
-    state = agreed()
+    state = cluster()
     for step in steps:
         assert apply(state, commit(step, RANKS, keep_steps=len(steps)))["ok"]
     return state
@@ -144,7 +137,7 @@ def test_all_of_a_job_goes_and_it_may_begin_anew_from_its_first_step():
 
 
 def test_a_job_that_never_committed_can_be_deleted_too():
-    state = closed(agreed())
+    state = closed(cluster())
     assert apply(state, made.delete("gpt", None))["ends_sessions"]
     assert refused(state, commit(1, RANKS))["code"] == "FENCED"
 
@@ -164,21 +157,6 @@ def test_deletion_may_be_repeated_and_what_is_not_there_is_nothing_to_delete():
     }
 
 
-def test_nothing_is_deleted_before_all_voters_know_how():
-    state = cluster()
-    assert apply(state, commit(5, RANKS))["ok"]
-    assert state["schema"] < SCHEMA
-    assert refused(state, made.delete("gpt", 5, even_if_running=True))["code"] == "UNSAFE"
-    assert refused(state, made.close_rank("gpt", 0, 1))["code"] == "UNSAFE"
-    assert refused(state, made.upgrade(SCHEMA + 1))["code"] == "INVALID"
-    older = snapshot(state)
-    assert b'"schema":3' in older and b"void" not in older, "the version before reads it"
-    assert apply(state, made.upgrade(SCHEMA))["schema"] == SCHEMA
-    assert apply(state, made.upgrade(3))["schema"] == SCHEMA, "it never goes back"
-    assert apply(state, made.delete("gpt", 5, even_if_running=True))["ok"]
-    assert restore(snapshot(state)) == state
-
-
 @pytest.mark.parametrize("bad", [{"job": "/"}, {"step": -1}, {"step": "3"}, {"even_if_running": 1}])
 def test_malformed_deletions_are_refused(bad):
     assert refused(committed(3), made.delete("gpt", 3) | bad)["code"] == "INVALID"
@@ -195,7 +173,7 @@ def test_the_view_tells_what_is_void_and_who_runs():
 
 
 def test_a_job_that_was_forgotten_and_comes_back_knows_that_all_before_is_void():
-    state = closed(agreed())
+    state = closed(cluster())
     state["session_floor"] = 9
     apply(state, open_rank(job="again", rank=0, client="c", node=("n0", 1)))
     assert (state["jobs"]["again"]["void"], state["jobs"]["again"]["next_session"]) == (9, 10)
@@ -215,7 +193,7 @@ actions = st.one_of(
 @given(st.lists(actions, max_size=40))
 @example([("commit", 0, 1), ("commit", 1, 1), ("delete", 1, True), ("delete", None, False)])
 def test_whatever_happens_what_is_deleted_stays_so_and_nothing_else_goes(sequence):
-    state = agreed()
+    state = cluster()
     lives = {f"n{i}": i + 1 for i in range(3)}
     kept, deleted, tried = [], set(), []
     for kind, one, other in sequence:

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from fastcheckd.errors import ConfigError
 from fastcheckd.registry import journal as journal_module
 from fastcheckd.registry.disk import FolderDisk
-from fastcheckd.registry.journal import FORMAT_FIRST, FORMAT_NEWEST, MAGICS
-
-FORMATS = [FORMAT_FIRST, FORMAT_NEWEST]
+from fastcheckd.registry.journal import MAGIC
 
 
 def Journal(path, base=None, **more):
@@ -23,9 +21,9 @@ def entries(first, count, term=1):
     return [(b"command-%d" % i, i, term) for i in range(first, first + count)]
 
 
-def filled(path, count=10, *, number=FORMAT_NEWEST, synced=True):
+def filled(path, count=10, *, synced=True):
     """A log; each entry is on disk before the next one is written, or none is."""
-    path.write_bytes(MAGICS[number])
+    path.write_bytes(MAGIC)
     journal = Journal(path)
     for entry in entries(1, count):
         journal.add(*entry)
@@ -59,12 +57,22 @@ def test_a_torn_tail_is_cut_off_and_writing_goes_on(tmp_path):
         assert Journal(path)[-1] == (b"next", kept + 1, 2)
 
 
-@pytest.mark.parametrize("number", FORMATS)
-def test_a_broken_entry_that_was_acknowledged_is_for_the_operator_and_nothing_is_changed(tmp_path, number):
+def test_a_log_of_another_format_is_refused_with_both_versions(tmp_path):
     path = tmp_path / "log"
-    filled(path, number=number).sync()
+    filled(path).sync()
+    newer = path.read_bytes().replace(MAGIC, b"FCJRNL3\n")
+    for data, says in ((newer, "has format '3', this version reads 2"), (b"else", "is not one of ours")):
+        path.write_bytes(data)
+        with pytest.raises(ConfigError, match=says):
+            Journal(path)
+        assert path.read_bytes() == data
+
+
+def test_a_broken_entry_that_was_acknowledged_is_for_the_operator_and_nothing_is_changed(tmp_path):
+    path = tmp_path / "log"
+    filled(path).sync()
     whole = path.read_bytes()
-    for at in range(len(MAGICS[number]), len(whole) - 60, 7):
+    for at in range(len(MAGIC), len(whole) - 60, 7):
         broken = bytearray(whole)
         broken[at] ^= 1 << at % 8
         path.write_bytes(broken)
@@ -105,20 +113,6 @@ def test_what_a_power_cut_tore_before_it_was_synced_is_cut_off_wherever_it_is(tm
         path.write_bytes(torn)
         kept = Journal(path)
         assert kept[:6] == entries(1, 6) and len(kept) < 10
-
-
-def test_a_log_goes_over_to_the_newer_format_when_it_is_written_anew(tmp_path):
-    path = tmp_path / "log"
-    journal = filled(path, number=FORMAT_FIRST)
-    journal.newest_format = FORMAT_NEWEST
-    journal.add(b"command-11", 11, 1)
-    journal.sync()
-    assert path.read_bytes().startswith(MAGICS[FORMAT_FIRST])
-    journal.deleteEntriesTo(4)
-    journal.add(b"command-12", 12, 1)
-    journal.sync()
-    assert path.read_bytes().startswith(MAGICS[FORMAT_NEWEST])
-    assert Journal(path)[:] == entries(5, 8)
 
 
 def test_one_changed_byte_in_term_vote_or_commit_index_is_found(tmp_path):
@@ -244,6 +238,4 @@ def test_the_file_says_what_the_memory_says(tmp_path_factory, steps):
         assert journal[:] == model and len(journal) == len(model)
     journal._destroy()
     assert Journal(path)[:] == model
-    assert (
-        json.loads(path.with_name("log.meta").read_bytes())["term"] == 1
-    )  # also for whoever reads no checksum
+    assert json.loads(path.with_name("log.meta").read_bytes())["term"] == 1

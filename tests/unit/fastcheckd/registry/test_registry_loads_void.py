@@ -18,9 +18,8 @@ SUPERSEDED = common_pb2.ERROR_CODE_SUPERSEDED
 
 
 class Engine:
-    def __init__(self, schema=5):
+    def __init__(self):
         self.state = cluster()
-        self.state["schema"] = schema
 
     def read(self, reader):
         return reader(self.state)
@@ -32,8 +31,8 @@ class Engine:
 class Job:
     """Two ranks, and the leader that they report to."""
 
-    def __init__(self, schema=5):
-        self.engine = Engine(schema)
+    def __init__(self):
+        self.engine = Engine()
         self.reports = Reports(self.engine, Config(node_id="n2"))
         self.reports.take_office()
         self.sessions = {}
@@ -85,13 +84,6 @@ def test_only_a_load_in_the_place_of_somebody_counts():
         job.open(1, "loads", loads=True)
         assert newest_load(known) == (job.sessions[1], 1)
 
-    @scenario
-    async def _():
-        older = Job(schema=4)
-        for client in ("first", "second"):
-            older.open(0, client, loads=True)
-        assert newest_load(older.engine.state["jobs"]["fresh"]) == (0, 0), "not every voter knows it"
-
 
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_report_from_before_a_load_does_not_commit_with_one_from_after_it(loads):
@@ -136,13 +128,6 @@ def test_a_process_that_loads_again_gets_one_session_more_however_often_it_asks(
         job.sessions[0] = new
         job.open(0, "second", loads=False)
         assert apply(job.engine.state, again)["code"] == "FENCED"
-
-    @scenario
-    async def _():
-        older = Job(schema=4)
-        older.open(0, "first", loads=False)
-        kept = open_rank("fresh", 0, 2, "first", NODES[0]) | {"loads": True, "renews": older.sessions[0]}
-        assert apply(older.engine.state, kept)["session"] == older.sessions[0], "not every voter knows it"
 
 
 def test_a_report_that_does_not_say_is_not_checked():

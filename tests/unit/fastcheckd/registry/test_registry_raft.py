@@ -113,7 +113,7 @@ def test_a_restart_brings_everything_back_from_the_log_and_from_a_snapshot(confi
             list(pickletools.genops(path.read_bytes()))
 
 
-def test_a_newer_schema_is_in_the_snapshot_soon_so_that_no_earlier_version_goes_on_from_the_log(
+def test_the_schema_is_in_a_snapshot_soon_so_that_no_version_that_does_not_know_it_goes_on_from_the_log(
     config, monkeypatch
 ):
     def schema_on_disk():
@@ -122,9 +122,11 @@ def test_a_newer_schema_is_in_the_snapshot_soon_so_that_no_earlier_version_goes_
 
     async def agree():
         async with running(config) as raft:
-            assert (await raft.propose(register("a")))["ok"] and schema_on_disk() == 0
-            assert (await raft.propose(commands.upgrade(SCHEMA)))["ok"]
-            await eventually(lambda: schema_on_disk() == SCHEMA and len(raft._engine.journal) <= 3)
+            assert (await raft.propose(register("a")))["ok"]
+            await eventually(lambda: schema_on_disk() == SCHEMA)
+            monkeypatch.setattr(state_module, "SCHEMA", SCHEMA + 1)
+            assert (await raft.propose(commands.upgrade(SCHEMA + 1)))["ok"]
+            await eventually(lambda: schema_on_disk() == SCHEMA + 1 and len(raft._engine.journal) <= 3)
 
     async def go_back():
         async with running(config):
@@ -132,8 +134,10 @@ def test_a_newer_schema_is_in_the_snapshot_soon_so_that_no_earlier_version_goes_
 
     asyncio.run(agree())
     asyncio.run(go_back())  # this version goes on from it
-    monkeypatch.setattr(state_module, "SCHEMA", SCHEMA - 1)
-    with pytest.raises(ConfigError, match=f"has schema {SCHEMA}, this version reads up to {SCHEMA - 1}"):
+    monkeypatch.setattr(state_module, "SCHEMA", SCHEMA)
+    with pytest.raises(
+        ConfigError, match=f"has schema {SCHEMA + 1}, this version reads {SCHEMA} to {SCHEMA}"
+    ):
         asyncio.run(go_back())
 
 

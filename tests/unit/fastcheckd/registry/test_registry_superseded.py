@@ -6,15 +6,9 @@ from tests.unit.fastcheckd.registry.small_cluster import RANKS, cluster, commit,
 
 from fastcheckd.registry import commands as made
 from fastcheckd.registry.commits import Standing, standing
-from fastcheckd.registry.state import SCHEMA, apply, restore, snapshot
+from fastcheckd.registry.state import apply, restore, snapshot
 from fastcheckd.registry.superseded import BOUNDS_MAX
 from fastcheckd.registry.view import job_views
-
-
-def agreed():
-    state = cluster()
-    assert apply(state, made.upgrade(SCHEMA))["ok"]
-    return state
 
 
 def supersede(below_step, rank=0, session=1, owner=("n0", 1)):
@@ -31,7 +25,7 @@ def restarted(state, life):
 
 
 def test_one_ranks_word_rules_a_step_out_for_all():
-    state = agreed()
+    state = cluster()
     assert apply(state, commit(3, RANKS))["ok"]
     assert apply(state, supersede(7)) == {"ok": True, "kept": [3]}
     for step in (4, 6):
@@ -43,7 +37,7 @@ def test_one_ranks_word_rules_a_step_out_for_all():
 
 
 def test_whoever_asks_late_is_told_what_was_committed_before():
-    state = agreed()
+    state = cluster()
     assert apply(state, commit(5, RANKS))["ok"]
     version = state["version"]
     assert apply(state, supersede(6)) == {"ok": True, "kept": [5]}
@@ -51,7 +45,7 @@ def test_whoever_asks_late_is_told_what_was_committed_before():
 
 
 def test_a_job_that_restarts_uses_the_numbers_again():
-    state = agreed()
+    state = cluster()
     assert apply(state, commit(3, RANKS))["ok"]
     assert apply(state, supersede(40))["ok"]
     records = restarted(state, "second")
@@ -62,7 +56,7 @@ def test_a_job_that_restarts_uses_the_numbers_again():
 
 
 def test_only_the_process_that_speaks_for_the_rank_may():
-    state = agreed()
+    state = cluster()
     assert refused(state, supersede(7, session=2))["code"] == "FENCED"
     assert refused(state, supersede(7, owner=("n0", 9)))["code"] == "FENCED"
     assert refused(state, made.supersede("other", 0, 1, ("n0", 1), 7))["code"] == "FENCED"
@@ -70,13 +64,8 @@ def test_only_the_process_that_speaks_for_the_rank_may():
     assert refused(state, supersede(7))["code"] == "FENCED"
 
 
-def test_not_before_all_voters_know_the_command():
-    state = cluster()
-    assert refused(state, supersede(7))["code"] == "UNSAFE"
-
-
 def test_the_view_tells_holders_what_they_may_drop():
-    state = agreed()
+    state = cluster()
     assert apply(state, supersede(7))["ok"]
     (view,) = job_views(state)
     assert [(each.below_step, each.below_session) for each in view.superseded] == [(7, 3)]
@@ -87,7 +76,7 @@ def test_the_view_tells_holders_what_they_may_drop():
 
 
 def test_deleting_the_job_forgets_it():
-    state = agreed()
+    state = cluster()
     assert apply(state, supersede(7))["ok"]
     assert apply(state, made.delete("gpt", None, even_if_running=True))["ok"]
     assert "superseded" not in state["jobs"]["gpt"]
@@ -105,7 +94,7 @@ happenings = st.one_of(
 @settings(max_examples=400, deadline=None)
 @given(st.lists(happenings, max_size=40))
 def test_what_was_ruled_out_is_never_committed_later(sequence):
-    state = agreed()
+    state = cluster()
     records = {rank["rank"]: rank for rank in RANKS}
     #: Pairs of a step and a session that were ruled out while they were not committed.
     ruled_out = set()

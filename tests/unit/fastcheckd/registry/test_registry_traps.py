@@ -22,6 +22,7 @@ from fastcheckd.log import COMPLAINTS_MAX
 from fastcheckd.registry import raft as raft_module
 from fastcheckd.registry.raft import Raft
 from fastcheckd.registry.sealing import Seal, derive_key
+from fastcheckd.registry.state import SCHEMA
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -161,7 +162,7 @@ def test_there_is_one_replicated_method_and_it_has_no_versions(tmp_path):
         async with voters(tmp_path) as (raft,):
             methods = raft._engine._idToMethod.values()
             assert [method.__name__ for method in methods] == ["apply_v0"]
-            assert raft.read(lambda state: state["schema"]) >= 2
+            assert raft.read(lambda state: state["schema"]) == SCHEMA
 
     asyncio.run(scenario())
 
