@@ -3,7 +3,7 @@
 Rooms, from the pure to the busy; imports go upwards in this list only (checked by import-linter):
 
     errors, config, counters, digests, chunks      values and pure functions
-    identity, rpc, supervise, log          small things that several processes need
+    identity, rpc, supervisor, log         small things that several processes need
     codec/                                 encoded chunks, both ways; what is worth encoding (pure)
     store/, placement                      the RAM directory; where shards go (pure)
     health/, transfer/                     signs of life and verdicts (pure); the bulk lane
@@ -12,7 +12,7 @@ Rooms, from the pure to the busy; imports go upwards in this list only (checked 
     saving/, restore/                      what a data process does for a trainer
     services/                              gRPC faces: translate and delegate, decide nothing
     agent, registry_server                 one process each
-    node, main                             wiring; the command line
+    process/, main, launcher               the parent and what it forks, wired; the command line; local clusters
 """
 
 import os

@@ -1,8 +1,8 @@
-"""The agent: small and never busy. Keeps the other processes running and the registry informed.
+"""The agent: small and never busy. Watches over the other processes and keeps the registry informed.
 
-    start children → wait until the data process answers → register → heartbeat
-                                                              ▲           │ fenced
-                                                              └───────────┘ a new life
+    wait until the data process answers → register → heartbeat
+                                             ▲           │ fenced
+                                             └───────────┘ a new life
 
 It touches no state of the trainers, so that nothing it does can take long.
 """
@@ -14,8 +14,7 @@ import contextlib
 import logging
 import os
 import secrets
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
@@ -27,12 +26,11 @@ from .errors import FastCheckdError
 from .health.data_line import DataLine
 from .health.heartbeats import HeartbeatSender
 from .health.lease_clock import LeaseClock
-from .health.registry_line import RegistryLine
 from .health.vitals import RESTART_AFTER
 from .observe.agent_metrics import NodeFacts, ProcessFacts
 from .registry.client import RegistryClient
 from .registry.wire import voter_message
-from .supervise import CHILD_CONFIG, CHILD_PARENT, Child
+from .supervisor import Supervisor
 from .voting import Voting
 
 logger = logging.getLogger(__name__)
@@ -47,10 +45,13 @@ TROUBLE_CHARS_MAX = 300
 
 
 class Agent:
-    """Supervision and membership of one node."""
+    """Membership of one node, and what its processes are to be told."""
 
-    def __init__(self, config: Config, registry: RegistryClient, dialer: Dialer) -> None:
+    def __init__(
+        self, config: Config, registry: RegistryClient, dialer: Dialer, supervisor: Supervisor
+    ) -> None:
         self._config = config
+        self._supervisor = supervisor
         self._dialer = dialer
         self._registry = registry
         self._incarnation = 0
@@ -58,17 +59,10 @@ class Agent:
         self._tasks: list[asyncio.Task[None]] = []
         self.fatal: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._voters_changed = asyncio.Event()
-        self.voting = Voting(
-            config,
-            lambda config, on_failure: _make_child("registry", config, on_failure),
-            self._on_voters,
-            self._on_fatal,
-        )
-        self._data_child = _make_child("data", config, self._on_fatal)
+        self.voting = Voting(config, supervisor, self._on_voters, self._on_fatal)
         self._lease: LeaseClock | None = None
         self.durations = Durations(AGENT)
-        self._data = DataLine(config, self._data_child, lambda: self._incarnation)
-        self._registry_line = RegistryLine(lambda: self.voting.child, config.data_hung_after_s)
+        self._data = DataLine(config, supervisor.data, lambda: self._incarnation)
 
     @property
     def incarnation(self) -> int:
@@ -81,28 +75,27 @@ class Agent:
         return self._data.ready
 
     def stuck(self) -> list[str]:
-        """Processes that have made no progress for so long that ending them has not helped either."""
-        now = asyncio.get_running_loop().time()
-        patience_s = 2 * RESTART_AFTER * self._config.data_hung_after_s
-        went_on = {"data": self._data.answered_at, "registry": self._registry_line.went_on_at}
-        return [name for name, at in went_on.items() if now - at > patience_s]
+        """The data process, if it has made no progress for so long that ending it has not helped either."""
+        silent_s = asyncio.get_running_loop().time() - self._data.answered_at
+        return ["data"] if silent_s > 2 * RESTART_AFTER * self._config.data_hung_after_s else []
 
     def summary(self) -> str:
         """One line for people."""
         life = f"incarnation {self._incarnation}" if self._incarnation else "not registered yet"
         data = rpb.DataHealth.Name(self._data.health).removeprefix("DATA_HEALTH_").lower()
-        vote = ", votes" if self.voting.child is not None else ""
+        vote = ", votes" if self.voting.runs else ""
         troubles = "".join(f"; {trouble}" for trouble in self.facts().troubles)
         return f"node {self._config.node_id}: {life}, data process {data}{vote}{troubles}"
 
     def facts(self) -> NodeFacts:
         """How this node is, as far as the agent knows by itself: nobody is asked."""
         lease, now = self._lease, asyncio.get_running_loop().time()
-        processes = [ProcessFacts("agent", os.getpid(), 0)]
+        told = self._supervisor.processes
+        processes = [ProcessFacts("agent", os.getpid(), told.agent.restarts, told.agent.start_failures)]
         processes += [
-            ProcessFacts(child.name, child.pid, child.restarts, child.start_failures, child.trouble)
-            for child in (self._data_child, self.voting.child)
-            if child is not None
+            ProcessFacts(name, state.pid or None, state.restarts, state.start_failures, state.trouble)
+            for name, state in (("data", told.data), ("registry", self._supervisor.registry))
+            if state is not None
         ]
         return NodeFacts(
             incarnation=self._incarnation,
@@ -121,12 +114,11 @@ class Agent:
         self._voters_changed.set()
 
     def start(self) -> None:
-        """Start the children and the membership."""
+        """Begin to watch, to vote if this node is a voter, and to be a member."""
         self.voting.start()
-        self._data_child.start()
         self._tasks = [
+            asyncio.create_task(self._supervisor.run(), name="parent"),
             asyncio.create_task(self._data.run(), name="data line"),
-            asyncio.create_task(self._registry_line.run(), name="registry line"),
             asyncio.create_task(self._follow_voters(), name="voters"),
             asyncio.create_task(self._membership(), name="membership"),
         ]
@@ -226,7 +218,7 @@ class Agent:
         )
 
     async def stop(self) -> None:
-        """Leave the cluster, then stop the children, the registry last."""
+        """Leave the cluster."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -236,14 +228,3 @@ class Agent:
             )
             with contextlib.suppress(FastCheckdError):  # the detector will find out
                 await self._registry.leave(request, timeout_s=LEAVE_TIMEOUT_S)
-        await self._data_child.stop(self._config.shutdown_grace_s)
-        await self.voting.stop()
-
-
-def _make_child(name: str, config: Config, on_fatal: Callable[[Exception], None]) -> Child:
-    environment = {
-        **os.environ,
-        CHILD_CONFIG: config.to_json(),
-        CHILD_PARENT: str(os.getpid()),
-    }
-    return Child(name, [sys.executable, "-m", "fastcheckd", "child", name], environment, on_fatal)

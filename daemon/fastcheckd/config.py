@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-import json
 import os
 import re
 import socket
@@ -338,10 +337,6 @@ class Config:
                 "(tls_cert_file, tls_key_file, tls_ca_file), or 'raft_key_file', a shared secret of at least 32 "
                 "random bytes; make one with: head -c 32 /dev/urandom > raft.key && chmod 600 raft.key"
             )
-
-    def to_json(self) -> str:
-        """The resolved configuration, for a child process: see `config_sources.from_json`."""
-        return json.dumps(dataclasses.asdict(self), default=str)
 
     @property
     def exposed(self) -> list[str]:

@@ -6,6 +6,7 @@ the same, so that one which comes later cannot be printed by mistake.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ def report(config: Config, origins: Mapping[str, Origin]) -> Json:
     Args:
         origins: of every key, as `load_with_origins` gives them.
     """
-    values: Json = json.loads(config.to_json())
+    values: Json = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     return {
         "keys": [
             {

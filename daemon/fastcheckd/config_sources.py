@@ -7,12 +7,13 @@ default beside its field. Unknown keys are errors. Nothing else in the daemon re
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from .config import Config, Voter
 from .errors import ConfigError
@@ -96,8 +97,6 @@ def load_with_origins(
 
 def _read(path: Path) -> dict[Any, Any]:
     """The pairs in a YAML file."""
-    import yaml  # noqa: PLC0415  here alone: the agent's children have their configuration as JSON
-
     try:
         loaded = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -109,14 +108,7 @@ def _read(path: Path) -> dict[Any, Any]:
     return loaded or {}
 
 
-def from_json(text: str) -> Config:
-    """Inverse of `Config.to_json`."""
-    return Config(**{key: _convert(key, value) for key, value in json.loads(text).items()})
-
-
 def _parse(what: str, text: str) -> Any:
-    import yaml  # noqa: PLC0415  here alone: the agent's children have their configuration as JSON
-
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

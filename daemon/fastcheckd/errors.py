@@ -39,6 +39,9 @@ from collections.abc import Iterable
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
+#: Exit code of a process whose configuration cannot work (sysexits.h EX_CONFIG).
+EXIT_CONFIG = 78
+
 
 class FastCheckdError(Exception):
     """Base of all errors that the daemon raises on purpose."""

@@ -12,6 +12,9 @@ from fastcheck_proto.v1 import common_pb2 as pb
 
 from .errors import NoQuorumError
 
+#: The registry knows that a life is over before the node does, which then has to be started or to register again.
+NEXT_LIFE_S = 2.0
+
 
 class Identity:
     """This node's life as its data process knows it. Owned by the event loop's thread."""
@@ -22,6 +25,7 @@ class Identity:
         self.incarnation = 0
         self.epoch = 0
         self._known = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def until_known(self, timeout_s: float) -> None:
         """Return once the node is registered.
@@ -44,6 +48,20 @@ class Identity:
             return False
         self.incarnation = incarnation
         self._known.set()
+        self._changed.set()
+        self._changed = asyncio.Event()
+        return True
+
+    async def outlives(self, ref: pb.NodeRef) -> bool:
+        """Whether the node is in a later life than `ref`, or soon begins one: a call that was FENCED is then worth
+        repeating.
+        """
+        try:
+            async with asyncio.timeout(NEXT_LIFE_S):
+                while self.incarnation <= ref.incarnation:
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
         return True
 
     def saw_epoch(self, epoch: int) -> None:

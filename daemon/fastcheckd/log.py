@@ -175,7 +175,7 @@ def configure(log_format: str, node_id: str, process: str) -> None:
 
     Args:
         log_format: `human` or `json`.
-        process: agent, data or registry.
+        process: parent, agent, data or registry.
     """
     lines = JsonLines if log_format == "json" else HumanLines
     handler = logging.StreamHandler(sys.stderr)

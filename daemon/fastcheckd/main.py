@@ -16,19 +16,21 @@ import importlib
 import json
 import logging
 import os
-import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import __version__
 from .config import Config, check_exposure
 from .config_report import report
-from .config_sources import from_json, load_with_origins
-from .errors import ConfigError, FastCheckdError
+from .config_sources import load_with_origins
+from .errors import EXIT_CONFIG, ConfigError, FastCheckdError
 from .interfaces import interfaces, with_lane_host
 from .log import configure
-from .supervise import CHILD_CONFIG, CHILD_PARENT, EXIT_CONFIG, die_with_parent
+
+if TYPE_CHECKING:
+    from .process.parent import Role
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     arguments = make_parser().parse_args(argv)
     try:
-        if arguments.command == "child":
-            return _run_child(arguments.process)
         config, origins = load_with_origins(
             arguments.config, environment=os.environ, overrides=arguments.set or ()
         )
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"lane at {config.lane_address}, {config.codec_threads} codec threads"
             )
             return 0
-        return _run("agent", config)
+        return _run(config)
     except ConfigError as error:
         print(f"fastcheckd: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -81,44 +81,35 @@ def _recover_quorum(config: Config, *, yes: bool) -> int:
     return 0
 
 
-def _run_child(process: str) -> int:
-    parent = os.environ.pop(CHILD_PARENT, "")
-    text = os.environ.pop(CHILD_CONFIG, "")
-    if not parent or not text:
-        print("fastcheckd: `child` is started by the agent only", file=sys.stderr)
-        return 2
-    die_with_parent(int(parent))
-    return _run(process, from_json(text))
-
-
-def _raise_file_limit() -> None:
-    """Every mapped segment and every lane holds a descriptor: use what the system lets us have."""
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _settle_grpc() -> None:
+def settle_grpc() -> None:
     """What gRPC's core reads when it is loaded.
 
     It writes a line of its own to stderr for each handshake that fails: strangers could fill a disk. Who wants to see
     its lines sets the variable.
 
     Around a fork it ends its threads and starts them again; where that fails, as it does when a fork fails for want of
-    processes, it aborts. Nothing here forks but to execute something else, which needs none of it.
+    processes, it aborts. Only the parent forks, which never has any.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 
-def _run(process: str, config: Config) -> int:
-    _settle_grpc()
-    # Late: `validate` needs none of them, and each process only its own.
-    run = importlib.import_module(f".node.{process}", __package__).run
+def _run(config: Config) -> int:
+    settle_grpc()
+    # Late: `validate` needs none of it.
+    parent = importlib.import_module(".process.parent", __package__)
+    systemd = importlib.import_module(".systemd", __package__)
 
-    _raise_file_limit()
-    configure(config.log_format, config.node_id, process)
+    configure(config.log_format, config.node_id, "parent")
+    role = parent.Parent(config, systemd.Notifier()).run()
+    return role if isinstance(role, int) else _run_role(role)
+
+
+def _run_role(role: Role) -> int:
+    """What a forked process does."""
+    configure(role.config.log_format, role.config.node_id, role.name)
     try:
-        asyncio.run(run(config))
+        asyncio.run(role.run())
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_CONFIG
@@ -151,6 +142,4 @@ def make_parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--yes", action="store_true", help="do it; else only say what is on the disk"
             )
-    child = commands.add_parser("child")  # no help: started by the agent
-    child.add_argument("process", choices=("data", "registry"))
     return parser

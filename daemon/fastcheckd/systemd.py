@@ -1,7 +1,7 @@
 """What systemd is told: that the node serves, how it is, that it goes on, that it stops. See sd_notify(3).
 
 Datagrams that must never block: one that nobody takes at the moment is dropped, since the next one comes anyway. Sent
-from the event loop only, never from a signal handler. Without `NOTIFY_SOCKET` there is nobody to tell.
+by the parent only, never from a signal handler. Without `NOTIFY_SOCKET` there is nobody to tell.
 """
 
 from __future__ import annotations
@@ -61,8 +61,30 @@ class Notifier:
             self._socket = None
 
 
+class RelayedNotifier:
+    """What the agent tells systemd, which listens to the service's main process alone: the parent passes it on.
+
+    Args:
+        direct: the parent's own.
+        relay: takes what is to be passed on.
+    """
+
+    def __init__(self, direct: Notifier, relay: Callable[[Mapping[str, str]], None]) -> None:
+        self.heard = direct.heard
+        self.watchdog_s = direct.watchdog_s
+        self._relay = relay
+
+    def tell(self, **said: str) -> None:
+        """Assignments such as `READY="1"`."""
+        if self.heard:
+            self._relay(said)
+
+
 async def report(
-    notifier: Notifier, ready: asyncio.Event, status: Callable[[], str], stuck: Callable[[], Sequence[str]]
+    notifier: Notifier | RelayedNotifier,
+    ready: asyncio.Event,
+    status: Callable[[], str],
+    stuck: Callable[[], Sequence[str]],
 ) -> None:
     """Tell systemd how the node is until cancelled.
 

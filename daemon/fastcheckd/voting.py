@@ -29,7 +29,8 @@ from .registry.remembered import (
     write_voters,
 )
 from .registry.voter_folder import make_private, read_marker, registry_folder
-from .supervise import Child
+from .registry.wire import voter_message
+from .supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -41,29 +42,28 @@ class Voting:
 
     Args:
         config: as the operator wrote it.
-        make_child: makes, not yet started, a registry process with a config; it says when that cannot work.
-        on_fatal: told when the registry process of a node that is a voter cannot start as configured.
+        supervisor: has a registry process run, or ended.
         on_voters: told the voters when they have become others.
+        on_fatal: told when the registry process of a node that is a voter cannot start as configured.
     """
 
     def __init__(
         self,
         config: Config,
-        make_child: Callable[[Config, OnFailure], Child],
+        supervisor: Supervisor,
         on_voters: Callable[[Sequence[Voter]], None],
         on_fatal: OnFailure,
     ) -> None:
         self._on_fatal = on_fatal
         self._configured = config
-        self._make_child = make_child
+        self._supervisor = supervisor
         self._on_voters = on_voters
         self._lock = asyncio.Lock()
         #: With the newest voters that this node has heard of.
         self.config = with_remembered_voters(config)
         self._seen = self._signature()
         self._unread = Episode(logger, "this node stays with the voters that it knew", level=logging.ERROR)
-        self._child: Child | None = None
-        #: What that process is, by its own config.
+        #: What the registry process is that was asked for; None: there is to be none.
         self._running: Voter | None = None
 
     @property
@@ -72,23 +72,25 @@ class Voting:
         return self.config.own_voter is not None
 
     @property
-    def child(self) -> Child | None:
-        """The registry process, if this node is to run one."""
-        return self._child
+    def runs(self) -> bool:
+        """Whether this node is to run a registry process."""
+        return self._running is not None
 
     def start(self) -> None:
-        """Start the registry process, if there is to be one."""
+        """Have a registry process run if there is to be one; one that an earlier agent asked for goes on then."""
         if self.is_voter:
-            self._start_child(self.config, self._on_fatal)
+            self._run(self.config, self._on_fatal)
         elif (voters := read_voters(joining_file(self.config), self.config.cluster_id)) is not None:
-            self._start_child(with_voters(self.config, voters), self._not_started)
+            self._run(with_voters(self.config, voters), self._not_started)
+        if not self.runs:
+            self._supervisor.drop_registry()
 
     def _not_started(self, error: Exception) -> None:
         """A node that was only asked to be a voter goes on without; asked again, it tries again."""
         logger.error("this node does not become a voter: %s", error)
-        self._child = self._running = None
+        self._running = None
 
-    def _start_child(self, config: Config, on_failure: OnFailure) -> None:
+    def _run(self, config: Config, on_failure: OnFailure) -> None:
         folder = registry_folder(config)
         if (
             len(config.effective_voters) > 1
@@ -105,13 +107,12 @@ class Voting:
             )
             return
         self._running = config.own_voter
-        self._child = self._make_child(config, on_failure)
-        self._child.start()
+        self._supervisor.run_registry([voter_message(v) for v in config.effective_voters], on_failure)
 
-    async def _stop_child(self) -> None:
-        if self._child is not None:
-            child, self._child, self._running = self._child, None, None
-            await child.stop(self.config.shutdown_grace_s)
+    async def _stop(self) -> None:
+        if self.runs:
+            self._running = None
+            await self._supervisor.stop_registry()
 
     def _signature(self) -> tuple[int, int] | None:
         try:
@@ -140,11 +141,11 @@ class Voting:
             joining_file(self.config).unlink(missing_ok=True)
             if own == self._running:
                 return
-            if self._child is not None:
+            if self.runs:
                 logger.warning("the registry names other voters: this node's registry process stops")
-                await self._stop_child()
+                await self._stop()
             if own is not None:
-                self._start_child(self.config, self._not_started)
+                self._run(self.config, self._not_started)
 
     async def become(self, cluster_id: str, voters: Sequence[Voter], version: int = 0) -> None:
         """Start a registry process, with nothing in its log, that waits to be added by the others.
@@ -172,9 +173,9 @@ class Voting:
             if own == self._running:
                 return
             self._check_free(own)
-            await self._stop_child()
+            await self._stop()
             await asyncio.to_thread(_begin_folder, joining, own, version)
-            self._start_child(joining, self._not_started)
+            self._run(joining, self._not_started)
 
     def _check_free(self, own: Voter) -> None:
         """Nobody who can reach this node's port may have a working voter forget its log."""
@@ -185,11 +186,6 @@ class Voting:
                 f"{own.node_id} is a voter, {current.raft_address}, and has its log; to give it up, stop the daemon "
                 f"and move {folder} away"
             )
-
-    async def stop(self) -> None:
-        """Stop the registry process, if there is one."""
-        async with self._lock:
-            await self._stop_child()
 
 
 def _begin_folder(joining: Config, own: Voter, version: int) -> None:

@@ -99,8 +99,8 @@ def idling(cluster: LocalCluster, seconds: float) -> list[Figure]:
     for node in cluster.node_ids:
         for pid in cluster.pids(node):
             process = psutil.Process(pid)
-            command = process.cmdline()
-            kind = command[-1] if command[-2] == "child" else "agent"
+            name = process.name()
+            kind = name.removeprefix("fcheck-") if name.startswith("fcheck-") else "parent"
             processes.setdefault(kind, []).append(process)
     with AdminClient(cluster.address("node-0")) as admin:
         admin.nodes()

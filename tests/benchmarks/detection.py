@@ -161,7 +161,7 @@ def killed_leaders(cluster: LocalCluster, trials: int, say: Callable[[str], None
             watchers.until_all_up()
             node_id = _until(leader, "a leader")
             registry = next(
-                p for p in map(psutil.Process, cluster.pids(node_id)) if p.cmdline()[-1] == "registry"
+                p for p in map(psutil.Process, cluster.pids(node_id)) if p.name() == "fcheck-registry"
             )
             started = time.monotonic()
             registry.kill()
@@ -179,8 +179,8 @@ def killed_leaders(cluster: LocalCluster, trials: int, say: Callable[[str], None
 
 def _registry_pid(cluster: LocalCluster, node_id: str) -> int | None:
     for pid in cluster.pids(node_id):
-        with contextlib.suppress(psutil.NoSuchProcess, IndexError):
-            if psutil.Process(pid).cmdline()[-1] == "registry":
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).name() == "fcheck-registry":
                 return pid
     return None
 

@@ -296,7 +296,7 @@ def _path() -> str:
 
 def _data_process(cluster: LocalCluster, node: str) -> psutil.Process:
     found = [psutil.Process(pid) for pid in cluster.pids(node)]
-    return next(p for p in found if p.cmdline()[-2:] == ["child", "data"])
+    return next(p for p in found if p.name() == "fcheck-data")
 
 
 def _cpu_s(process: psutil.Process) -> float:

@@ -218,7 +218,8 @@ def _registry(folder: Path) -> Iterator[RegistryCluster]:
 def _simulated(folder: Path, registry: RegistryCluster, count: int) -> Iterator[None]:
     """So many nodes, in as few processes as can keep up with them."""
     config = folder / "simulated.json"
-    config.write_text(registry.config.to_json())
+    keys = {key: value for key, value in dataclasses.asdict(registry.config).items() if value is not None}
+    config.write_text(json.dumps(keys, default=str))
     processes = []
     try:
         for first in range(0, count, NODES_PER_PROCESS):

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.cluster.registry_actors import Node
 
 from fastcheckd.config import Config
-from fastcheckd.config_sources import from_json
+from fastcheckd.config_sources import load_config
 from fastcheckd.counters import Counters
 from fastcheckd.registry.client import RegistryClient
 
@@ -42,4 +42,4 @@ async def serve(config: Config, first: int, count: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(from_json(Path(sys.argv[1]).read_text()), int(sys.argv[2]), int(sys.argv[3])))
+    asyncio.run(serve(load_config(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])))

@@ -158,11 +158,11 @@ def leader(cluster: LocalCluster, ask: str) -> str:
 
 
 def process_of(cluster: LocalCluster, node: str, kind: str) -> psutil.Process:
-    """The node's `data` or `registry` process."""
+    """The node's `agent`, `data` or `registry` process."""
     for pid in cluster.pids(node):
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
-            if process.cmdline()[-2:] == ["child", kind]:
+            if process.name() == f"fcheck-{kind}":
                 return process
     raise AssertionError(f"{node} has no {kind} process")
 

@@ -52,9 +52,9 @@ def test_random_bytes_on_every_port_are_closed_and_the_daemon_lives(make_cluster
 
 def test_sigterm_leaves_the_cluster_at_once_and_exits_with_zero(make_cluster):
     cluster = make_cluster(4)
-    agent, *children = (psutil.Process(pid) for pid in cluster.pids("node-3"))
-    agent.terminate()
-    assert agent.wait(timeout=30) == 0
+    parent, *children = (psutil.Process(pid) for pid in cluster.pids("node-3"))
+    parent.terminate()
+    assert parent.wait(timeout=30) == 0
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
     assert node_states(cluster, "node-0")["node-3"] == "DOWN"
 

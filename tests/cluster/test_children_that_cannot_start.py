@@ -1,8 +1,8 @@
 """A process of a node dies at a moment in which no other can be started: it is started as soon as one can be.
 
-The reasons are the kernel's own: no file descriptor is left (EMFILE), no process (EAGAIN), or there is nothing to
-execute. While they last, the node says so in its log, and to those who ask whether it is ready and whether the cluster
-is well.
+The reasons are the kernel's own: no file descriptor is left (EMFILE), or no process (EAGAIN). While they last, the node
+says so in its log, and to those who ask whether it is ready and whether the cluster is well. Nothing is executed when a
+process is started, so it does not matter whether there is anything to execute.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, bin_folder: Path) -> Itera
 
 
 @contextlib.contextmanager
-def no_descriptors(agent: psutil.Process, _bin: Path) -> Iterator[None]:
-    """Each call that makes a file descriptor fails in the agent."""
-    before = agent.rlimit(resource.RLIMIT_NOFILE)
-    agent.rlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+def no_descriptors(parent: psutil.Process, _bin: Path) -> Iterator[None]:
+    """Each call that makes a file descriptor fails in the parent."""
+    before = parent.rlimit(resource.RLIMIT_NOFILE)
+    parent.rlimit(resource.RLIMIT_NOFILE, (3, before[1]))
     try:
         yield
     finally:
-        agent.rlimit(resource.RLIMIT_NOFILE, before)
+        parent.rlimit(resource.RLIMIT_NOFILE, before)
 
 
 @contextlib.contextmanager
-def no_processes(agent: psutil.Process, _bin: Path) -> Iterator[None]:
-    """Each fork and each new thread fails in the agent: a control group that has had its share."""
-    group = PIDS / f"fastcheck-{agent.pid}"
+def no_processes(parent: psutil.Process, _bin: Path) -> Iterator[None]:
+    """Each fork fails in the parent: a control group that has had its share."""
+    group = PIDS / f"fastcheck-{parent.pid}"
     try:
         group.mkdir()
     except OSError as error:
         pytest.skip(f"no control group for pids can be made: {error}")
     try:
-        for task in Path(f"/proc/{agent.pid}/task").iterdir():
+        for task in Path(f"/proc/{parent.pid}/task").iterdir():
             (group / "tasks").write_text(task.name)
         (group / "pids.max").write_text("1")
         yield
@@ -81,14 +81,14 @@ def no_processes(agent: psutil.Process, _bin: Path) -> Iterator[None]:
         for task in (group / "tasks").read_text().split():
             with contextlib.suppress(ProcessLookupError):
                 (PIDS / "tasks").write_text(task)
-        # What the agent has started meanwhile is gone from it a moment later.
+        # What the parent has started meanwhile is gone from it a moment later.
         until(
             lambda: not (group / "tasks").read_text() and not group.rmdir(), "the control group to be empty"
         )
 
 
 @contextlib.contextmanager
-def nothing_to_execute(_agent: psutil.Process, bin_folder: Path) -> Iterator[None]:
+def nothing_to_execute(_parent: psutil.Process, bin_folder: Path) -> Iterator[None]:
     """The interpreter is not where it was."""
     shutil.move(bin_folder / "python", bin_folder / "away")
     try:
@@ -103,22 +103,30 @@ def failing(cluster: LocalCluster) -> str:
         return "\n".join(c["detail"] for c in admin.status()["codes"] if c["code"] == "PROCESS_FAILING")
 
 
-@pytest.mark.parametrize("kind", ["data", "registry"])
+def parent_of(cluster: LocalCluster) -> psutil.Process:
+    return psutil.Process(cluster.pids(NODE)[0])
+
+
+def another_runs(cluster: LocalCluster, kind: str, than: psutil.Process) -> bool:
+    with contextlib.suppress(AssertionError):
+        return process_of(cluster, NODE, kind).pid != than.pid
+    return False
+
+
 @pytest.mark.parametrize(
-    ("fault", "reason"),
+    ("fault", "kind", "reason"),
     [
-        (no_descriptors, "Too many open files"),
-        (no_processes, "Resource temporarily unavailable"),
-        (nothing_to_execute, "No such file or directory"),
+        (no_descriptors, "registry", "Too many open files"),
+        (no_processes, "registry", "Resource temporarily unavailable"),
+        (no_processes, "data", "Resource temporarily unavailable"),
     ],
 )
 def test_a_process_that_dies_when_none_can_be_started_is_started_later(
-    cluster, bin_folder, fault, reason, kind
+    cluster, bin_folder, fault, kind, reason
 ):
     job = Job(cluster, [NODE], name=f"{fault.__name__}-{kind}")
     job.commit(1)
-    agent = psutil.Process(cluster.pids(NODE)[0])
-    victim = process_of(cluster, NODE, kind)
+    parent, victim = parent_of(cluster), process_of(cluster, NODE, kind)
     log = cluster.log_file(NODE)
     told_before = log.stat().st_size
 
@@ -129,7 +137,7 @@ def test_a_process_that_dies_when_none_can_be_started_is_started_later(
             lines.seek(told_before)
             return [line for line in lines if cannot in line]
 
-    with fault(agent, bin_folder):
+    with fault(parent, bin_folder):
         victim.kill()
         until(lambda: not psutil.pid_exists(victim.pid), f"the end of the {kind} process")
         with contextlib.suppress(pytest.fail.Exception):
@@ -138,28 +146,42 @@ def test_a_process_that_dies_when_none_can_be_started_is_started_later(
         with contextlib.suppress(pytest.fail.Exception):
             until(lambda: cannot in failing(cluster), "a health code", timeout_s=5)
         shown = failing(cluster)
-        ready = get(cluster, NODE, "/readyz") if fault is not no_descriptors else None
+        status, body = get(cluster, NODE, "/readyz")
 
-    def runs() -> bool:
-        with contextlib.suppress(AssertionError):
-            return process_of(cluster, NODE, kind).pid != victim.pid
-        return False
-
-    until(runs, f"another {kind} process", timeout_s=20)  # the longest pause is 5 s
+    # The longest pause is 5 s.
+    until(lambda: another_runs(cluster, kind, victim), f"another {kind} process", timeout_s=20)
     cluster.wait_up([NODE], timeout_s=60)
     until(lambda: job.commit(2) is None, "a commit")
     job.stop()
 
     assert len(said) == 1 and reason in said[0], said  # once, however often it was tried
     assert cannot in shown and reason in shown and NODE in shown
-    if ready is not None:
-        status, body = ready
-        assert status == 503
-        assert any(cannot in why for why in json.loads(body)["reasons"]), body
+    assert status == 503
+    assert any(cannot in why for why in json.loads(body)["reasons"]), body
     until(lambda: cannot not in failing(cluster), "the code to go")
     until(lambda: cannot not in get(cluster, NODE, "/readyz")[1], "the reason to go")
     until(
         lambda: any(re.search(r"over after .* s", line) for line in told()), "the log to say that it is over"
     )
-    assert psutil.Process(cluster.pids(NODE)[0]).pid == agent.pid
-    assert len([p for p in agent.children() if p.cmdline()[-2:] == ["child", kind]]) == 1
+    assert parent_of(cluster).pid == parent.pid
+    assert len([p for p in parent.children() if p.name() == f"fcheck-{kind}"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (nothing_to_execute, "agent"),
+        (nothing_to_execute, "data"),
+        (nothing_to_execute, "registry"),
+        (no_descriptors, "data"),
+    ],
+)
+def test_a_process_that_needs_nothing_to_start_is_started_at_once(cluster, bin_folder, fault, kind):
+    job = Job(cluster, [NODE], name=f"{fault.__name__}-{kind}")
+    job.commit(1)
+    victim = process_of(cluster, NODE, kind)
+    with fault(parent_of(cluster), bin_folder):
+        victim.kill()
+        until(lambda: another_runs(cluster, kind, victim), f"another {kind} process", timeout_s=20)
+        until(lambda: job.commit(2) is None, "a commit")
+    job.stop()

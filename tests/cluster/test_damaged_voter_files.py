@@ -69,7 +69,7 @@ def test_g3_a_byte_that_flipped_in_the_log_costs_nothing_behind_it(cluster: Loca
 
 def test_g3_a_digit_that_changed_in_a_snapshot_is_found(cluster: LocalCluster, job: Job) -> None:
     path = file_of(cluster, "snapshot")
-    until(path.exists, "a snapshot, which a new schema of the state asks for")
+    until(path.exists, "a snapshot, which a new voter writes at once")
     cluster.kill(DAMAGED)
     whole = path.read_bytes()
     at = next(n for n in range(len(whole) // 2, len(whole)) if chr(whole[n]).isdigit())
@@ -82,7 +82,7 @@ def test_a_snapshot_without_content_is_refused_with_advice_that_works(
 ) -> None:
     """As a file system may leave it that renames a file before it has written it."""
     path = file_of(cluster, "snapshot")
-    until(path.exists, "a snapshot, which a new schema of the state asks for")
+    until(path.exists, "a snapshot, which a new voter writes at once")
     cluster.kill(DAMAGED)
     refuses(cluster, job, path, b"", "registry snapshot .* cannot be used")
     cluster.kill(DAMAGED)

@@ -25,7 +25,7 @@ NODES = ["node-0", "node-1", "node-2", "node-3"]
 
 
 def agent_of(cluster, node):
-    return psutil.Process(cluster.pids(node)[0])
+    return process_of(cluster, node, "agent")
 
 
 def lives(cluster, ask):

@@ -24,7 +24,7 @@ def test_a_killed_and_restarted_node_adopts_its_ram_and_loads_from_it(make_clust
     assert counted["manifests_adopted"] >= 2 and counted["shards_fetched"] == 0
 
 
-def test_a_killed_data_process_is_restarted_by_its_agent(make_cluster):
+def test_a_killed_data_process_is_restarted(make_cluster):
     cluster = make_cluster(3)
     job = Job(cluster, ["node-2"])
     job.commit(1)
@@ -35,6 +35,29 @@ def test_a_killed_data_process_is_restarted_by_its_agent(make_cluster):
     assert job.load() == 1
     job.commit(2)
     until(lambda: node_states(cluster, "node-2")["node-2"] == "UP", "node-2 to be UP again")
+
+
+def test_a_killed_agent_is_restarted_alone(make_cluster):
+    """Neither a save that is under way on its node nor the node's vote goes with it."""
+    cluster = make_cluster(3)
+    job = Job(cluster, ["node-1"])
+    job.commit(1)
+    agent, *others = (process_of(cluster, "node-1", kind) for kind in ("agent", "data", "registry"))
+    (handle,) = job.save(2)
+    agent.kill()
+    handle.result(timeout=60)
+
+    def another_agent() -> bool:
+        with contextlib.suppress(AssertionError):
+            return process_of(cluster, "node-1", "agent") != agent
+        return False
+
+    until(another_agent, "another agent")
+    cluster.wait_up(["node-1"], timeout_s=60)
+    assert [process_of(cluster, "node-1", kind) for kind in ("data", "registry")] == others
+    job.commit(3)
+    job.start()
+    assert job.load() == 3
 
 
 def test_a_trainer_killed_after_save_returned_has_lost_nothing(make_cluster):

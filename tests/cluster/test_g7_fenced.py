@@ -71,9 +71,10 @@ def test_a_holder_that_was_stopped_and_declared_down_takes_nothing_before_it_has
     old = holder.life()
     begun = until(lambda: (a := holder.begin(old)) and taken(a) and a, "a first put to be taken")
     holder.abort(begun)
-    agent, *children = (psutil.Process(pid) for pid in cluster.pids("node-3"))
+    agent = process_of(cluster, "node-3", "agent")
+    others = [process for pid in cluster.pids("node-3") if (process := psutil.Process(pid)) != agent]
     with paused(agent):
-        with paused(*children):
+        with paused(*others):
             until(lambda: node_states(cluster, "node-0")["node-3"] == "DOWN", "node-3 to be DOWN")
         # The data process runs again, and its agent, which alone could tell it the news, does not.
         assert holder.begin(old) == "ERROR_CODE_NO_LEASE"

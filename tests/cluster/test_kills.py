@@ -37,10 +37,13 @@ class Murders:
         self.training.start()
         self.training.goes_on(2)
 
-    def agent(self, node):
+    def parent(self, node):
         psutil.Process(self.cluster.pids(node)[0]).kill()
-        until(lambda: not self.cluster.pids(node), f"the children of {node}'s agent to end with it")
+        until(lambda: not self.cluster.pids(node), f"the processes of {node} to end with their parent")
         self.cluster.start(node)
+
+    def agent(self, node):
+        process_of(self.cluster, node, "agent").kill()
 
     def data(self, node):
         process_of(self.cluster, node, "data").kill()
@@ -83,6 +86,7 @@ def test_thirty_kills_under_load_lose_no_committed_step(make_cluster):
     murders = Murders(make_cluster(5), random.Random(SEED))
     rng = murders.random
     ways = [
+        murders.parent,
         murders.agent,
         murders.data,
         murders.registry,

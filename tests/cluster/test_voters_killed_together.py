@@ -132,7 +132,7 @@ def voters_of(cluster: LocalCluster) -> dict[str, psutil.Process]:
     }
 
 
-def agent_of(cluster: LocalCluster, node: str) -> psutil.Process:
+def parent_of(cluster: LocalCluster, node: str) -> psutil.Process:
     return psutil.Process(cluster.pids(node)[0])
 
 
@@ -160,7 +160,7 @@ def test_g3_no_committed_step_is_lost_when_all_voters_are_killed_at_once(cluster
             others = [node for node in NODES if node != leads]
             # One of them misses the last steps; and the leader, who has all of them, comes back after the others.
             behind = rng.choice(others)
-            with paused(agent_of(cluster, leads)):
+            with paused(parent_of(cluster, leads)):
                 signal_to(voters[behind], signal.SIGSTOP)
                 time.sleep(rng.uniform(0.2, 0.6))  # not a wait, as above
                 for saver in savers:
@@ -191,7 +191,7 @@ def test_g3_the_leader_dies_while_a_voter_that_was_away_catches_up(cluster, save
             leads = until(lambda: leader(cluster, NODES[0]), "a leader")
             away = next(node for node in NODES if node != leads)
             log = cluster.dir / away / "state" / "registry" / "log"
-            with paused(agent_of(cluster, away)):
+            with paused(parent_of(cluster, away)):
                 signal_to(voters[away], signal.SIGKILL)
                 size = log.stat().st_size
                 commit_for_a_while([s for s in savers if away not in s.name], 1.5)

@@ -61,7 +61,7 @@ class Lab:
         self.network = network or Network(self.node_ids)
         self._voter_ports = voter_ports
         self._settings = settings
-        self._agents: dict[str, subprocess.Popen[bytes]] = {}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         #: Sockets and RAM: short paths, and memory. Names say whose they are, as those of namespaces do.
         self._runtime = Path(tempfile.gettempdir()) / f"fcnet-{os.getpid()}-{secrets.token_hex(3)}"
         self._ram = _SHM / f"fastcheck-netlab-{os.getpid()}-{secrets.token_hex(3)}"
@@ -100,13 +100,13 @@ class Lab:
         return self._ram / node
 
     def pids(self, node: str) -> list[int]:
-        """The node's living processes, the agent first."""
-        return [process.pid for process in node_processes(self._agent(node))]
+        """The node's living processes, their parent first."""
+        return [process.pid for process in node_processes(self._daemon(node))]
 
     def kill(self, node: str, *, wipe: bool = False) -> None:
         """SIGKILL the node's processes; with `wipe` its RAM goes too."""
-        kill_all(self._agent(node))
-        self._agents.pop(node).wait(10)
+        kill_all(self._daemon(node))
+        self._daemons.pop(node).wait(10)
         if wipe:
             shutil.rmtree(self.ram_dir(node))
 
@@ -123,7 +123,7 @@ class Lab:
         for key in ("runtime_dir", "state_dir", "ram_dir"):
             Path(config[key]).mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.log_file(node).open("ab") as log:
-            self._agents[node] = subprocess.Popen(
+            self._daemons[node] = subprocess.Popen(
                 self.network.command(node, sys.executable, "-m", "fastcheckd", "run", "--config", str(path)),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(), start_new_session=True,
             )  # fmt: skip
@@ -138,7 +138,7 @@ class Lab:
         for node in nodes:
             while not self._is_up(node):
                 assert time.monotonic() < deadline, f"{node} is not UP:\n{tail(self.log_file(node))}"
-                assert self._agents[node].poll() is None, f"{node} ended:\n{tail(self.log_file(node))}"
+                assert self._daemons[node].poll() is None, f"{node} ended:\n{tail(self.log_file(node))}"
                 time.sleep(0.05)
 
     # What only a lab can say.
@@ -165,12 +165,12 @@ class Lab:
         except FastCheckError:
             return {}
 
-    def _agent(self, node: str) -> ProcessRef:
-        agent = self._agents[node]
+    def _daemon(self, node: str) -> ProcessRef:
+        daemon = self._daemons[node]
         try:
-            return ProcessRef.of(agent.pid)
+            return ProcessRef.of(daemon.pid)
         except psutil.NoSuchProcess:
-            return ProcessRef(agent.pid, 0.0)
+            return ProcessRef(daemon.pid, 0.0)
 
     def _is_up(self, node: str) -> bool:
         try:
@@ -206,10 +206,10 @@ class Lab:
         }
 
     def _remove(self) -> None:
-        for agent in self._agents.values():
-            agent.kill()
-            agent.wait(10)
-        self._agents.clear()
+        for daemon in self._daemons.values():
+            daemon.kill()
+            daemon.wait(10)
+        self._daemons.clear()
         for folder in (self._runtime, self._ram):
             shutil.rmtree(folder, ignore_errors=True)
 

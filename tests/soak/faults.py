@@ -52,12 +52,14 @@ class Cluster:
             subprocess.run(["umount", "--lazy", str(ram_dir)], check=False)
 
     def process(self, node: str, kind: str) -> psutil.Process | None:
-        """A node's `agent`, `data` or `registry` process, if it runs."""
-        for pid in self.local.pids(node):
+        """A node's `parent`, `agent`, `data` or `registry` process, if it runs."""
+        pids = self.local.pids(node)
+        if kind == "parent":
+            return psutil.Process(pids[0]) if pids else None
+        for pid in pids:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
-                arguments = process.cmdline()
-                if (kind == "agent" and "run" in arguments) or arguments[-2:] == ["child", kind]:
+                if process.name() == f"fcheck-{kind}":
                     return process
         return None
 
@@ -101,14 +103,14 @@ class Faults:
         return self._draw.choice(self._cluster.names)
 
     def _victim(self) -> tuple[str, str]:
-        kind = self._draw.choice(("agent", "data", "registry"))
+        kind = self._draw.choice(("parent", "agent", "data", "registry"))
         return self._draw.choice(VOTERS if kind == "registry" else self._cluster.names), kind
 
     def _kill_process(self) -> str:
         node, kind = self._victim()
         if (process := self._cluster.process(node, kind)) is not None:
             process.kill()
-        if kind == "agent":  # on a real machine its service manager starts it again
+        if kind == "parent":  # on a real machine its service manager starts it again
             self._cluster.local.kill(node)
             self._cluster.start(node)
         return f"SIGKILL {kind}"

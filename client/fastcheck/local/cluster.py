@@ -29,6 +29,7 @@ from ..certs import LocalAuthority
 from ..errors import FastCheckError
 from . import layout, processes
 from .keeper import start_keeper
+from .launcher import launcher
 from .layout import NodePorts
 from .ports import find_free_ports
 from .processes import ProcessRef
@@ -53,8 +54,6 @@ class LocalNode:
     address: str
     ram_dir: str
     ports: NodePorts
-    #: Its last agent; None before the first start.
-    agent: ProcessRef | None = None
 
 
 class LocalCluster:
@@ -71,8 +70,6 @@ class LocalCluster:
     ) -> None:
         self.dir = Path(cluster_dir).absolute() if cluster_dir else layout.default_dir()
         self._say = on_event or (lambda text: None)
-        # Agents started by this very process are its children and must be reaped by it.
-        self._children: list[subprocess.Popen[bytes]] = []
         #: Whether the cluster is to end with this process.
         self._entered = False
         self._keeper: subprocess.Popen[bytes] | None = None
@@ -110,19 +107,19 @@ class LocalCluster:
         return layout.node_dir(self.dir, node_id) / "daemon.log"
 
     def pids(self, node_id: str) -> list[int]:
-        """All living processes of a node, its agent first."""
-        agent = self._node(node_id).agent
-        return [p.pid for p in processes.node_processes(agent)] if agent else []
+        """All living processes of a node, their parent first."""
+        daemon = self._daemon(node_id)
+        return [p.pid for p in processes.node_processes(daemon)] if daemon else []
 
     def status(self) -> Json:
         """The nodes with their processes, as `local status -o json` prints them."""
         nodes = []
         for node in self._nodes().values():
-            pids = self.pids(node.node_id)
+            daemon, pids = self._daemon(node.node_id), self.pids(node.node_id)
             nodes.append(
                 {
                     "node_id": node.node_id,
-                    "state": "running" if node.agent and node.agent.find() else "stopped",
+                    "state": "running" if daemon and daemon.find() else "stopped",
                     "address": node.address,
                     "pids": pids,
                     "ram_dir": node.ram_dir,
@@ -206,8 +203,8 @@ class LocalCluster:
             The ids of the processes that were killed; empty when none was running.
         """
         node = self._node(node_id)
-        killed = processes.kill_all(node.agent) if node.agent else []
-        self._reap()
+        daemon = self._daemon(node_id)
+        killed = processes.kill_all(daemon) if daemon else []
         if wipe:
             shutil.rmtree(node.ram_dir, ignore_errors=True)
         self._say(f"killed {node_id}" + (" and deleted its RAM directory" if wipe else ""))
@@ -219,18 +216,16 @@ class LocalCluster:
             self._dismiss_keeper()
             return
         with self._locked():
-            agents = self._all_agents()
-            for agent in agents:
-                if (process := agent.find()) is not None:
+            daemons = [daemon for name in self._nodes() if (daemon := self._daemon(name)) is not None]
+            for daemon in daemons:
+                if (process := daemon.find()) is not None:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.terminate()
             deadline = time.monotonic() + _STOP_TIMEOUT_S
-            while time.monotonic() < deadline and any(processes.node_processes(a) for a in agents):
-                self._reap()
+            while time.monotonic() < deadline and any(processes.node_processes(d) for d in daemons):
                 time.sleep(_POLL_S)
-            for agent in agents:
-                processes.kill_all(agent)
-            self._reap()
+            for daemon in daemons:
+                processes.kill_all(daemon)
             self._remove_data()
         self._dismiss_keeper()
         self._say("the cluster is down")
@@ -246,8 +241,8 @@ class LocalCluster:
             with AdminClient(self.address(node_id), timeout_s=2.0) as client:
                 why = "not asked yet"
                 while (why := self._why_not_up(node_id, client)) != "":
-                    agent = self._node(node_id).agent
-                    if agent is None or agent.find() is None:
+                    daemon = self._daemon(node_id)
+                    if daemon is None or daemon.find() is None:
                         raise self._failure(node_id, "ended while starting")
                     if time.monotonic() > deadline:
                         raise self._failure(node_id, f"is not UP after {timeout_s:g} s: {why}")
@@ -271,6 +266,13 @@ class LocalCluster:
 
     def _config_file(self, node_id: str) -> Path:
         return layout.node_dir(self.dir, node_id) / "config.yaml"
+
+    def _daemon_file(self, node_id: str) -> Path:
+        return layout.node_dir(self.dir, node_id) / "daemon.json"
+
+    def _daemon(self, node_id: str) -> ProcessRef | None:
+        """The main process of the daemon that was started last; None before the first start."""
+        return processes.read_reference(self._daemon_file(node_id))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -403,20 +405,10 @@ class LocalCluster:
             # Written by a version without metrics, which may be started from it again. All nodes are on this machine,
             # and would have the default port.
             environment["FASTCHECK_METRICS_ADDRESS"] = "''"
-        with self._locked():
-            child = processes.spawn_daemon(config_file, self.log_file(node_id), environment)
-            self._children.append(child)
-            state = self._load()
-            state["nodes"][node_id]["agent"] = dataclasses.asdict(ProcessRef.of(child.pid))
-            self._save(state)
-        self._say(f"started {node_id} (pid {child.pid})")
-
-    def _all_agents(self) -> list[ProcessRef]:
-        """Those that are recorded, and one that was started by a process which did not live to record it."""
-        nodes = self._nodes().values()
-        configs = {str(self._config_file(node.node_id)) for node in nodes}
-        recorded = [node.agent for node in nodes if node.agent is not None]
-        return list(dict.fromkeys([*recorded, *processes.agents_with(configs)]))
+        pid = launcher(environment).start(
+            config_file, self.log_file(node_id), self._daemon_file(node_id), environment
+        )
+        self._say(f"started {node_id} (pid {pid})")
 
     def _keep(self) -> None:
         """From now on the cluster ends with this process."""
@@ -429,17 +421,8 @@ class LocalCluster:
             self._keeper.wait()
             self._keeper = None
 
-    def _reap(self) -> None:
-        self._children = [child for child in self._children if child.poll() is None]
-        # Another LocalCluster of this very process may have started them.
-        for node in self._nodes().values():
-            if node.agent is not None:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(node.agent.pid, os.WNOHANG)
-
     def _why_not_up(self, node_id: str, client: AdminClient) -> str:
         """Empty when the node is UP with the incarnation that its agent says it has."""
-        self._reap()
         try:
             incarnation = client.describe()["incarnation"]
             members = {node["node_id"]: node for node in client.nodes()["nodes"]}
@@ -464,6 +447,7 @@ class LocalCluster:
             for part in (folder / "state", folder / "run"):
                 shutil.rmtree(part, ignore_errors=True)
             self._config_file(name).unlink(missing_ok=True)
+            self._daemon_file(name).unlink(missing_ok=True)
         for root in (layout.runtime_root(self.dir), Path(state["ram_root"])):
             if root is not None:
                 shutil.rmtree(root, ignore_errors=True)
@@ -480,13 +464,11 @@ def _take_ports(free: Iterator[int], *, voter: bool) -> NodePorts:
 
 
 def _node_from_json(entry: Json) -> LocalNode:
-    agent = entry["agent"]
     return LocalNode(
         node_id=entry["node_id"],
         address=entry["address"],
         ram_dir=entry["ram_dir"],
         ports=NodePorts(**entry["ports"]),
-        agent=ProcessRef(**agent) if agent else None,
     )
 
 

@@ -1,11 +1,11 @@
 """Where a local cluster keeps what, and the config of each of its nodes. Decides, writes nothing.
 
 DIR/
-  cluster.json      nodes, ports, process ids (written by rename)
+  cluster.json      nodes and ports (written by rename)
   lock              flock: one change at a time
   raft.key          the voters' secret, 0600
   tls/              with --tls, an authority and what it signed (certs.py)
-  node-0/           config.yaml, daemon.log, state/ and, when the path is short enough, run/
+  node-0/           config.yaml, daemon.log, daemon.json (its process), state/ and, when the path is short, run/
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""Starting and ending one node's processes, by id and start time. Knows nothing of clusters.
+"""Finding and ending one node's processes, by id and start time. Knows nothing of clusters.
 
-A node's processes are its agent and what descends from it. The agent is started as leader of a session of its
-own, so its children are found by that session even after it is gone and they have another parent.
+A node's processes are its daemon's main process and what descends from it. That one is started as leader of a session
+of its own, so its children are found by that session even after it is gone and they have another parent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import site
-import subprocess
-import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,36 +52,33 @@ class ProcessRef:
             return True
 
 
-def node_processes(agent: ProcessRef) -> list[psutil.Process]:
-    """Everything alive of a node: the agent first, then its children at any depth."""
+def node_processes(daemon: ProcessRef) -> list[psutil.Process]:
+    """Everything alive of a node: the main process first, then its children at any depth."""
     found: dict[int, psutil.Process] = {}
-    root = agent.find()
+    root = daemon.find()
     if root is not None:
         found[root.pid] = root
         with contextlib.suppress(psutil.NoSuchProcess):
             found |= {child.pid: child for child in root.children(recursive=True)}
     # The kernel gives a session's id to no new process while the session has members. Asking for the daemon's
     # name as well makes sure that a stranger is never ended.
-    if agent.may_have_orphans():
+    if daemon.may_have_orphans():
         for process in psutil.process_iter():
-            if process.pid not in found and _session(process.pid) == agent.pid and _is_daemon(process):
+            if process.pid not in found and _session(process.pid) == daemon.pid and _is_daemon(process):
                 found[process.pid] = process
     return [p for p in found.values() if not _is_zombie(p.pid)]
 
 
-def agents_with(config_files: Collection[str]) -> list[ProcessRef]:
-    """Agents that run with one of these config files, by their command lines."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            command = process.cmdline()
-            if command[-3:-1] == ["run", "--config"] and command[-1] in config_files:
-                found.append(ProcessRef(process.pid, process.create_time()))
-    return found
+def read_reference(path: Path) -> ProcessRef | None:
+    """Whom a file of the launcher names; None: nobody was started."""
+    try:
+        return ProcessRef(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
 
 
-def kill_all(agent: ProcessRef, extra: Iterable[ProcessRef] = (), *, timeout_s: float = 10.0) -> list[int]:
-    """SIGKILL a node's processes, the agent first so that it restarts no child, until none is left.
+def kill_all(daemon: ProcessRef, extra: Iterable[ProcessRef] = (), *, timeout_s: float = 10.0) -> list[int]:
+    """SIGKILL a node's processes, the main one first so that it restarts no child, until none is left.
 
     Returns:
         The ids of what was killed.
@@ -93,7 +89,7 @@ def kill_all(agent: ProcessRef, extra: Iterable[ProcessRef] = (), *, timeout_s: 
     killed: dict[int, psutil.Process] = {}
     deadline = time.monotonic() + timeout_s
     while True:
-        processes = node_processes(agent) + [p for ref in extra if (p := ref.find()) is not None]
+        processes = node_processes(daemon) + [p for ref in extra if (p := ref.find()) is not None]
         # A process with much memory takes its time to die, without a command line but with its ports.
         processes += [p for p in killed.values() if p not in processes and not _is_gone(p)]
         if not processes:
@@ -114,7 +110,7 @@ def own_environment() -> dict[str, str]:
 
 
 def daemon_environment(own_keys: Iterable[str]) -> dict[str, str]:
-    """Environment for `python -m fastcheckd`: this one, minus what would override the node's own config.
+    """Environment for a daemon: this one, minus what would override the node's own config.
 
     The daemon is found where this interpreter would find it, also when that was arranged at run time.
 
@@ -141,21 +137,6 @@ def python_path(packages: Iterable[str], environment: Mapping[str, str]) -> str:
             roots.append(root)
     inherited = [str(Path(p).absolute()) for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
     return os.pathsep.join(dict.fromkeys([*roots, *inherited]))
-
-
-def spawn_daemon(
-    config_file: Path, log_file: Path, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """Start a node's agent in a session of its own, its stderr appended to the log."""
-    with log_file.open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "fastcheckd", "run", "--config", str(config_file)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=dict(environment),
-            start_new_session=True,
-        )
 
 
 def tail(log_file: Path, lines: int = 15, bytes_max: int = 16 * 1024) -> str:

@@ -128,7 +128,7 @@ class Placing:
                 self.silence.noted()
                 raise
             except FencedError:
-                if not self.reborn(owner):
+                if not await self._identity.outlives(owner):
                     raise
                 continue
             self.silence.heard()
@@ -185,7 +185,3 @@ class Placing:
         if save.idle_s() > self._config.commit_timeout_s and not save.provisional:
             raise error
         await asyncio.sleep(RETRY_PAUSE_S)
-
-    def reborn(self, ref: pb.NodeRef) -> bool:
-        """Whether the node has begun a new life since `ref`: then the same call is worth repeating."""
-        return self._identity.incarnation > ref.incarnation

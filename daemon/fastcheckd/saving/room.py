@@ -161,9 +161,9 @@ class SavingRoom:
 
     async def open_session(self, request: tpb.OpenSessionRequest, identity: str = LOCAL) -> int:
         """Take a rank's place in a job at the registry; whatever an older process left unsealed here goes."""
-        await self._identity.until_known(OPEN_TIMEOUT_S)
-        response = await self._registry.open_rank(
-            rpb.OpenRankRequest(
+        while True:
+            await self._identity.until_known(OPEN_TIMEOUT_S)
+            asked = rpb.OpenRankRequest(
                 job=request.job,
                 rank=request.rank,
                 world_size=request.world_size,
@@ -173,11 +173,15 @@ class SavingRoom:
                 again=request.again,
                 loads=request.loads,
                 renews=request.renews,
-            ),
-            timeout_s=OPEN_TIMEOUT_S,
-        )
-        await self._admit(request.job, request.rank, response.session)
-        return response.session
+            )
+            try:
+                response = await self._registry.open_rank(asked, timeout_s=OPEN_TIMEOUT_S)
+            except FencedError:
+                if not await self._identity.outlives(asked.node):
+                    raise
+                continue
+            await self._admit(request.job, request.rank, response.session)
+            return response.session
 
     async def _check_opened(self, request: tpb.BeginSaveRequest) -> None:
         """Go on if a session is the rank's newest, by what this process knows or else by the registry.

@@ -15,15 +15,17 @@ _sym_db = _symbol_database.Default()
 from fastcheck_proto.v1 import common_pb2 as fastcheck__proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x66\x61stcheck_proto/v1/node.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\"\x11\n\x0f\x44\x65scribeRequest\"\x9f\x01\n\x10\x44\x65scribeResponse\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_socket\x18\x05 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x06 \x01(\t\x12\x15\n\ragent_address\x18\x07 \x01(\t\"\x0e\n\x0cProbeRequest\"5\n\rProbeResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"`\n\x0fProbeForRequest\x12#\n\x04node\x18\x01 \x01(\x0b\x32\x15.fastcheck.v1.NodeRef\x12\x15\n\ragent_address\x18\x02 \x01(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"?\n\x10ProbeForResponse\x12+\n\x07\x66inding\x18\x01 \x01(\x0e\x32\x1a.fastcheck.v1.ProbeFinding\"N\n\x0bVoterRecord\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x18\n\x10registry_address\x18\x02 \x01(\t\x12\x14\n\x0craft_address\x18\x03 \x01(\t\"d\n\x12\x42\x65\x63omeVoterRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12)\n\x06voters\x18\x02 \x03(\x0b\x32\x19.fastcheck.v1.VoterRecord\x12\x0f\n\x07version\x18\x03 \x01(\x04\"\x15\n\x13\x42\x65\x63omeVoterResponse\"$\n\rAssumeRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\"d\n\x0e\x41ssumeResponse\x12\x10\n\x08progress\x18\x01 \x01(\x04\x12\x16\n\x0eram_used_bytes\x18\x02 \x01(\x04\x12\x18\n\x10ram_budget_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06not_up\x18\x04 \x01(\t\"U\n\x0bHoldRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x1d\n\x15\x64\x65\x61\x64line_monotonic_ns\x18\x02 \x01(\x04\x12\x12\n\nhas_quorum\x18\x03 \x01(\x08\"\x0e\n\x0cHoldResponse*~\n\x0cProbeFinding\x12\x1d\n\x19PROBE_FINDING_UNSPECIFIED\x10\x00\x12\x1a\n\x16PROBE_FINDING_ANSWERED\x10\x01\x12\x19\n\x15PROBE_FINDING_REFUSED\x10\x02\x12\x18\n\x14PROBE_FINDING_SILENT\x10\x03\x32\xb9\x02\n\x0bNodeService\x12I\n\x08\x44\x65scribe\x12\x1d.fastcheck.v1.DescribeRequest\x1a\x1e.fastcheck.v1.DescribeResponse\x12@\n\x05Probe\x12\x1a.fastcheck.v1.ProbeRequest\x1a\x1b.fastcheck.v1.ProbeResponse\x12I\n\x08ProbeFor\x12\x1d.fastcheck.v1.ProbeForRequest\x1a\x1e.fastcheck.v1.ProbeForResponse\x12R\n\x0b\x42\x65\x63omeVoter\x12 .fastcheck.v1.BecomeVoterRequest\x1a!.fastcheck.v1.BecomeVoterResponse2\x9a\x01\n\x12\x44\x61taControlService\x12\x43\n\x06\x41ssume\x12\x1b.fastcheck.v1.AssumeRequest\x1a\x1c.fastcheck.v1.AssumeResponse\x12?\n\x04Hold\x12\x19.fastcheck.v1.HoldRequest\x1a\x1a.fastcheck.v1.HoldResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x66\x61stcheck_proto/v1/node.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\"\x11\n\x0f\x44\x65scribeRequest\"\x9f\x01\n\x10\x44\x65scribeResponse\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_socket\x18\x05 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x06 \x01(\t\x12\x15\n\ragent_address\x18\x07 \x01(\t\"\x0e\n\x0cProbeRequest\"5\n\rProbeResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"`\n\x0fProbeForRequest\x12#\n\x04node\x18\x01 \x01(\x0b\x32\x15.fastcheck.v1.NodeRef\x12\x15\n\ragent_address\x18\x02 \x01(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"?\n\x10ProbeForResponse\x12+\n\x07\x66inding\x18\x01 \x01(\x0e\x32\x1a.fastcheck.v1.ProbeFinding\"N\n\x0bVoterRecord\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x18\n\x10registry_address\x18\x02 \x01(\t\x12\x14\n\x0craft_address\x18\x03 \x01(\t\"d\n\x12\x42\x65\x63omeVoterRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12)\n\x06voters\x18\x02 \x03(\x0b\x32\x19.fastcheck.v1.VoterRecord\x12\x0f\n\x07version\x18\x03 \x01(\x04\"\x15\n\x13\x42\x65\x63omeVoterResponse\"$\n\rAssumeRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\"d\n\x0e\x41ssumeResponse\x12\x10\n\x08progress\x18\x01 \x01(\x04\x12\x16\n\x0eram_used_bytes\x18\x02 \x01(\x04\x12\x18\n\x10ram_budget_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06not_up\x18\x04 \x01(\t\"U\n\x0bHoldRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x1d\n\x15\x64\x65\x61\x64line_monotonic_ns\x18\x02 \x01(\x04\x12\x12\n\nhas_quorum\x18\x03 \x01(\x08\"\x0e\n\x0cHoldResponse\"\xe7\x01\n\rParentRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x31\n\x0crun_registry\x18\x02 \x01(\x0b\x32\x19.fastcheck.v1.RunRegistryH\x00\x12\x33\n\rstop_registry\x18\x03 \x01(\x0b\x32\x1a.fastcheck.v1.StopRegistryH\x00\x12+\n\tkill_data\x18\x04 \x01(\x0b\x32\x16.fastcheck.v1.KillDataH\x00\x12&\n\x06notify\x18\x05 \x01(\x0b\x32\x14.fastcheck.v1.NotifyH\x00\x42\t\n\x07request\"8\n\x0bRunRegistry\x12)\n\x06voters\x18\x01 \x03(\x0b\x32\x19.fastcheck.v1.VoterRecord\"\x0e\n\x0cStopRegistry\"\x17\n\x08KillData\x12\x0b\n\x03pid\x18\x01 \x01(\x05\"c\n\x06Notify\x12,\n\x04said\x18\x01 \x03(\x0b\x32\x1e.fastcheck.v1.Notify.SaidEntry\x1a+\n\tSaidEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xbe\x01\n\rNodeProcesses\x12\x10\n\x08\x61nswered\x18\x01 \x01(\x04\x12)\n\x05\x61gent\x18\x02 \x01(\x0b\x32\x1a.fastcheck.v1.ProcessState\x12(\n\x04\x64\x61ta\x18\x03 \x01(\x0b\x32\x1a.fastcheck.v1.ProcessState\x12,\n\x08registry\x18\x04 \x01(\x0b\x32\x1a.fastcheck.v1.ProcessState\x12\x18\n\x10registry_refused\x18\x05 \x01(\x08\"V\n\x0cProcessState\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\x10\n\x08restarts\x18\x02 \x01(\r\x12\x16\n\x0estart_failures\x18\x03 \x01(\r\x12\x0f\n\x07trouble\x18\x04 \x01(\t*~\n\x0cProbeFinding\x12\x1d\n\x19PROBE_FINDING_UNSPECIFIED\x10\x00\x12\x1a\n\x16PROBE_FINDING_ANSWERED\x10\x01\x12\x19\n\x15PROBE_FINDING_REFUSED\x10\x02\x12\x18\n\x14PROBE_FINDING_SILENT\x10\x03\x32\xb9\x02\n\x0bNodeService\x12I\n\x08\x44\x65scribe\x12\x1d.fastcheck.v1.DescribeRequest\x1a\x1e.fastcheck.v1.DescribeResponse\x12@\n\x05Probe\x12\x1a.fastcheck.v1.ProbeRequest\x1a\x1b.fastcheck.v1.ProbeResponse\x12I\n\x08ProbeFor\x12\x1d.fastcheck.v1.ProbeForRequest\x1a\x1e.fastcheck.v1.ProbeForResponse\x12R\n\x0b\x42\x65\x63omeVoter\x12 .fastcheck.v1.BecomeVoterRequest\x1a!.fastcheck.v1.BecomeVoterResponse2\x9a\x01\n\x12\x44\x61taControlService\x12\x43\n\x06\x41ssume\x12\x1b.fastcheck.v1.AssumeRequest\x1a\x1c.fastcheck.v1.AssumeResponse\x12?\n\x04Hold\x12\x19.fastcheck.v1.HoldRequest\x1a\x1a.fastcheck.v1.HoldResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fastcheck_proto.v1.node_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PROBEFINDING']._serialized_start=943
-  _globals['_PROBEFINDING']._serialized_end=1069
+  _globals['_NOTIFY_SAIDENTRY']._loaded_options = None
+  _globals['_NOTIFY_SAIDENTRY']._serialized_options = b'8\001'
+  _globals['_PROBEFINDING']._serialized_start=1658
+  _globals['_PROBEFINDING']._serialized_end=1784
   _globals['_DESCRIBEREQUEST']._serialized_start=80
   _globals['_DESCRIBEREQUEST']._serialized_end=97
   _globals['_DESCRIBERESPONSE']._serialized_start=100
@@ -50,8 +52,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HOLDREQUEST']._serialized_end=925
   _globals['_HOLDRESPONSE']._serialized_start=927
   _globals['_HOLDRESPONSE']._serialized_end=941
-  _globals['_NODESERVICE']._serialized_start=1072
-  _globals['_NODESERVICE']._serialized_end=1385
-  _globals['_DATACONTROLSERVICE']._serialized_start=1388
-  _globals['_DATACONTROLSERVICE']._serialized_end=1542
+  _globals['_PARENTREQUEST']._serialized_start=944
+  _globals['_PARENTREQUEST']._serialized_end=1175
+  _globals['_RUNREGISTRY']._serialized_start=1177
+  _globals['_RUNREGISTRY']._serialized_end=1233
+  _globals['_STOPREGISTRY']._serialized_start=1235
+  _globals['_STOPREGISTRY']._serialized_end=1249
+  _globals['_KILLDATA']._serialized_start=1251
+  _globals['_KILLDATA']._serialized_end=1274
+  _globals['_NOTIFY']._serialized_start=1276
+  _globals['_NOTIFY']._serialized_end=1375
+  _globals['_NOTIFY_SAIDENTRY']._serialized_start=1332
+  _globals['_NOTIFY_SAIDENTRY']._serialized_end=1375
+  _globals['_NODEPROCESSES']._serialized_start=1378
+  _globals['_NODEPROCESSES']._serialized_end=1568
+  _globals['_PROCESSSTATE']._serialized_start=1570
+  _globals['_PROCESSSTATE']._serialized_end=1656
+  _globals['_NODESERVICE']._serialized_start=1787
+  _globals['_NODESERVICE']._serialized_end=2100
+  _globals['_DATACONTROLSERVICE']._serialized_start=2103
+  _globals['_DATACONTROLSERVICE']._serialized_end=2257
 # @@protoc_insertion_point(module_scope)

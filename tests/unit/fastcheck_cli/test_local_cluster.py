@@ -56,7 +56,7 @@ def test_a_cluster_lives_and_leaves_nothing_but_logs(tmp_path):
         assert [n["node_id"] for n in up["nodes"]] == ["node-0", "node-1", "node-2"]
         ram_dirs = [Path(n["ram_dir"]) for n in up["nodes"]]
         assert all(d.is_dir() for d in ram_dirs)
-        assert all(len(n["pids"]) == 3 for n in up["nodes"]), "agent, data process, registry"
+        assert all(len(n["pids"]) == 4 for n in up["nodes"]), "parent, agent, data process, registry"
         assert (
             run("nodes", "--address", up["nodes"][1]["address"])["nodes"][0]["ram_budget_bytes"] == 64 << 20
         )
@@ -79,7 +79,7 @@ def test_a_cluster_lives_and_leaves_nothing_but_logs(tmp_path):
         with AdminClient(cluster.address("node-7")) as client:
             assert [n["voter"] for n in client.nodes()["nodes"]] == [True, True, True, False]
         all_pids = [pid for node_id in cluster.node_ids for pid in cluster.pids(node_id)]
-        assert len(all_pids) == 11
+        assert len(all_pids) == 15
     finally:
         run("local", "down", *where)
     assert alive(all_pids) == []
@@ -108,18 +108,18 @@ def test_what_cannot_be_done_is_said(single):
 
 def test_killing_twice_kills_nobody_the_second_time(single):
     pids = single.pids("node-0")
-    assert len(LocalCluster(single.dir).kill("node-0")) == 3
+    assert len(LocalCluster(single.dir).kill("node-0")) == 4
     assert not psutil.pid_exists(pids[0]), "nor is a zombie of ours left"
     assert single.kill("node-0") == []
     assert Path(single.status()["nodes"][0]["ram_dir"]).is_dir(), "without --wipe the RAM stays"
 
 
-def test_a_crashed_agent_is_reported_and_replaced(single):
-    agent = single.pids("node-0")[0]
-    os.kill(agent, signal.SIGKILL)
+def test_a_crashed_daemon_is_reported_and_replaced(single):
+    daemon = single.pids("node-0")[0]
+    os.kill(daemon, signal.SIGKILL)
     single.kill("node-0")  # whatever children the kernel has not ended yet
     single.start("node-0")
-    assert single.pids("node-0")[0] != agent
+    assert single.pids("node-0")[0] != daemon
     assert states(single) == {"node-0": "UP"}
 
 

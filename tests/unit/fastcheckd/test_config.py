@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcheckd.config import Config, check_exposure, is_loopback, split_address
-from fastcheckd.config_sources import from_json, load_config, parse_size
+from fastcheckd.config_sources import load_config, parse_size
 from fastcheckd.errors import ConfigError
 from fastcheckd.main import main
 
@@ -131,21 +131,6 @@ def test_an_even_number_of_voters_is_refused(tmp_path):
     second = VOTERS + '  - {node_id: b, registry_address: "127.0.0.1:9003", raft_address: "127.0.0.1:9004"}\n'
     with pytest.raises(ConfigError, match="1, 3, 5 or 7"):
         load_config(write(tmp_path, second))
-
-
-def test_a_child_gets_the_very_same_configuration(tmp_path):
-    config = load_config(
-        write(
-            tmp_path,
-            VOTERS + "raft_key_file: /k\nram_budget_bytes: 3GiB\nsuspect_after_s: 0.5\nlabels: {rack: a}",
-        )
-    )
-    assert from_json(config.to_json()) == config
-
-
-def test_every_field_survives_the_way_to_a_child():
-    config = Config()
-    assert dataclasses.asdict(from_json(config.to_json())) == dataclasses.asdict(config)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.config import Config
 from fastcheckd.counters import Counters
 from fastcheckd.identity import Identity
-from fastcheckd.node.data import _DataRooms
+from fastcheckd.process.data import _DataRooms
 from fastcheckd.store.ram_store import RamStore
 from fastcheckd.store.retention import Kept
 from fastcheckd.view import ViewFollower

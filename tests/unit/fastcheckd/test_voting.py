@@ -1,11 +1,13 @@
-"""Whether a node runs a registry process; the process itself is a sleeping one here."""
+"""Whether a node runs a registry process; what would be the parent notes what it is asked, and starts none."""
 
 import asyncio
+import contextlib
 import dataclasses
-import os
+import socket
 
 import pytest
 
+from fastcheck_proto.v1 import node_pb2 as pb
 from fastcheckd.config import Config, Voter
 from fastcheckd.errors import InvalidRequestError
 from fastcheckd.registry.remembered import (
@@ -16,7 +18,8 @@ from fastcheckd.registry.remembered import (
     with_remembered_voters,
     write_voters,
 )
-from fastcheckd.supervise import Child
+from fastcheckd.registry.wire import voter
+from fastcheckd.supervisor import Supervisor
 from fastcheckd.voting import Voting
 
 A, B, C, D = (
@@ -39,13 +42,33 @@ class Watched:
     """A Voting whose registry processes and news are noted."""
 
     def __init__(self, config):
-        self.started, self.told = [], []
-        self.voting = Voting(config, self._make, self.told.append, self._fatal)
+        self._node_id, self._started, self.voters, self.told = config.node_id, [], (), []
+        self._requests, line = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.setblocking(False)
+        self.supervisor = Supervisor(line)
+        self.voting = Voting(config, self.supervisor, self.told.append, self._fatal)
+        asyncio.get_running_loop().add_reader(self._requests, self._take)
 
-    def _make(self, config, on_failure):
-        self.started.append(config.own_voter)
-        self.config = config
-        return Child("registry", ["/bin/sleep", "60"], dict(os.environ), on_failure)
+    def _take(self):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                request = pb.ParentRequest.FromString(self._requests.recv(4096))
+                answer = pb.NodeProcesses(answered=request.number)
+                if request.HasField("run_registry"):
+                    self.voters = tuple(map(voter, request.run_registry.voters))
+                    self._started += [v for v in self.voters if v.node_id == self._node_id]
+                    answer.registry.pid = 1
+                self._requests.send(answer.SerializeToString())
+
+    @property
+    def started(self):
+        self._take()
+        return self._started
+
+    def close(self):
+        asyncio.get_running_loop().remove_reader(self._requests)
+        self._requests.close()
+        self.supervisor.close()
 
     def _fatal(self, error):
         raise error
@@ -59,10 +82,13 @@ def voting(config, scenario):
     async def run():
         watched = Watched(config)
         watched.voting.start()
+        telling = asyncio.create_task(watched.supervisor.run())
         try:
             await scenario(watched)
         finally:
-            await watched.voting.stop()
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+            watched.close()
 
     asyncio.run(run())
 
@@ -74,7 +100,7 @@ def test_a_node_that_is_asked_waits_with_an_empty_log_to_be_added(tmp_path):
         assert node.started == [] and not node.voting.is_voter
         for _ in range(2):  # asked again, it is done
             await node.voting.become("test", [A, B, D])
-        assert node.started == [D] and node.config.voters == (A, B, D)
+        assert node.started == [D] and node.voters == (A, B, D)
         folder = config.state_dir / "registry"
         assert [p.name for p in folder.iterdir()] == ["JOIN"] and folder.stat().st_mode & 0o77 == 0
         assert not node.voting.is_voter, "the registry has not said so yet"
@@ -111,7 +137,7 @@ def test_what_was_asked_is_remembered_over_a_restart(tmp_path):
         await node.voting.become("test", [A, B, D])
 
     async def second(node):
-        assert node.started == [D] and node.config.voters == (A, B, D)
+        assert node.started == [D] and node.voters == (A, B, D)
         remember(config, [A, B, Voter(node_id="e", registry_address="h:1", raft_address="h:2")], 7)
         await node.voting.look()
         assert node.runs is None, "another one was taken"

@@ -1,4 +1,4 @@
-"""The agent: the `fastcheckd` process itself, which keeps the other two running and answers operators."""
+"""The agent: keeps the registry informed of the node and answers operators."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from grpc_health.v1.health import aio as health_aio
 from fastcheck_proto.v1 import admin_pb2_grpc, node_pb2_grpc
 
 from ..agent import Agent
+from ..beats import BEAT_INTERVAL_S, BeatGiver
 from ..config import Config
 from ..counters import Counters
 from ..dialing import Dialer
@@ -22,10 +23,11 @@ from ..rpc import server_options
 from ..services.admin import AdminService
 from ..services.admission import Admission
 from ..services.node import NodeService
-from ..systemd import Notifier, one_line, report
+from ..supervisor import Supervisor
+from ..systemd import RelayedNotifier, one_line, report
 from ..transfer.peer_calls import PeerCalls
 from .observing import observing
-from .process import listen_tcp, listening, private_directory, stop_signal, watching_crowds
+from .serving import listen_tcp, listening, private_directory, stop_signal, watching_crowds
 
 #: Whoever asks the agent names a job or a node, and at most seven voters.
 REQUEST_BYTES_MAX = 1 << 20
@@ -33,15 +35,15 @@ REQUEST_BYTES_MAX = 1 << 20
 EXTENSION_USEC = str(30 * 10**6)
 
 
-async def run(config: Config) -> None:
-    """The `fastcheckd` process itself; returns after SIGTERM or SIGINT."""
+async def run(config: Config, supervisor: Supervisor, notifier: RelayedNotifier, giver: BeatGiver) -> None:
+    """The agent; returns after SIGTERM."""
     stopping = stop_signal()
-    notifier = Notifier()
+    beating = asyncio.create_task(_beat(giver), name="signs of life")
     private_directory(config.runtime_dir)
     dialer = Dialer.of(config)
     registry = RegistryClient(with_remembered_voters(config), Counters(), dialer=dialer)
     peers = PeerCalls(config.transfer_timeout_s, dialer)
-    agent = Agent(config, registry, dialer)
+    agent = Agent(config, registry, dialer, supervisor)
     health = health_aio.HealthServicer()
     server = grpc.aio.server(
         options=server_options(REQUEST_BYTES_MAX), interceptors=[Admission(config.cluster_id)]
@@ -75,11 +77,18 @@ async def run(config: Config) -> None:
             await agent.stop()
             await peers.close()
             await registry.close()
+            beating.cancel()
         if agent.fatal.done():
             raise agent.fatal.result()
 
 
-async def _drain(config: Config, registry: RegistryClient, notifier: Notifier) -> None:
+async def _beat(giver: BeatGiver) -> None:
+    while True:
+        giver.give()
+        await asyncio.sleep(BEAT_INTERVAL_S)
+
+
+async def _drain(config: Config, registry: RegistryClient, notifier: RelayedNotifier) -> None:
     """As long as it may take, or until whoever stops this node says so once more."""
     at_once = stop_signal()
     draining = asyncio.create_task(

@@ -66,7 +66,7 @@ from ..transfer.put_pacing import PutPacing
 from ..transfer.tickets import TicketOffice
 from ..upkeep.room import UpkeepRoom
 from ..view import ViewFollower
-from .process import listen_tcp, listening, stop_signal, watching_crowds
+from .serving import listen_tcp, listening, stop_signal, watching_crowds
 
 if TYPE_CHECKING:
     from ..tokens import Tokens

@@ -24,7 +24,7 @@ CROWD_LOOK_S = 2.0
 
 
 def stop_signal() -> asyncio.Future[None]:
-    """A future that SIGTERM or SIGINT completes."""
+    """A future that SIGTERM completes."""
     loop = asyncio.get_running_loop()
     stopping: asyncio.Future[None] = loop.create_future()
 
@@ -32,8 +32,7 @@ def stop_signal() -> asyncio.Future[None]:
         if not stopping.done():
             stopping.set_result(None)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGTERM, stop)
     return stopping
 
 

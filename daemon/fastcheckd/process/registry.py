@@ -22,7 +22,7 @@ from ..registry_server import RegistryServer, Surroundings
 from ..rpc import server_options
 from ..services.admission import Admission
 from ..services.observe import ObserveService
-from .process import listening, private_directory, stop_signal, watching_crowds
+from .serving import listening, private_directory, stop_signal, watching_crowds
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +33,10 @@ ROOM_TOLD_S = 60.0
 
 
 class Progress:
-    """Tells the agent that both go on, the event loop and the engine's thread."""
+    """Tells the parent that both go on, the event loop and the engine's thread."""
 
-    def __init__(self) -> None:
-        self._giver = BeatGiver()
+    def __init__(self, giver: BeatGiver) -> None:
+        self._giver = giver
         self._ticked = False
 
     def tick(self) -> None:
@@ -76,10 +76,10 @@ async def _room(config: Config, progress: Progress) -> None:
         logger.warning("registry: %s has room again: this voter takes part", config.state_dir)
 
 
-async def run(config: Config) -> None:
+async def run(config: Config, giver: BeatGiver) -> None:
     """The registry process of a voter; returns after SIGTERM, raises when this voter can go on no more."""
     stopping = stop_signal()
-    durations, progress = Durations(REGISTRY), Progress()
+    durations, progress = Durations(REGISTRY), Progress(giver)
     beating = asyncio.create_task(progress.tell(), name="signs of life")
     room = asyncio.create_task(_room(config, progress), name="room on disk")
     await asyncio.wait({stopping, room}, return_when=asyncio.FIRST_COMPLETED)

@@ -22,7 +22,7 @@ from ..observe.scraping import NodeScrape
 from ..registry.client import RegistryClient
 from ..rpc import server_options
 from ..services.admission import Admission
-from .process import listening
+from .serving import listening
 
 SAFE_TO_STOP_TIMEOUT_S = 3.0
 #: How often gRPC's health service is told whether the node is ready; a probe comes every few seconds.
