@@ -32,6 +32,8 @@ RIGHT = [
     + chunk
     for index, chunk in enumerate(CHUNKS)
 ] + [pack_frame(FrameHeader(kind=Kind.END, chunk=len(CHUNKS))), *map(b"".join, map(pack_want, ([0], [2, 1])))]
+#: A writer that says this has said all that it was to say.
+WHOLE = b"".join(RIGHT[: len(CHUNKS) + 1])
 
 
 @st.composite
@@ -70,7 +72,7 @@ def test_any_conversation_ends_and_the_next_one_is_served(caplog: pytest.LogCapt
         @given(
             who=st.sampled_from(["nobody", "reader", "reader on demand", "writer"]),
             hello=st.data(),
-            words=conversations() | st.just(b"".join(RIGHT[: len(CHUNKS) + 1])).flatmap(damaged),
+            words=conversations() | st.just(WHOLE).flatmap(damaged) | st.just(WHOLE),
         )
         def talk(who: str, hello: st.DataObject, words: bytes) -> None:
             nonlocal whole
