@@ -190,6 +190,7 @@ _BY_CODE: dict[int, type[FastCheckError]] = {
     pb.ERROR_CODE_NOT_FOUND: StepNotFoundError,
     pb.ERROR_CODE_CORRUPT: CorruptError,
     pb.ERROR_CODE_FENCED: FencedError,
+    pb.ERROR_CODE_INCARNATION_OVER: FencedError,
     pb.ERROR_CODE_NO_QUORUM: RegistryUnavailableError,
     pb.ERROR_CODE_NO_PLACEMENT: ReplicationError,
     pb.ERROR_CODE_NOT_NEWER: NotNewerError,

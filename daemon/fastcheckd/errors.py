@@ -4,6 +4,7 @@
     ├── ConfigError            the operator's file, environment or flags
     ├── InvalidRequestError    the caller sent something malformed
     ├── FencedError            the caller speaks for a life that is over
+    │   └── IncarnationOverError   that of its node: the node's next one may repeat the call
     ├── DeniedError            the caller is known, and may not do this
     ├── StoreError
     │   ├── OverBudgetError    this node's RAM budget
@@ -59,6 +60,10 @@ class InvalidRequestError(FastCheckdError):
 
 class FencedError(FastCheckdError):
     code = pb.ERROR_CODE_FENCED
+
+
+class IncarnationOverError(FencedError):
+    code = pb.ERROR_CODE_INCARNATION_OVER
 
 
 class DeniedError(FastCheckdError):
@@ -180,7 +185,8 @@ class LostError(RestoreError):
 _BY_CODE: dict[int, type[FastCheckdError]] = {
     cls.code: cls
     for cls in (
-        InvalidRequestError, FencedError, OverBudgetError, JobBudgetError, StoreFullError, NotHeldError, CorruptError,
+        InvalidRequestError, FencedError, IncarnationOverError, OverBudgetError, JobBudgetError, StoreFullError,
+        NotHeldError, CorruptError,
         NoQuorumError, PlacementError, HolderLostError, NotNewerError, SupersededError, WorldSizeError,
         LostError, NoLeaseError, UnsafeError, ReplicasDisagreeError, DeniedError,
     )

@@ -53,8 +53,8 @@ class Identity:
         return True
 
     async def outlives(self, ref: pb.NodeRef) -> bool:
-        """Whether the node is in a later life than `ref`, or soon begins one: a call that was FENCED is then worth
-        repeating.
+        """Whether the node is in a later life than `ref`, or soon begins one: a call that failed with
+        IncarnationOverError is then worth repeating.
         """
         try:
             async with asyncio.timeout(NEXT_LIFE_S):

@@ -105,6 +105,7 @@ _STATUS: dict[int, grpc.StatusCode] = {
     pb.ERROR_CODE_CORRUPT: grpc.StatusCode.DATA_LOSS,
     pb.ERROR_CODE_LOST: grpc.StatusCode.DATA_LOSS,
     pb.ERROR_CODE_FENCED: grpc.StatusCode.ABORTED,
+    pb.ERROR_CODE_INCARNATION_OVER: grpc.StatusCode.ABORTED,
     pb.ERROR_CODE_SUPERSEDED: grpc.StatusCode.ABORTED,
     pb.ERROR_CODE_NO_QUORUM: grpc.StatusCode.UNAVAILABLE,
     pb.ERROR_CODE_UNREACHABLE: grpc.StatusCode.UNAVAILABLE,

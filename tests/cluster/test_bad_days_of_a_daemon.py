@@ -2,11 +2,13 @@
 
 import random
 import socket
+import subprocess
+import sys
 
 import psutil
 import pytest
 import yaml
-from tests.cluster.harness import Job, counters, node_states, run_module
+from tests.cluster.harness import Job, counters, node_states, run_module, until
 
 from fastcheck.local.ports import find_free_ports
 
@@ -52,9 +54,19 @@ def test_random_bytes_on_every_port_are_closed_and_the_daemon_lives(make_cluster
 
 def test_sigterm_leaves_the_cluster_at_once_and_exits_with_zero(make_cluster):
     cluster = make_cluster(4)
-    parent, *children = (psutil.Process(pid) for pid in cluster.pids("node-3"))
-    parent.terminate()
-    assert parent.wait(timeout=30) == 0
+    cluster.kill("node-3")
+    until(lambda: node_states(cluster, "node-0")["node-3"] == "DOWN", "node-3 to be DOWN")
+    # As systemd starts it: then the exit code is ours to see.
+    command = [sys.executable, "-m", "fastcheckd", "run", "--config", str(config_of(cluster, "node-3"))]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as daemon:
+        try:
+            until(lambda: node_states(cluster, "node-0")["node-3"] == "UP", "node-3 to be UP")
+            children = psutil.Process(daemon.pid).children()
+            assert children
+            daemon.terminate()
+            assert daemon.wait(timeout=30) == 0
+        finally:
+            daemon.kill()
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
     assert node_states(cluster, "node-0")["node-3"] == "DOWN"
 

@@ -183,9 +183,9 @@ def test_a_voter_that_lost_its_log_votes_again_under_another_address(make_cluste
             (config_of(cluster, hurt).state_dir / "registry" / "log").unlink()
             cluster.start(hurt)
             assert "this node votes no more" in cluster.log_file(hurt).read_text()
-            assert "registry" not in running(cluster, hurt)
+            assert "fcheck-registry" not in running(cluster, hurt)
             assert await replace(client, hurt, hurt) == set(cluster.node_ids)
-            assert "registry" in running(cluster, hurt)
+            assert "fcheck-registry" in running(cluster, hurt)
             marker = json.loads((config_of(cluster, hurt).state_dir / "registry" / "VOTER").read_bytes())
             records = (await client.view(10)).voter_records
             assert {v.raft_address for v in records if v.node_id == hurt} == {marker["raft_address"]}

@@ -19,6 +19,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.errors import (
     FastCheckdError,
     FencedError,
+    IncarnationOverError,
     NoQuorumError,
     PeerError,
     PlacementError,
@@ -127,7 +128,7 @@ class Save:
                 return placed
             except (NoQuorumError, PlacementError, PeerError) as error:
                 await self._wait_out(error)
-            except FencedError:
+            except IncarnationOverError:
                 if not self._reborn(owner):
                     raise
 
@@ -228,7 +229,7 @@ class Save:
                 continue
             if response.error.code == pb.ERROR_CODE_HOLDER_LOST:
                 return [ref.node_id for ref in response.lost_holders]
-            if response.error.code == pb.ERROR_CODE_FENCED and self._reborn(owner):
+            if response.error.code == pb.ERROR_CODE_INCARNATION_OVER and self._reborn(owner):
                 continue
             raise from_code(response.error.code, response.error.message)
 

@@ -102,7 +102,7 @@ def check_session(state: Json, job_name: str, rank: int, session: int, owner: li
         )
     if not live(state, owner):
         return refusal(
-            "FENCED",
+            "INCARNATION_OVER",
             f"node {owner[0]} in incarnation {owner[1]} is over: it has to register again",
             ranks=[rank],
         )
@@ -237,7 +237,7 @@ def commit(state: Json, command: Json) -> Json:
 
 def _merge(refusals: list[Json]) -> Json:
     """One answer for many refused ranks: of the gravest kind, with all ranks and holders of that kind."""
-    order = ["FENCED", "SUPERSEDED", "HOLDER_LOST", "WORLD_SIZE", "INVALID"]
+    order = ["FENCED", "INCARNATION_OVER", "SUPERSEDED", "HOLDER_LOST", "WORLD_SIZE", "INVALID"]
     first = min(refusals, key=lambda r: order.index(r["code"]))
     same = [r for r in refusals if r["code"] == first["code"]]
     lost: list[list[Any]] = []

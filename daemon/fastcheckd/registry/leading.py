@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fastcheck_proto.v1 import registry_pb2
 
 from ..config import Config, Voter
-from ..errors import FastCheckdError, FencedError, NotNewerError, SupersededError
+from ..errors import FastCheckdError, NotNewerError, SupersededError, from_code
 from ..health.detector import FailureDetector, Life
 from ..placement import PlannedShard, place
 from . import commands
@@ -25,6 +25,7 @@ from .outward import GrpcOutward, Outward
 from .records import SHARDS_MAX, Json
 from .replacing import add_voters, replace_voter
 from .reporting import Reports
+from .wire import error_code
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ class Leader:
 
         def decide(state: Json) -> Placement:
             if fenced := check_session(state, job, rank, session, owner):
-                raise FencedError(fenced["message"])
+                raise from_code(error_code(fenced["code"]), fenced["message"])
             stands = standing(state["jobs"][job], step, rank, session)
             if stands is Standing.SUPERSEDED:
                 raise SupersededError(f"step {step} of job {job} was given up for a newer one")

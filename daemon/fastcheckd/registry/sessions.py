@@ -41,7 +41,8 @@ def open_rank(state: Json, command: Json) -> Json:
     node_id, incarnation = node_ref(command.get("node"), "the node")
     if not live(state, [node_id, incarnation]):
         return refusal(
-            "FENCED", f"node {node_id} in incarnation {incarnation} is over: it has to register again"
+            "INCARNATION_OVER",
+            f"node {node_id} in incarnation {incarnation} is over: it has to register again",
         )
     identity = text(command, "identity", IDENTITY_BYTES_MAX) if "identity" in command else LOCAL
     loads = flag(command, "loads", default=False)

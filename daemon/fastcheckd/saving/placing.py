@@ -15,7 +15,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..config import Config
-from ..errors import FastCheckdError, FencedError, NoQuorumError, PeerError, PlacementError
+from ..errors import FastCheckdError, IncarnationOverError, NoQuorumError, PeerError, PlacementError
 from ..identity import Identity
 from ..registry.client import RegistryClient
 from ..view import ViewFollower
@@ -127,7 +127,7 @@ class Placing:
             except NoQuorumError:
                 self.silence.noted()
                 raise
-            except FencedError:
+            except IncarnationOverError:
                 if not await self._identity.outlives(owner):
                     raise
                 continue

@@ -445,7 +445,8 @@ class Replicator:
             if response.error.code == pb.ERROR_CODE_HOLDER_LOST:
                 lost = tuple(n.node_id for n in response.lost_holders)
                 raise HolderLostError(response.error.message, lost)
-            if response.error.code == pb.ERROR_CODE_FENCED and await self._identity.outlives(record.owner):
+            over = response.error.code == pb.ERROR_CODE_INCARNATION_OVER
+            if over and await self._identity.outlives(record.owner):
                 continue
             if response.error.code == pb.ERROR_CODE_REPLICAS_DISAGREE:
                 self._counters.add("replicas_disagreed")

@@ -26,6 +26,7 @@ from ..durations import Durations
 from ..errors import (
     FastCheckdError,
     FencedError,
+    IncarnationOverError,
     InvalidRequestError,
     JobBudgetError,
     NoQuorumError,
@@ -176,7 +177,7 @@ class SavingRoom:
             )
             try:
                 response = await self._registry.open_rank(asked, timeout_s=OPEN_TIMEOUT_S)
-            except FencedError:
+            except IncarnationOverError:
                 if not await self._identity.outlives(asked.node):
                     raise
                 continue

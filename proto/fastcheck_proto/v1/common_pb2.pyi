@@ -66,6 +66,8 @@ class _ErrorCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """The caller is known, and may not do this."""
     ERROR_CODE_JOB_BUDGET: _ErrorCode.ValueType  # 31
     """The job has as much of the node's memory as one job may. Other jobs are not concerned."""
+    ERROR_CODE_INCARNATION_OVER: _ErrorCode.ValueType  # 32
+    """The caller's node is DOWN in that incarnation, or has begun another one: the call is worth repeating as that one."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """A stable reason that programs may branch on. It travels in the trailing
@@ -114,6 +116,8 @@ ERROR_CODE_DENIED: ErrorCode.ValueType  # 30
 """The caller is known, and may not do this."""
 ERROR_CODE_JOB_BUDGET: ErrorCode.ValueType  # 31
 """The job has as much of the node's memory as one job may. Other jobs are not concerned."""
+ERROR_CODE_INCARNATION_OVER: ErrorCode.ValueType  # 32
+"""The caller's node is DOWN in that incarnation, or has begun another one: the call is worth repeating as that one."""
 Global___ErrorCode: typing_extensions.TypeAlias = ErrorCode
 
 class _ReplicaKind:

@@ -322,6 +322,7 @@ def test_close_says_that_the_rank_is_done_and_never_waits_for_who_is_not_there(d
         ("OVER_BUDGET", OutOfMemoryError),
         ("JOB_BUDGET", OutOfMemoryError),
         ("FENCED", FencedError),
+        ("INCARNATION_OVER", FencedError),
         ("NO_QUORUM", RegistryUnavailableError),
         ("WORLD_SIZE", WorldSizeError),
         ("NOT_FOUND", SaveFailedError),

@@ -113,7 +113,7 @@ def test_sessions_count_up_and_the_same_process_keeps_its_own():
     assert apply(state, open_rank(client="c0-new"))["session"] == 3
     # The old process asks again, late: it must not get its place back.
     assert refused(state, open_rank(client="c0"))["code"] == "FENCED"
-    assert refused(state, open_rank(client="x", node=("n0", 9)))["code"] == "FENCED"
+    assert refused(state, open_rank(client="x", node=("n0", 9)))["code"] == "INCARNATION_OVER"
     assert refused(state, open_rank(client="x", rank=2))["code"] == "INVALID"
 
 
@@ -155,7 +155,7 @@ def test_an_owner_whose_life_is_over_is_fenced():
         state = cluster()
         apply(state, end)
         result = refused(state, commit(5, RANKS))
-        assert result["code"] == "FENCED" and result["ranks"] == [0]
+        assert result["code"] == "INCARNATION_OVER" and result["ranks"] == [0]
 
 
 def test_a_lost_holder_is_named():

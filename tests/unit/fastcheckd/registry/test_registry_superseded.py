@@ -58,7 +58,7 @@ def test_a_job_that_restarts_uses_the_numbers_again():
 def test_only_the_process_that_speaks_for_the_rank_may():
     state = cluster()
     assert refused(state, supersede(7, session=2))["code"] == "FENCED"
-    assert refused(state, supersede(7, owner=("n0", 9)))["code"] == "FENCED"
+    assert refused(state, supersede(7, owner=("n0", 9)))["code"] == "INCARNATION_OVER"
     assert refused(state, made.supersede("other", 0, 1, ("n0", 1), 7))["code"] == "FENCED"
     restarted(state, "second")
     assert refused(state, supersede(7))["code"] == "FENCED"
