@@ -242,7 +242,7 @@ class Config:
         )
         need(self.pacing in PACINGS, "pacing", f"must be one of {', '.join(PACINGS)}")
         need(self.repair_bytes_per_s >= 1 << 20, "repair_bytes_per_s", "must be at least 1 MiB")
-        need(60 <= self.scrub_period_s <= 30 * 86400, "scrub_period_s", "must be from a minute to 30 days")
+        need(10 <= self.scrub_period_s <= 30 * 86400, "scrub_period_s", "must be from 10 s to 30 days")
         need(0 <= self.drain_on_stop_s <= 86400, "drain_on_stop_s", "must be from 0 to a day")
         for f in dataclasses.fields(self):
             if f.name.endswith("_s") and not f.name.endswith("_per_s") and f.name not in _OTHER_RANGES:

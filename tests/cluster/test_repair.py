@@ -185,7 +185,7 @@ def flip(cluster: LocalCluster, node: str) -> None:
 
 
 def test_a_byte_that_flips_at_rest_is_found_and_repaired(make_cluster: Make) -> None:
-    cluster = make_cluster(4, scrub_period_s=60)
+    cluster = make_cluster(4, scrub_period_s=10)
     job = Job(cluster, ["node-0"], megabytes=1)
     job.commit(1)
     job.stop()
