@@ -144,7 +144,7 @@ def signal_to(process: psutil.Process, number: signal.Signals) -> None:
 @pytest.mark.parametrize(
     "rounds",
     [
-        pytest.param(4, marks=pytest.mark.timeout(300)),
+        pytest.param(2, marks=pytest.mark.timeout(300)),
         pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(3000)]),
     ],
 )
