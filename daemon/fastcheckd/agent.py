@@ -20,7 +20,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from .config import Config, Voter
-from .dialing import Dialer
+from .dialer import Dialer
 from .durations import AGENT, Durations
 from .errors import FastCheckdError
 from .health.data_line import DataLine
@@ -31,7 +31,7 @@ from .observe.agent_metrics import NodeFacts, ProcessFacts
 from .registry.client import RegistryClient
 from .registry.wire import voter_message
 from .supervisor import Supervisor
-from .voting import Voting
+from .voter_role import VoterRole
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Agent:
         self._tasks: list[asyncio.Task[None]] = []
         self.fatal: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._voters_changed = asyncio.Event()
-        self.voting = Voting(config, supervisor, self._on_voters, self._on_fatal)
+        self.voter_role = VoterRole(config, supervisor, self._on_voters, self._on_fatal)
         self._lease: LeaseClock | None = None
         self.durations = Durations(AGENT)
         self._data = DataLine(config, supervisor.data, lambda: self._incarnation)
@@ -83,7 +83,7 @@ class Agent:
         """One line for people."""
         life = f"incarnation {self._incarnation}" if self._incarnation else "not registered yet"
         data = rpb.DataHealth.Name(self._data.health).removeprefix("DATA_HEALTH_").lower()
-        vote = ", votes" if self.voting.runs else ""
+        vote = ", votes" if self.voter_role.runs else ""
         troubles = "".join(f"; {trouble}" for trouble in self.facts().troubles)
         return f"node {self._config.node_id}: {life}, data process {data}{vote}{troubles}"
 
@@ -115,7 +115,7 @@ class Agent:
 
     def start(self) -> None:
         """Begin to watch, to vote if this node is a voter, and to be a member."""
-        self.voting.start()
+        self.voter_role.start()
         self._tasks = [
             asyncio.create_task(self._supervisor.run(), name="parent"),
             asyncio.create_task(self._data.run(), name="data line"),
@@ -133,7 +133,7 @@ class Agent:
     async def _follow_voters(self) -> None:
         """Go by whom the registry names, as the data process has noted it."""
         while True:
-            await self.voting.look()
+            await self.voter_role.look()
             await asyncio.sleep(VOTERS_INTERVAL_S)
 
     # --- membership ------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Agent:
 
     async def _beat(self) -> None:
         """Send signs of life, until this life is over or there are other voters to send them to."""
-        voters = self.voting.config
+        voters = self.voter_role.config
         lease = LeaseClock([voter.node_id for voter in voters.effective_voters], voters.lease_s)
         self._lease = lease
         self._data.live(lease)
@@ -185,7 +185,7 @@ class Agent:
             agent_address=self._config.agent_address,
             data_address=self._config.data_address,
             lane_address=self._config.lane_address,
-            voter=self.voting.is_voter,
+            voter=self.voter_role.is_voter,
             ram_budget_bytes=self._config.ram_budget_bytes,
             life_id=secrets.token_hex(16),
             labels=self._config.labels,

@@ -2,7 +2,7 @@
 
 A node's certificate names it in its SAN with one URI, `spiffe://CLUSTER/fastcheck/node/NODE`, and with the host name
 `NODE.CLUSTER.fastcheck`, which is all that gRPC compares when it connects; the same authority signs all of them. Voters
-use them among themselves, data processes for the bulk lane, and everybody for gRPC (`dialing.py`). What a node may do
+use them among themselves, data processes for the bulk lane, and everybody for gRPC (`dialer.py`). What a node may do
 once its name is known is decided where it speaks.
 """
 

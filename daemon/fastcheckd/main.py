@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _recover_quorum(config: Config, *, yes: bool) -> int:
-    recovery = importlib.import_module(".registry.recovery", __package__)
+    recovery = importlib.import_module(".registry.raft.recovery", __package__)
     with recovery.Recovery(config) as files:
         found = files.found
         print(

@@ -18,17 +18,17 @@ from grpc_health.v1.health import aio as health_aio
 from fastcheck_proto.v1 import registry_pb2_grpc
 
 from .config import Config
-from .dialing import Dialer
+from .dialer import Dialer
 from .durations import Histogram
 from .errors import ConfigError
 from .health.detector import FailureDetector
 from .observe.registry_metrics import LeaderFacts, VoterFacts
-from .registry.engine import Engine
-from .registry.leading import Leader
-from .registry.members import LEFT
+from .registry.leader import Leader
+from .registry.nodes import LEFT
 from .registry.outward import GrpcOutward, Outward
-from .registry.raft import Raft, check_port_is_free
-from .registry.reporting import Reports
+from .registry.raft.adapter import Raft, check_port_is_free
+from .registry.raft.consensus import Consensus
+from .registry.reports import Reports
 from .registry.stubs import GrpcStubs, Stubs
 from .rpc import server_options
 from .services.admission import Admission
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 REQUEST_BYTES_MAX = 4 << 20
 
 
-class StartedEngine(Engine, Protocol):
+class StartedConsensus(Consensus, Protocol):
     """An engine with a beginning and an end."""
 
     def start(self) -> None:
@@ -55,12 +55,12 @@ class Surroundings:
     """What a voter stands on; the simulation brings its own of each."""
 
     #: Makes the engine from the config and what it has to call after each change.
-    engine: Callable[[Config, Callable[[], None]], StartedEngine] = Raft
+    engine: Callable[[Config, Callable[[], None]], StartedConsensus] = Raft
     #: The way to nodes, holders and other voters; by default over the network.
     outward: Outward | None = None
     #: The way to the leader for relayed calls; by default over the network. Whoever gives one closes it.
     stubs: Stubs | None = None
-    #: Whom the judge asks to ask others.
+    #: Whom the arbiter asks to ask others.
     draw: random.Random | None = None
     #: The wall clock, for what people are shown.
     wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
@@ -156,9 +156,9 @@ class RegistryServer:
         """This voter at this moment, for whoever watches; `durations`: what it has measured."""
         leading = None
         if self._leader.ready:
-            short = Counter(s.id.job for s in self._leader.foreman.survey().shortages if s.missing)
+            short = Counter(s.id.job for s in self._leader.repairs.survey().shortages if s.missing)
             leading = LeaderFacts(
-                view=self.service.view(), redundancy=self._leader.foreman.redundancy(), short_shards=short
+                view=self.service.view(), redundancy=self._leader.repairs.redundancy(), short_shards=short
             )
         return VoterFacts(
             has_leader=self._raft.leader is not None,

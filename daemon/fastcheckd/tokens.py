@@ -32,7 +32,7 @@ LEEWAY_S = 30
 JWKS_BYTES_MAX = 256 << 10
 KEYS_MAX = 64
 RSA_BITS_MIN = 2048
-#: `token/` and this is what the registry takes as an owner (`registry.owning.IDENTITY_BYTES_MAX`).
+#: `token/` and this is what the registry takes as an owner (`registry.owners.IDENTITY_BYTES_MAX`).
 SUBJECT_BYTES_MAX = 154
 _SUBJECT = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:@/-]{{0,{SUBJECT_BYTES_MAX - 1}}}")
 #: Type and curve of a key → what it signs with, here.

@@ -17,7 +17,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from .identity import Identity
 from .last_view import LastView
 from .registry.client import RegistryClient
-from .registry.owning import LOCAL
+from .registry.owners import LOCAL
 from .store.retention import Kept
 
 logger = logging.getLogger(__name__)

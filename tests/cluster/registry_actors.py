@@ -12,10 +12,10 @@ import grpc.aio
 from fastcheck_proto.v1 import common_pb2, node_pb2, node_pb2_grpc, registry_pb2
 from fastcheckd.config import Config
 from fastcheckd.counters import Counters
-from fastcheckd.dialing import Dialer
+from fastcheckd.dialer import Dialer
 from fastcheckd.errors import NoQuorumError
 from fastcheckd.health.heartbeats import HeartbeatSender
-from fastcheckd.health.probing import probe, to_wire
+from fastcheckd.health.probe import probe, to_wire
 from fastcheckd.registry.client import RegistryClient
 
 CHUNK_BYTES = 4096

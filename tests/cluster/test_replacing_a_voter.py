@@ -18,7 +18,7 @@ from fastcheckd.config_sources import load_config
 from fastcheckd.counters import Counters
 from fastcheckd.errors import FastCheckdError, FencedError
 from fastcheckd.registry.client import RegistryClient
-from fastcheckd.registry.remembered import with_remembered_voters
+from fastcheckd.registry.known_voters import with_remembered_voters
 
 UP = registry_pb2.NODE_STATE_UP
 

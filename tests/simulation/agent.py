@@ -20,7 +20,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.errors import FastCheckdError
 from fastcheckd.health.detector import Life
 from fastcheckd.health.lease_clock import LeaseClock
-from fastcheckd.health.probing import bounded_timeout_s, to_wire
+from fastcheckd.health.probe import bounded_timeout_s, to_wire
 from fastcheckd.services.registry import RegistryService
 
 ASSUME_S = 0.5
@@ -199,7 +199,7 @@ def _broke(voter: Machine, registry: Process, life: Life) -> None:
     """At the voter: the end of `RegistrySigns.Heartbeat`."""
     assert voter.registry is not None
     voter.registry.service._detector.broke(life, registry.now)
-    voter.registry.service._leader.judge.wake()
+    voter.registry.service._leader.arbiter.wake()
 
 
 def install(machine: Machine) -> None:

@@ -23,10 +23,10 @@ from fastcheckd.counters import Counters
 from fastcheckd.errors import FencedError, NoLeaseError, NotHeldError, PeerError, StoreFullError
 from fastcheckd.health.lease import LeaseHolder
 from fastcheckd.identity import Identity
+from fastcheckd.maintenance.inventory import Inventory
 from fastcheckd.rpc import answers
 from fastcheckd.store.retention import what_to_drop
 from fastcheckd.transfer import put_checks
-from fastcheckd.upkeep.inventory import Inventory
 from fastcheckd.view import ViewFollower
 
 #: Copies that a node takes when it is not made to be full.
@@ -206,7 +206,7 @@ class Data:
         if held is not None and held.session > session:
             raise FencedError("a newer session's copy is here")
 
-    # Repairs, in the order of `upkeep.fetching`
+    # Repairs, in the order of `maintenance.copies`
 
     @answers
     async def FetchReplica(

@@ -21,7 +21,7 @@ LOOK_S = 0.25
 BOUND_S = 3.5
 
 
-class Deciding:
+class LeaderCalls:
     """The watcher."""
 
     def __init__(self, world: World) -> None:

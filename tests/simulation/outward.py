@@ -12,7 +12,7 @@ from fastcheck_proto.v1 import peer_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.config import Voter
 from fastcheckd.health.detector import Life
-from fastcheckd.health.probing import ProbeResult, from_wire
+from fastcheckd.health.probe import ProbeResult, from_wire
 from fastcheckd.registry.outward import CALL_SLACK_S
 from fastcheckd.rpc import from_rpc_error
 

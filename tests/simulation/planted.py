@@ -17,17 +17,8 @@ from tests.simulation.outward import NetworkOutward
 
 from fastcheck_proto.v1 import peer_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheckd.registry import (
-    collector,
-    commits,
-    deletion,
-    journal,
-    leading,
-    raft_engine,
-    raft_transport,
-    reporting,
-    state,
-)
+from fastcheckd.registry import collector, commits, deletion, leader, reports, state
+from fastcheckd.registry.raft import engine, journal, transport
 from fastcheckd.registry.records import Json
 from fastcheckd.store import retention
 from fastcheckd.transfer import put_checks
@@ -55,8 +46,8 @@ def no_fence() -> Any:
     return _with(
         [
             (commits, "check_session", anything_goes),
-            (reporting, "check_session", anything_goes),
-            (leading, "check_session", anything_goes),
+            (reports, "check_session", anything_goes),
+            (leader, "check_session", anything_goes),
             (commits, "lost_holders", lambda *_: []),
             (put_checks, "check_life", anything_goes),
         ]
@@ -91,7 +82,7 @@ def commit_without_a_rank() -> Any:
 
 def owner_as_holder() -> Any:
     """An owner is among the holders of its own shards: two copies in one memory."""
-    place, check_put = leading.place, put_checks.check_put
+    place, check_put = leader.place, put_checks.check_put
 
     def bad_place(**given: Any) -> Any:
         plan = place(**given)
@@ -119,9 +110,9 @@ def owner_as_holder() -> Any:
 
     return _with(
         [
-            (leading, "place", bad_place),
+            (leader, "place", bad_place),
             (commits, "check_rank", check_rank),
-            (reporting, "check_rank", check_rank),
+            (reports, "check_rank", check_rank),
             (put_checks, "check_put", check),
         ]
     )
@@ -173,16 +164,16 @@ def superseded_steps_commit() -> Any:
 
 def appends_cut_what_matches() -> Any:
     """As pysyncobj has it: an append deletes all that lies behind its beginning, also what the leader counts on."""
-    real = raft_engine.Engine._take_entries
+    real = engine.Engine._take_entries
 
-    def take(self: raft_engine.Engine, node: Any, message: Any) -> int | None:
+    def take(self: engine.Engine, node: Any, message: Any) -> int | None:
         before, first = message["prevLogIdx"], self.journal[0][1]
         behind = first <= before < first + len(self.journal) - 1
         if behind and self.journal[before - first][2] == message["prevLogTerm"]:
             self._cut(before + 1 - first)
         return real(self, node, message)
 
-    return _with([(raft_engine.Engine, "_take_entries", take)])
+    return _with([(engine.Engine, "_take_entries", take)])
 
 
 def leads_on_with_a_full_disk() -> Any:
@@ -221,9 +212,9 @@ def connects_anew_in_the_middle_of_a_send() -> Any:
     """As pysyncobj has it: whoever finds a connection dead goes on with the new one as if it were connected."""
     return _with(
         [
-            (raft_transport.GuardedTransport, "_onDisconnected", TCPTransport._onDisconnected),
+            (transport.GuardedTransport, "_onDisconnected", TCPTransport._onDisconnected),
             # Connecting anew soon also ends what this begins.
-            (raft_transport, "CONNECT_S", raft_transport.HANDSHAKE_S),
+            (transport, "CONNECT_S", transport.HANDSHAKE_S),
         ]
     )
 
@@ -234,7 +225,7 @@ def loads_void_nothing_of_others() -> Any:
     def never(*_: object) -> None:
         return None
 
-    return _with([(reporting, "begun_too_early", never)])
+    return _with([(reports, "begun_too_early", never)])
 
 
 PLANTS: dict[str, Callable[[], Any]] = {

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 
 from tests.simulation import agent, data
-from tests.simulation.deciding import Deciding
+from tests.simulation.deciding import LeaderCalls
 from tests.simulation.faults import Faults
 from tests.simulation.machine import World
 from tests.simulation.training import Job
@@ -156,7 +156,7 @@ class _Story:
             await asyncio.sleep(0.25)
         breaking = asyncio.ensure_future(self.faults.run())
         watching = asyncio.ensure_future(self._watch_bounds())
-        deciding = asyncio.ensure_future(Deciding(world).watch())
+        deciding = asyncio.ensure_future(LeaderCalls(world).watch())
         await asyncio.sleep(self.trouble_s)
         breaking.cancel()
         self.faults.heal()
@@ -202,7 +202,7 @@ class _Story:
         for machine in self.world.machines.values():
             if machine.registry is not None and machine.registry._leader.ready:
                 leader = machine.registry._leader
-                redundancy = str(leader.foreman.redundancy()).replace("\n", ", ")
+                redundancy = str(leader.repairs.redundancy()).replace("\n", ", ")
                 return f"{machine.name}: suspects {sorted(leader.suspects)}, {redundancy}"
         return "there is none"
 

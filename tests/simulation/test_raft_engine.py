@@ -13,8 +13,8 @@ from tests.simulation.machine import World
 from tests.simulation.run import left_alone
 from tests.simulation.voter import grounded
 
-from fastcheckd.registry import snapshots
-from fastcheckd.registry.raft_transport import CONNECT_S, KEEP_ALIVE_S, VoterNode
+from fastcheckd.registry.raft import snapshots
+from fastcheckd.registry.raft.transport import CONNECT_S, KEEP_ALIVE_S, VoterNode
 from fastcheckd.registry.state import SCHEMA, snapshot
 
 

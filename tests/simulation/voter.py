@@ -26,14 +26,14 @@ from tests.simulation.sockets import Hosts, SocketModule, VirtualPoller
 from tests.simulation.virtual_time import PROCESS, Killed, Process, VirtualLoop
 
 from fastcheckd.config import Config, Voter
-from fastcheckd.registry import raft as raft_module
-from fastcheckd.registry import raft_engine, raft_transport
-from fastcheckd.registry.journal import Journal
-from fastcheckd.registry.raft import Ground, Raft
-from fastcheckd.registry.raft_engine import Engine
-from fastcheckd.registry.sealing import TAG_BYTES, Seal
+from fastcheckd.registry.raft import adapter as raft_module
+from fastcheckd.registry.raft import engine, transport
+from fastcheckd.registry.raft.adapter import Ground, Raft
+from fastcheckd.registry.raft.engine import Engine
+from fastcheckd.registry.raft.journal import Journal
+from fastcheckd.registry.raft.seal import TAG_BYTES, Seal
+from fastcheckd.registry.raft.voter_folder import VoterFolder
 from fastcheckd.registry.state import apply
-from fastcheckd.registry.voter_folder import VoterFolder
 
 if TYPE_CHECKING:
     from tests.simulation.machine import Machine
@@ -280,7 +280,7 @@ def make(
             journal=WatchedJournal,
             engine=WatchedEngine,
             ticking=Turns,
-            clock=raft_engine.monotonic,
+            clock=engine.monotonic,
             check_port=lambda _address, _key: None,
             token=lambda: life,
             settings={"appendEntriesBatchSizeBytes": BATCH_BYTES},
@@ -319,9 +319,9 @@ def grounded(loop: VirtualLoop, hosts: Hosts, rng: random.Random) -> Iterator[No
             (pysyncobj.syncobj, "monotonicTime", now),
             (pysyncobj.tcp_connection, "monotonicTime", now),
             (pysyncobj.transport, "monotonicTime", now),
-            (raft_engine, "monotonic", now),
+            (engine, "monotonic", now),
             (raft_module, "apply", _apply),
-            (raft_transport, "time", clock),
+            (transport, "time", clock),
             (pysyncobj.syncobj, "createPoller", lambda _type: current().poller),
             (pysyncobj.syncobj, "PipeNotifier", _Notifier),
             (pysyncobj.tcp_connection, "socket", sockets),

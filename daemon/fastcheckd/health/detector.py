@@ -1,4 +1,4 @@
-"""Signs of life and findings, now → who is UP, SUSPECT or DOWN. Pure; times are the judge's monotonic clock.
+"""Signs of life and findings, now → who is UP, SUSPECT or DOWN. Pure; times are the arbiter's monotonic clock.
 
 Every voter listens, only the leader judges, and its DOWN is a proposal that the state machine decides.
 SUSPECT means "place nothing new there and ask about it"; it costs nothing if it is wrong. DOWN costs copies, so it
@@ -21,7 +21,7 @@ from enum import Enum
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
-from .damping import Returns
+from .damper import Returns
 
 #: A node in one of its lives: node id and incarnation.
 Life = tuple[str, int]
@@ -250,7 +250,7 @@ class FailureDetector:
         signs = self._signs.get(life)
         return None if signs is None or signs.heard_at is None else int(max(0.0, now - signs.heard_at) * 1000)
 
-    # Deciding
+    # LeaderCalls
 
     def _silence_s(self, signs: _Signs) -> float:
         return self._listened_s - max(signs.heard, self._listening_since)

@@ -15,7 +15,7 @@ import grpc.aio
 from fastcheck_proto.v1 import registry_pb2, registry_pb2_grpc
 
 from ..config import Config, Voter
-from ..dialing import Dialer
+from ..dialer import Dialer
 from ..durations import AGENT, Durations
 from .lease_clock import LeaseClock
 

@@ -15,7 +15,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..errors import FastCheckdError
 from .agent_metrics import NodeFacts
-from .asking import Shared
+from .cached_answer import CachedAnswer
 from .families import CONTENT_TYPE
 from .http_edge import Handler, Response
 from .readiness import why_not_ready
@@ -35,7 +35,7 @@ def health_pages(
         facts: how the node is now.
         safe_to_stop: asks the registry about this node, within a few seconds.
     """
-    shared = Shared(safe_to_stop, SAFE_TO_STOP_KEPT_S)
+    shared = CachedAnswer(safe_to_stop, SAFE_TO_STOP_KEPT_S)
 
     async def livez() -> Response:
         return Response(HTTPStatus.OK, b"ok\n")
@@ -64,7 +64,7 @@ def health_pages(
 
 def metrics_page(scrape: Callable[[], Awaitable[bytes]]) -> dict[str, Handler]:
     """`/metrics`."""
-    shared = Shared(scrape, METRICS_KEPT_S)
+    shared = CachedAnswer(scrape, METRICS_KEPT_S)
 
     async def metrics() -> Response:
         return Response(HTTPStatus.OK, await shared.get(), CONTENT_TYPE)

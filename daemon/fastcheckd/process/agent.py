@@ -15,10 +15,10 @@ from ..agent import Agent
 from ..beats import BEAT_INTERVAL_S, BeatGiver
 from ..config import Config
 from ..counters import Counters
-from ..dialing import Dialer
-from ..draining import drain
+from ..dialer import Dialer
+from ..drain import drain
 from ..registry.client import RegistryClient
-from ..registry.remembered import with_remembered_voters
+from ..registry.known_voters import with_remembered_voters
 from ..rpc import server_options
 from ..services.admin import AdminService
 from ..services.admission import Admission
@@ -26,8 +26,8 @@ from ..services.node import NodeService
 from ..supervisor import Supervisor
 from ..systemd import RelayedNotifier, one_line, report
 from ..transfer.peer_calls import PeerCalls
-from .observing import observing
-from .serving import listen_tcp, listening, private_directory, stop_signal, watching_crowds
+from .health_ports import health_ports
+from .server import listen_tcp, listening, private_directory, stop_signal, watching_crowds
 
 #: Whoever asks the agent names a job or a node, and at most seven voters.
 REQUEST_BYTES_MAX = 1 << 20
@@ -49,14 +49,14 @@ async def run(config: Config, supervisor: Supervisor, notifier: RelayedNotifier,
         options=server_options(REQUEST_BYTES_MAX), interceptors=[Admission(config.cluster_id)]
     )
     node_pb2_grpc.add_NodeServiceServicer_to_server(
-        NodeService(config, lambda: agent.incarnation, agent.voting.become, dialer), server
+        NodeService(config, lambda: agent.incarnation, agent.voter_role.become, dialer), server
     )
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(config, registry, peers), server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     listen_tcp(server, dialer, config.agent_address, "agent_port")
     async with (
         listening(server, config.agent_socket),
-        observing(config, agent, registry, health, dialer.certificates),
+        health_ports(config, agent, registry, health, dialer.certificates),
         watching_crowds(),
     ):
         await health.set("", health_pb2.HealthCheckResponse.SERVING)

@@ -30,7 +30,7 @@ from fastcheck_proto.v1 import (
 from ..codec.planner import Planner
 from ..config import Config
 from ..counters import Counters
-from ..dialing import Dialer
+from ..dialer import Dialer
 from ..durations import DATA, Durations
 from ..errors import (
     ConfigError,
@@ -40,10 +40,11 @@ from ..health.lease import LeaseHolder
 from ..identity import Identity
 from ..interfaces import faster_than, interface_of, interfaces
 from ..last_view import LastView
+from ..maintenance.maintenance import Maintenance
 from ..observe import data_metrics
 from ..registry import wire
 from ..registry.client import RegistryClient
-from ..registry.remembered import remember, with_remembered_voters
+from ..registry.known_voters import remember, with_remembered_voters
 from ..restore.room import RestoreRoom
 from ..rpc import server_options
 from ..saving.replicate import Replicator
@@ -64,9 +65,8 @@ from ..transfer.peer_client import PeerClient
 from ..transfer.put_desk import PutDesk
 from ..transfer.put_pacing import PutPacing
 from ..transfer.tickets import TicketOffice
-from ..upkeep.room import UpkeepRoom
 from ..view import ViewFollower
-from .serving import listen_tcp, listening, stop_signal, watching_crowds
+from .server import listen_tcp, listening, stop_signal, watching_crowds
 
 if TYPE_CHECKING:
     from ..tokens import Tokens
@@ -148,7 +148,7 @@ class _DataRooms:
             config=config, store=store, registry=registry, peers=peers, view=view,
             counters=counters, durations=durations, executor=self.hashing, on_brought=self._brought,
         )  # fmt: skip
-        self.upkeep = UpkeepRoom(
+        self.maintenance = Maintenance(
             config=config, identity=identity, store=store, registry=registry, peers=peers, view=view,
             counters=counters, executor=self.hashing, require_lease=self.lease.require,
             busy=lambda: (
@@ -158,7 +158,7 @@ class _DataRooms:
         )  # fmt: skip
         self.peer_service = PeerService(
             cluster_id=config.cluster_id, desk=self.desk, store=store, tickets=tickets, counters=counters,
-            upkeep=self.upkeep,
+            maintenance=self.maintenance,
             lease=self.lease, lane_report=self._lane_report, certificates=dialer.certificates,
             saves=self.saving.reports,
         )  # fmt: skip
@@ -203,7 +203,7 @@ class _DataRooms:
         """This process at this moment, for whoever watches."""
         usage = self.store.usage()
         kinds = Counter(held.kind for held in self.store.held())
-        scrub_age_ms = self.upkeep.scrub_age_ms()
+        scrub_age_ms = self.maintenance.scrub_age_ms()
         return data_metrics.DataFacts(
             counters=self._counters.snapshot(),
             durations=self._durations.snapshot(),
@@ -231,12 +231,12 @@ class _DataRooms:
         self.saving.forget()
 
     def _brought(self, shards: Sequence[HeldShard]) -> None:
-        self.upkeep.brought(shards)
+        self.maintenance.brought(shards)
 
     def assumed(self) -> None:
         """There is a new life of this node, or a new view."""
         self.resume()
-        self.upkeep.changed()
+        self.maintenance.changed()
 
     def _remember_voters(self, seen: registry_pb2.ClusterView) -> None:
         """Keep the voters for the agent, which starts and stops by them, and for the next start."""
@@ -303,12 +303,12 @@ async def run(config: Config) -> None:
         async with listening(far), listening(near, config.data_socket), watching_crowds():
             following = asyncio.create_task(rooms.view.run(), name="view")
             pacing = asyncio.create_task(rooms.pacing.run(), name="pacing")
-            rooms.upkeep.start()
+            rooms.maintenance.start()
             logger.info("%d shards adopted from %s", len(store.held()), config.ram_dir)
             await asyncio.wait({stopping, following, pacing}, return_when=asyncio.FIRST_COMPLETED)
             following.cancel()
             pacing.cancel()
-            await rooms.upkeep.stop()
+            await rooms.maintenance.stop()
             await rooms.saving.stop()
             await asyncio.gather(following, pacing, return_exceptions=True)
         if not pacing.cancelled():

@@ -33,7 +33,7 @@ from ..config import Config
 from ..errors import EXIT_CONFIG, ConfigError
 from ..health.vitals import RESTART_AFTER
 from ..registry import wire
-from ..registry.remembered import with_voters
+from ..registry.known_voters import with_voters
 from ..supervisor import MESSAGE_BYTES_MAX, Supervisor
 from ..systemd import Notifier, RelayedNotifier
 from . import agent, data, registry

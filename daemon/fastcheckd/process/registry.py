@@ -16,13 +16,13 @@ from ..config import Config
 from ..durations import REGISTRY, Durations
 from ..errors import RegistryError
 from ..observe import registry_metrics
-from ..registry.disk import free_bytes
-from ..registry.raft import Raft
+from ..registry.raft.adapter import Raft
+from ..registry.raft.disk import free_bytes
 from ..registry_server import RegistryServer, Surroundings
 from ..rpc import server_options
 from ..services.admission import Admission
 from ..services.observe import ObserveService
-from .serving import listening, private_directory, stop_signal, watching_crowds
+from .server import listening, private_directory, stop_signal, watching_crowds
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from fastcheck_proto.v1 import common_pb2, node_pb2, registry_pb2
 
 from ..config import Config
 from ..counters import Counters
-from ..dialing import Dialer
+from ..dialer import Dialer
 from ..errors import FastCheckdError, FencedError, NoQuorumError, UnsafeError
 from ..rpc import from_rpc_error
 from .stubs import GrpcStubs, Stubs

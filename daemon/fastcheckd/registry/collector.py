@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from .records import Json
-from .replicas import Tables
+from .shared_state import Tables
 
 #: An older step holds a complete newer one up while its last new report is younger than this.
 STALE_AFTER_S = 5.0

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..config import Voter
 from . import denials
-from .owning import LOCAL
+from .owners import LOCAL
 from .records import REASON_BYTES_MAX, Json
 from .redundancy import Claim
 

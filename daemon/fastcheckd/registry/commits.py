@@ -11,7 +11,7 @@ from typing import Any
 
 from fastcheck_proto.conventions import RANK_MAX, STEP_MAX
 
-from . import replicas
+from . import shared_state
 from .records import HOLDERS_MAX, Json, MalformedError, at_ms, integer, live, name, rank_record
 
 #: Committed steps whose number is remembered after their record is gone, so that a late repetition
@@ -218,7 +218,7 @@ def commit(state: Json, command: Json) -> Json:
     ]
     if refusals:
         return _merge(refusals)
-    if differ := replicas.parts_differ(ranks):
+    if differ := shared_state.parts_differ(ranks):
         return refusal("REPLICAS_DISAGREE", f"step {step} of job {job_name}: {differ[0]}")
 
     assert job is not None, "a current session implies its job"

@@ -12,9 +12,9 @@ from fastcheck_proto.v1 import common_pb2, node_pb2, node_pb2_grpc, peer_pb2, pe
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..config import Voter
-from ..dialing import Dialer
+from ..dialer import Dialer
 from ..health.detector import Life
-from ..health.probing import ProbeResult, from_wire, probe
+from ..health.probe import ProbeResult, from_wire, probe
 from ..rpc import ONE_CALL_OPTIONS, from_rpc_error
 from .wire import voter_message
 

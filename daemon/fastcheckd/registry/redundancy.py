@@ -2,7 +2,7 @@
 
 A copy counts when its node is UP in the life that the record names, is not DRAINING, and has not said itself
 that the bytes are gone. The owner's own bytes are a copy like the others. Nothing here reads more than the
-state and what its caller passes; `foreman` acts on it.
+state and what its caller passes; `repairs` acts on it.
 
 Tens of thousands of shards are looked at after every change, so the pass over them is written for speed: nearly all
 are in good order, and those cost a few look-ups each and make no object.

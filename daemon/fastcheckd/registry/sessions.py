@@ -13,7 +13,7 @@ from fastcheck_proto.conventions import RANK_MAX
 
 from ..errors import DeniedError
 from .commits import refusal
-from .owning import IDENTITY_BYTES_MAX, LOCAL, check_use, owner_of
+from .owners import IDENTITY_BYTES_MAX, LOCAL, check_use, owner_of
 from .records import TOKEN_BYTES_MAX, Json, MalformedError, flag, integer, live, name, node_ref, text
 
 JOBS_MAX = 4096

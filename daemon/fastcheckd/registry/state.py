@@ -36,8 +36,8 @@ from fastcheck_proto.conventions import STEP_MAX
 from .commits import commit, refusal
 from .deletion import close_rank, delete
 from .denials import deny
-from .holding import rehold
-from .members import forget, register, set_draining, set_state, set_voters
+from .holders import rehold
+from .nodes import forget, register, set_draining, set_state, set_voters
 from .records import TOKEN_BYTES_MAX, Json, MalformedError, integer, text
 from .sessions import open_rank
 from .superseded import supersede

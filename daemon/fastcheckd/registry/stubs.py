@@ -11,7 +11,7 @@ from typing import Any
 
 from fastcheck_proto.v1 import registry_pb2_grpc
 
-from ..dialing import Channels, Dialer
+from ..dialer import Channels, Dialer
 
 #: From a voter's registry address to what has the methods of a `RegistryServiceStub`: each takes the request,
 #: `timeout` and `metadata`, and raises grpc.aio.AioRpcError. (The generated class fits, but is not typed for aio.)

@@ -9,7 +9,7 @@ from fastcheck_proto.v1 import node_pb2, registry_pb2
 
 from ..config import Voter
 from ..health.detector import Life
-from .owning import owner_of
+from .owners import owner_of
 from .records import Json
 from .sessions import is_running, nodes_there
 

@@ -8,7 +8,7 @@ from fastcheck_proto.v1 import common_pb2, node_pb2, registry_pb2
 
 from ..config import Voter
 from .records import Json
-from .replicas import Disagreement, is_replicated
+from .shared_state import Disagreement, is_replicated
 from .view import state_value
 
 

@@ -39,7 +39,7 @@ from ..errors import (
 )
 from ..identity import Identity
 from ..registry.client import RegistryClient
-from ..registry.owning import LOCAL
+from ..registry.owners import LOCAL
 from ..store.ram_store import RamStore
 from ..store.retention import PROVISIONAL_KEPT
 from ..store.segments import Segment, staging_pool

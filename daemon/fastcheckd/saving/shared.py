@@ -8,7 +8,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..errors import InvalidRequestError
-from ..registry import records, replicas, wire
+from ..registry import records, shared_state, wire
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,6 @@ class Shared:
         """
         try:
             records.shared_part(wire.shared_fields(self.part), state_bytes)
-            replicas.check_tables({each.part: each.digests for each in self.digests})
+            shared_state.check_tables({each.part: each.digests for each in self.digests})
         except records.MalformedError as error:
             raise InvalidRequestError(str(error)) from None

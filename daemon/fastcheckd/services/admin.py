@@ -3,7 +3,7 @@
 It asks the registry first, then all nodes side by side with one deadline, and answers with what came
 back before the caller gives up: a dead node costs its part of the answer and never the answer. What the
 replies mean is decided in `admin_reports.py` and `health_codes.py`; what changes the cluster goes through
-`admin_upkeep.py`.
+`admin_changes.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..rpc import answers
 from . import admin_reports as reports
 from . import checkpoints
 from . import health_codes as health
+from .admin_changes import AdminChanges, Context, Patience, checked_job
 from .admin_needs import Peers, Registry
-from .admin_upkeep import AdminUpkeep, Context, Patience, checked_job
 from .health_of_saves import ASKED_MAX, stuck_jobs
 from .survival import survival
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 STATUS_S = 1.2
 
 
-class AdminService(AdminUpkeep):
+class AdminService(AdminChanges):
     """Answers for the whole cluster from one node."""
 
     def __init__(self, config: Config, registry: Registry, peers: Peers) -> None:

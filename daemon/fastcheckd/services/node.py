@@ -12,9 +12,9 @@ from fastcheck_proto.v1 import node_pb2_grpc as npb_grpc
 
 from .. import __version__
 from ..config import Config, Voter
-from ..dialing import Dialer
+from ..dialer import Dialer
 from ..errors import InvalidRequestError
-from ..health.probing import bounded_timeout_s, probe, to_wire
+from ..health.probe import bounded_timeout_s, probe, to_wire
 from ..rpc import answers
 
 Context = grpc.aio.ServicerContext[Any, Any]

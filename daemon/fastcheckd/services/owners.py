@@ -6,7 +6,7 @@ from typing import Protocol
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
-from ..registry.owning import check_use
+from ..registry.owners import check_use
 from .admission import CALLER
 
 LOOKUP_TIMEOUT_S = 10.0

@@ -22,14 +22,14 @@ from ..certificates import Certificates
 from ..counters import Counters
 from ..errors import FastCheckdError, InvalidRequestError, NoLeaseError, NotHeldError
 from ..health.lease import LeaseHolder
+from ..maintenance.maintenance import Maintenance
 from ..rpc import answers
 from ..store.ram_store import HeldShard, RamStore
 from ..transfer.frames import STREAMS_MAX
 from ..transfer.put_checks import check_cluster, check_key
 from ..transfer.put_desk import PutDesk
 from ..transfer.tickets import GetGrant, TicketOffice
-from ..upkeep.room import UpkeepRoom
-from .peer_upkeep import PeerUpkeep
+from .peer_maintenance import PeerMaintenance
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ JOBS_MAX = 32
 _KINDS = (pb.REPLICA_KIND_COPY, pb.REPLICA_KIND_OWNER)
 
 
-class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
+class PeerService(PeerMaintenance, peer_pb2_grpc.PeerServiceServicer):
     """The face that other nodes see."""
 
     def __init__(
@@ -51,7 +51,7 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
         tickets: TicketOffice,
         counters: Counters,
         lease: LeaseHolder,
-        upkeep: UpkeepRoom | None = None,
+        maintenance: Maintenance | None = None,
         lane_report: Callable[[], peer_pb2.LaneReport] | None = None,
         certificates: Certificates | None = None,
         saves: Callable[[], list[peer_pb2.JobSaves]] = list,
@@ -62,7 +62,7 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
         self._store = store
         self._tickets = tickets
         self._counters = counters
-        self._upkeep = upkeep
+        self._maintenance = maintenance
         self._lane_report = lane_report
         self._certificates = certificates
         self._saves = saves
@@ -185,7 +185,7 @@ class PeerService(PeerUpkeep, peer_pb2_grpc.PeerServiceServicer):
             ram_used_bytes=usage.used_bytes - usage.free_bytes,  # free ones go when needed
             ram_budget_bytes=usage.budget_bytes,
             counters=self._counters.snapshot(),
-            scrub_age_ms=None if self._upkeep is None else self._upkeep.scrub_age_ms(),
+            scrub_age_ms=None if self._maintenance is None else self._maintenance.scrub_age_ms(),
             lane=None if self._lane_report is None else self._lane_report(),
             certificate=self._certificate(),
             jobs=self._jobs(),

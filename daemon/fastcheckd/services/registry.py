@@ -12,22 +12,22 @@ from fastcheck_proto.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 from ..config import Config, split_address
 from ..errors import InvalidRequestError
 from ..health.detector import FailureDetector
-from ..registry import commands, records, replicas, wire
+from ..registry import commands, records, shared_state, wire
 from ..registry.commits import find_step
-from ..registry.engine import Engine
-from ..registry.leading import Leader
-from ..registry.members import LEFT
-from ..registry.owning import IDENTITY_BYTES_MAX, LOCAL, owner_of
+from ..registry.leader import Leader
+from ..registry.nodes import LEFT
+from ..registry.owners import IDENTITY_BYTES_MAX, LOCAL, owner_of
+from ..registry.raft.consensus import Consensus
 from ..registry.records import Json, is_lossy
-from ..registry.reporting import Reports
+from ..registry.reports import Reports
 from ..registry.sessions import current_session, is_vacant
 from ..registry.stubs import Stubs
 from ..registry.view import job_views, late_ranks
 from ..rpc import answers
-from .deciding import checking, decides
+from .leader_calls import checking, decides
 from .registry_deletion import RegistryDeletion
+from .registry_maintenance import RegistryMaintenance
 from .registry_signs import RegistrySigns
-from .registry_upkeep import RegistryUpkeep
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -36,7 +36,7 @@ CHUNK_BYTES_MAX = 16 << 20
 
 
 class RegistryService(
-    RegistrySigns, RegistryUpkeep, RegistryDeletion, registry_pb2_grpc.RegistryServiceServicer
+    RegistrySigns, RegistryMaintenance, RegistryDeletion, registry_pb2_grpc.RegistryServiceServicer
 ):
     """One voter's answers.
 
@@ -47,7 +47,7 @@ class RegistryService(
     def __init__(
         self,
         config: Config,
-        raft: Engine,
+        raft: Consensus,
         leader: Leader,
         reports: Reports,
         detector: FailureDetector,
@@ -56,7 +56,7 @@ class RegistryService(
         RegistrySigns.__init__(self, config, raft, leader, detector)
         RegistryDeletion.__init__(self, config, raft, leader, reports, stubs)
 
-    # Deciding calls: the leader's alone
+    # LeaderCalls calls: the leader's alone
 
     @decides
     async def Register(
@@ -180,7 +180,7 @@ class RegistryService(
             if request.record.HasField("begun_after"):
                 record["begun_after"] = request.record.begun_after
             tables = {each.part: each.digests for each in request.shared_digests}
-            replicas.check_tables(tables)
+            shared_state.check_tables(tables)
         await self._need_leader(context)
         # NaN fails every comparison: it waits not at all.
         wait_s = min(request.wait_s, REPORT_WAIT_S_MAX) if request.wait_s > 0 else 0.0
@@ -233,7 +233,7 @@ class RegistryService(
                     bytes=sum(record["state_bytes"] for record in kept["ranks"]),
                     copies=kept["copies"],
                     lossy=is_lossy(kept["ranks"]),
-                    replicated=replicas.is_replicated(kept["ranks"]),
+                    replicated=shared_state.is_replicated(kept["ranks"]),
                 )
                 for kept in ([] if job is None else job["steps"])
             ]
@@ -253,7 +253,7 @@ class RegistryService(
                         world_size=under_way.world_size,
                         bytes=sum(sizes.values()),
                         lossy=is_lossy(under_way.reports.values()),
-                        replicated=replicas.is_replicated(list(under_way.reports.values())),
+                        replicated=shared_state.is_replicated(list(under_way.reports.values())),
                     )
                 )
         late = self._reports.collector.late(request.job, self._now())

@@ -17,11 +17,11 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from ..config import Config
 from ..registry import commands, records, wire
 from ..registry.deletion import plan_deletion
-from ..registry.engine import Engine
-from ..registry.leading import Leader
-from ..registry.reporting import Reports
+from ..registry.leader import Leader
+from ..registry.raft.consensus import Consensus
+from ..registry.reports import Reports
 from ..registry.stubs import Stubs
-from .deciding import Deciding, checking, decides
+from .leader_calls import LeaderCalls, checking, decides
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +30,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 RUNNING_SHOWN_MAX = 64
 
 
-class RegistryDeletion(Deciding):
+class RegistryDeletion(LeaderCalls):
     """A part of `services.registry.RegistryService`."""
 
-    def __init__(self, config: Config, raft: Engine, leader: Leader, reports: Reports, stubs: Stubs) -> None:
+    def __init__(
+        self, config: Config, raft: Consensus, leader: Leader, reports: Reports, stubs: Stubs
+    ) -> None:
         super().__init__(config, raft, leader, stubs)
         self._reports = reports
 

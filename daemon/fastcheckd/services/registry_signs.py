@@ -16,10 +16,10 @@ from fastcheck_proto.v1 import registry_pb2
 from ..config import Config
 from ..errors import FastCheckdError, InvalidRequestError, NoQuorumError, OverBudgetError
 from ..health.detector import FailureDetector, Life
-from ..health.probing import bounded_timeout_s, to_wire
-from ..registry.engine import Engine
-from ..registry.judging import WITHHOLD_S
-from ..registry.leading import Leader
+from ..health.probe import bounded_timeout_s, to_wire
+from ..registry.arbiter import WITHHOLD_S
+from ..registry.leader import Leader
+from ..registry.raft.consensus import Consensus
 from ..registry.records import ADDRESS_BYTES_MAX, Json
 from ..registry.sessions import count_seats
 from ..registry.state import SCHEMA
@@ -51,7 +51,7 @@ _NO_DATA_PROCESS = {registry_pb2.DATA_HEALTH_GONE, registry_pb2.DATA_HEALTH_STAR
 class RegistrySigns:
     """Heartbeats and views of one voter; a part of `services.registry.RegistryService`."""
 
-    def __init__(self, config: Config, raft: Engine, leader: Leader, detector: FailureDetector) -> None:
+    def __init__(self, config: Config, raft: Consensus, leader: Leader, detector: FailureDetector) -> None:
         self._config = config
         self._raft = raft
         self._leader = leader
@@ -84,7 +84,7 @@ class RegistrySigns:
 
         def signs(life: Life) -> Signs:
             heard = self._detector
-            reason = self._leader.judge.why(life) if leader is not None else self._silence(life, now)
+            reason = self._leader.arbiter.why(life) if leader is not None else self._silence(life, now)
             return Signs(
                 heard.heard_ms_ago(life, now), heard.data(life), reason, self._troubles.get(life, "")
             )
@@ -92,7 +92,7 @@ class RegistrySigns:
         def build(state: Json) -> registry_pb2.ClusterView:
             lives = [(node_id, node["incarnation"]) for node_id, node in state["nodes"].items()]
             known = {life: signs(life) for life in lives}
-            suspects = self._leader.judge.suspects
+            suspects = self._leader.arbiter.suspects
             if leader is None:
                 suspects = frozenset(life for life in lives if known[life].reason)
             return cluster_view(
@@ -136,7 +136,7 @@ class RegistrySigns:
     ) -> AsyncIterator[registry_pb2.HeartbeatResponse]:
         """Note every sign of life; answer with news, or about each second time with a renewed lease.
 
-        A stream that ends is news to the judge: a killed process says nothing else.
+        A stream that ends is news to the arbiter: a killed process says nothing else.
         """
         life: Life | None = None
         async with self._stream(context):
@@ -161,7 +161,7 @@ class RegistrySigns:
             finally:
                 if life is not None:
                     self._detector.broke(life, self._now())
-                    self._leader.judge.wake()
+                    self._leader.arbiter.wake()
 
     async def _sure_that_fenced(self, life: Life) -> bool:
         """A leader that was deposed without noticing may know less than the node: prove it first."""

@@ -23,7 +23,7 @@ from ..rpc import abort, answers
 from ..saving.room import SavingRoom
 from ..saving.save import Save
 from .admission import CALLER
-from .deleting import delete_steps
+from .deletions import delete_steps
 from .owners import Owners
 
 #: Pieces of state that a sender may choose; ours are smaller.

@@ -2,7 +2,7 @@
 
 A shard exists when its manifest does; `books` keeps index and disk the same. A newer step may be put
 into the replica of an older one (`begin_patch`); the older one is then had back from it (`full`,
-see `chains`). Deciding which shards to keep is not done here (see `retention`).
+see `chains`). LeaderCalls which shards to keep is not done here (see `retention`).
 
 Lock order: the books', then the pools'. Writing manifests, hashing and decoding happen outside both.
 """

@@ -13,7 +13,7 @@ import grpc
 
 from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
 
-from ..dialing import Channels, Dialer
+from ..dialer import Channels, Dialer
 from ..rpc import from_rpc_error
 
 _LAST_WORDS_S = 2.0

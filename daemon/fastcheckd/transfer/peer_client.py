@@ -21,7 +21,7 @@ from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
 from ..chunks import ChunkTable
 from ..config import Config
 from ..counters import Counters
-from ..dialing import Dialer
+from ..dialer import Dialer
 from ..digests import DIGEST_BYTES, shard_digest
 from ..errors import CorruptError, FastCheckdError, InvalidRequestError, PeerError
 from .codec_pool import CodecPool

@@ -18,7 +18,7 @@ from fastcheck.errors import (
 )
 from fastcheck_proto.v1 import common_pb2, registry_pb2
 from fastcheckd.errors import PeerError
-from fastcheckd.services import admin_upkeep
+from fastcheckd.services import admin_changes
 from fastcheckd.services.admin import STATUS_S
 
 from .admin_world import VERIFIED_AT_MS, digest, seconds
@@ -215,7 +215,7 @@ def test_what_one_question_of_status_takes_the_others_do_not_have(client, world,
 
 
 def test_a_caller_with_little_time_gets_what_came_back_until_then(address, world, monkeypatch):
-    monkeypatch.setattr(admin_upkeep, "REPLY_S", 9.0)  # of the ten below: the way back may take long here
+    monkeypatch.setattr(admin_changes, "REPLY_S", 9.0)  # of the ten below: the way back may take long here
     world.hanging.add("node-1")
     with AdminClient(address, timeout_s=10.0) as hurried:
         assert [n["reachable"] for n in hurried.nodes()["nodes"]] == [True, False, True]

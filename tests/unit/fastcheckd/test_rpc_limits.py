@@ -22,7 +22,7 @@ from tests.sockets import ends
 from fastcheck_proto.v1 import node_pb2, node_pb2_grpc
 from fastcheckd import rpc
 from fastcheckd.config import Config
-from fastcheckd.dialing import Dialer
+from fastcheckd.dialer import Dialer
 from fastcheckd.log import COMPLAINTS_MAX
 from fastcheckd.rpc import CONNECTIONS_MAX, connections_max, server_options
 from fastcheckd.services.admission import Admission

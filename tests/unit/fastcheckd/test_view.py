@@ -60,7 +60,7 @@ def test_a_slow_reader_of_a_deleted_step_does_not_keep_newer_views_waiting(tmp_p
     async def scenario():
         rooms = _DataRooms(config, store, counters)
         rooms.view._registry = Registry()
-        rooms.upkeep.start()
+        rooms.maintenance.start()
         following = asyncio.create_task(rooms.view.run())
         try:
             with store.pinned(read):
@@ -73,7 +73,7 @@ def test_a_slow_reader_of_a_deleted_step_does_not_keep_newer_views_waiting(tmp_p
                     await asyncio.sleep(0.01)
         finally:
             following.cancel()
-            await rooms.upkeep.stop()
+            await rooms.maintenance.stop()
             await rooms.close()
 
     asyncio.run(scenario())

@@ -9,7 +9,7 @@ from tests.unit.fastcheckd.observe.observe_facts import node_facts
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.errors import NoQuorumError
 from fastcheckd.observe import pages
-from fastcheckd.observe.asking import Shared
+from fastcheckd.observe.cached_answer import CachedAnswer
 from fastcheckd.observe.pages import health_pages, metrics_page
 from fastcheckd.observe.readiness import why_not_ready
 
@@ -84,7 +84,7 @@ def test_many_who_ask_at_once_cost_one_question_and_a_later_one_another(monkeypa
             await may_answer.wait()
             return asked[-1]
 
-        shared = Shared(ask, keep_s=0.0)
+        shared = CachedAnswer(ask, keep_s=0.0)
         waiting = [asyncio.create_task(shared.get()) for _ in range(20)]
         await asyncio.sleep(0)
         waiting[0].cancel()  # one who leaves does not take the answer along
@@ -104,7 +104,7 @@ def test_an_answer_is_kept_for_a_moment_errors_included():
             asked.append(1)
             raise NoQuorumError("no leader")
 
-        shared = Shared(ask, keep_s=60.0)
+        shared = CachedAnswer(ask, keep_s=60.0)
         for _ in range(3):
             with pytest.raises(NoQuorumError):
                 await shared.get()

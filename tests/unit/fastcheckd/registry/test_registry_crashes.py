@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from fastcheckd.config import Voter
-from fastcheckd.registry import sealed_json, snapshots
-from fastcheckd.registry.disk import FolderDisk
-from fastcheckd.registry.journal import Journal
-from fastcheckd.registry.snapshots import Snapshots
+from fastcheckd.registry.raft import checked_json, snapshots
+from fastcheckd.registry.raft.disk import FolderDisk
+from fastcheckd.registry.raft.journal import Journal
+from fastcheckd.registry.raft.snapshots import Snapshots
+from fastcheckd.registry.raft.voter_folder import make_private
 from fastcheckd.registry.state import new_state
-from fastcheckd.registry.voter_folder import make_private
 
 VOTER = Voter(node_id="a", registry_address="h:1", raft_address="h:2")
 
@@ -222,8 +222,8 @@ def test_the_folder_and_its_files_are_nobody_elses(tmp_path):
 def test_a_snapshot_of_another_format_is_refused_with_both_versions():
     kept = snapshots.to_bytes((b"b", 2, 1), (b"a", 1, 1), json.dumps(new_state()).encode(), {"h:2": VOTER})
     assert snapshots.from_bytes(kept).last == (b"b", 2, 1)
-    newer = sealed_json.dumps(
-        {key: value for key, value in sealed_json.loads(kept).items() if key != "checksum"} | {"format": 3}
+    newer = checked_json.dumps(
+        {key: value for key, value in checked_json.loads(kept).items() if key != "checksum"} | {"format": 3}
     )
     with pytest.raises(ValueError, match="has format 3, this version reads 2"):
         snapshots.from_bytes(newer)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcheckd.errors import ConfigError
-from fastcheckd.registry import journal as journal_module
-from fastcheckd.registry.disk import FolderDisk
-from fastcheckd.registry.journal import MAGIC
+from fastcheckd.registry.raft import journal as journal_module
+from fastcheckd.registry.raft.disk import FolderDisk
+from fastcheckd.registry.raft.journal import MAGIC
 
 
 def Journal(path, base=None, **more):

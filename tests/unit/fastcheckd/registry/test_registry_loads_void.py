@@ -8,7 +8,7 @@ from tests.unit.fastcheckd.registry.small_cluster import cluster, open_rank, rec
 from fastcheck_proto.v1 import common_pb2, registry_pb2
 from fastcheckd.config import Config
 from fastcheckd.registry.commits import begun_too_early, newest_load
-from fastcheckd.registry.reporting import Reports
+from fastcheckd.registry.reports import Reports
 from fastcheckd.registry.state import apply
 
 NODES = [("n0", 1), ("n1", 2)]

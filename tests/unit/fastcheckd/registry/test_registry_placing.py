@@ -7,8 +7,8 @@ import pytest
 from fastcheckd.config import Config, Voter
 from fastcheckd.errors import PlacementError
 from fastcheckd.health.detector import FailureDetector
-from fastcheckd.registry.leading import Leader
-from fastcheckd.registry.reporting import Reports
+from fastcheckd.registry.leader import Leader
+from fastcheckd.registry.reports import Reports
 from fastcheckd.registry.state import apply, new_state
 
 
@@ -143,7 +143,7 @@ def test_a_suspect_or_an_avoided_holder_gets_nothing_while_others_can():
     first = registry.place()
     registry.commit(first)
     suspect, avoided = first.shards[0].holders[0], first.shards[1].holders[0]
-    registry.leader.judge.avoided = frozenset({tuple(registry.ref(suspect))})
+    registry.leader.arbiter.avoided = frozenset({tuple(registry.ref(suspect))})
     second = registry.place(avoid=[avoided])
     assert not {suspect, avoided} & {h for names in holders(second) for h in names}
     assert second.shards[2].holders == first.shards[2].holders
@@ -151,7 +151,7 @@ def test_a_suspect_or_an_avoided_holder_gets_nothing_while_others_can():
 
 def test_an_older_life_of_a_suspect_does_not_count():
     registry = Registry(plain(2))
-    registry.leader.judge.avoided = frozenset({("n1", 0)})
+    registry.leader.arbiter.avoided = frozenset({("n1", 0)})
     assert holders(registry.place()) == [("n1",)]
 
 

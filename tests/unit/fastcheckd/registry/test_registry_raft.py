@@ -16,9 +16,9 @@ from tests.sockets import free_address
 from fastcheckd.config import Config, Voter
 from fastcheckd.errors import ConfigError, InvalidRequestError, NoQuorumError
 from fastcheckd.registry import commands
-from fastcheckd.registry import disk as disk_module
 from fastcheckd.registry import state as state_module
-from fastcheckd.registry.raft import Raft
+from fastcheckd.registry.raft import disk as disk_module
+from fastcheckd.registry.raft.adapter import Raft
 from fastcheckd.registry.state import SCHEMA, snapshot
 
 

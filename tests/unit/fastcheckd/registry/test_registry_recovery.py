@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from tests.unit.fastcheckd.registry.test_registry_replacing import eventually, house, register, voter
+from tests.unit.fastcheckd.registry.test_registry_voter_changes import eventually, house, register, voter
 
 from fastcheckd.errors import ConfigError
 from fastcheckd.main import main
-from fastcheckd.registry.recovery import KEPT, Recovery
+from fastcheckd.registry.raft.recovery import KEPT, Recovery
 
 
 @pytest.mark.parametrize("compact", [False, True])

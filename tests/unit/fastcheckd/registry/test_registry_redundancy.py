@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheckd.registry.auditing import claims_of
+from fastcheckd.registry.audit import claims_of
 from fastcheckd.registry.redundancy import Claim, Ref, ShardId, Survey, survey
 from fastcheckd.registry.safe_stop import stop_verdict
 

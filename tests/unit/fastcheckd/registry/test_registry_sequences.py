@@ -20,7 +20,7 @@ from tests.unit.fastcheckd.registry.small_cluster import (
 
 from fastcheckd.config import Voter
 from fastcheckd.registry import commands as made
-from fastcheckd.registry.members import HISTORY_MAX
+from fastcheckd.registry.nodes import HISTORY_MAX
 from fastcheckd.registry.records import live
 from fastcheckd.registry.state import SCHEMA, apply, restore, snapshot
 

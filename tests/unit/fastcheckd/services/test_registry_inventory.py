@@ -7,7 +7,7 @@ from typing import Any
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.registry.redundancy import Claim, Ref, ShardId
-from fastcheckd.services.registry_upkeep import sort_inventory
+from fastcheckd.services.registry_maintenance import sort_inventory
 
 DIGEST = "ab" * 16
 NEW = Ref("b", 2)

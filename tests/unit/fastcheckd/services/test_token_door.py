@@ -16,7 +16,7 @@ from tests.tokens import ALICE, BOB, Issuer
 from fastcheck_proto.conventions import TOKEN_BYTES_MAX
 from fastcheck_proto.v1 import admin_pb2, admin_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from fastcheckd.config import Config
-from fastcheckd.dialing import Dialer
+from fastcheckd.dialer import Dialer
 from fastcheckd.errors import DeniedError
 from fastcheckd.services.admission import CALLER, Admission, bearer
 from fastcheckd.tokens import Tokens

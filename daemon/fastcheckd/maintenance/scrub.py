@@ -1,0 +1,80 @@
+"""Reads every replica again within `scrub_period_s`, slowly, and never while the foreground moves bytes.
+
+Memory goes bad in silence; a bad copy that is found while there are good ones costs nothing. The store drops it
+and tells (see `inventory`), and the registry has it made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+
+from ..errors import FastCheckdError
+from ..store.ram_store import HeldShard, RamStore
+from ..transfer.pacing import Gate, Pacer
+from .check import Checker
+from .scrub_schedule import Replica, ScrubSchedule
+
+logger = logging.getLogger(__name__)
+
+#: How often it is looked whether there is something to check.
+LOOK_INTERVAL_S = 1.0
+BYTES_PER_S_MIN = 64 << 20
+
+
+class Scrubber:
+    """The scrub of one data process.
+
+    Args:
+        busy: whether the foreground moves bytes.
+    """
+
+    def __init__(
+        self,
+        store: RamStore,
+        checker: Checker,
+        *,
+        period_s: float,
+        budget_bytes: int,
+        chunk_bytes: int,
+        busy: Callable[[], bool],
+    ) -> None:
+        self._store = store
+        self._checker = checker
+        self._book = ScrubSchedule(period_s)
+        # Twice what a full store needs: what was not read while others came first is made up for.
+        rate = max(BYTES_PER_S_MIN, 2 * budget_bytes / period_s)
+        self._gate = Gate(Pacer(rate, burst_bytes=chunk_bytes, trickle_s=math.inf), busy)
+
+    async def run(self) -> None:
+        """Check one replica after the other, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            held = {_replica(shard): shard for shard in self._store.held()}
+            self._book.refresh(held, loop.time())
+            replica = self._book.next(loop.time())
+            if replica is None:
+                await asyncio.sleep(LOOK_INTERVAL_S)
+                continue
+            try:
+                await self._checker.check(held[replica], self._gate)
+            except FastCheckdError as error:
+                logger.warning("cannot check %s: %s", replica.name, error)
+            self._book.checked(replica, loop.time())
+
+    def age_ms(self) -> int | None:
+        """How long ago the replica that waits longest was checked; None: nothing is held."""
+        age_s = self._book.age_s(asyncio.get_running_loop().time())
+        return None if age_s is None else max(0, round(age_s * 1000))
+
+
+def _replica(shard: HeldShard) -> Replica:
+    return Replica(
+        name=tuple(shard.id),
+        step=shard.key.step,
+        digest=shard.manifest.digest,
+        bytes=shard.manifest.bytes,
+        verified=shard.verified_at_ms != 0,
+    )

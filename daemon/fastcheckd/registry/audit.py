@@ -1,0 +1,102 @@
+"""Asks each node once in a while what it holds, and compares that with what the records say it holds.
+
+A node whose data process began anew, or that dropped a bad replica while no leader listened, keeps its life: nothing
+else would tell. Nodes are asked in batches, so that one look at the state serves many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from ..errors import FastCheckdError
+from .outward import Outward
+from .raft.consensus import Consensus
+from .records import Json
+from .redundancy import Claim, Ref, ShardId, is_live, kept_shards
+
+logger = logging.getLogger(__name__)
+
+#: Every node is asked this often.
+AUDIT_INTERVAL_S = 30.0
+BATCH = 64
+#: Questions under way at once.
+ASKED_AT_ONCE = 8
+ASK_TIMEOUT_S = 10.0
+
+#: Digest in hex of each claim.
+Claims = dict[Claim, str]
+
+
+def claims_of(state: Json, lives: Iterable[Ref]) -> dict[Ref, Claims]:
+    """What the records say that these lives hold."""
+    found: dict[Ref, Claims] = {ref: {} for ref in lives}
+    for shard_id, record, shard in kept_shards(state):
+        for node_id, incarnation in (record["owner"], *shard["holders"]):
+            ref = Ref(node_id, incarnation)
+            if ref in found:
+                found[ref][Claim(shard_id, ref)] = shard["digest"]
+    return found
+
+
+class Auditor:
+    """The rounds of one leader.
+
+    Args:
+        deny, confirm: are told of claims that are not true, and that are.
+    """
+
+    def __init__(
+        self,
+        engine: Consensus,
+        outward: Outward,
+        deny: Callable[[Iterable[Claim]], Awaitable[None]],
+        confirm: Callable[[Iterable[Claim]], Awaitable[None]],
+    ) -> None:
+        self._engine = engine
+        self._outward = outward
+        self._deny = deny
+        self._confirm = confirm
+
+    async def run(self) -> None:
+        """Round after round, until cancelled."""
+        while True:
+            addresses = self._engine.read(
+                lambda state: {
+                    Ref(node_id, node["incarnation"]): node["data_address"]
+                    for node_id, node in state["nodes"].items()
+                    if is_live(node)
+                }
+            )
+            lives = list(addresses)
+            for first in range(0, len(lives), BATCH):
+                batch = lives[first : first + BATCH]
+                claims = self._engine.read(lambda state, batch=batch: claims_of(state, batch))  # type: ignore[misc]
+                asking = asyncio.Semaphore(ASKED_AT_ONCE)
+                await asyncio.gather(
+                    *(
+                        self._audit(ref.node_id, addresses[ref], claims[ref], asking)
+                        for ref in batch
+                        if claims[ref]
+                    )
+                )
+            await asyncio.sleep(AUDIT_INTERVAL_S)
+
+    async def _audit(
+        self, node_id: str, data_address: str, claims: Claims, asking: asyncio.Semaphore
+    ) -> None:
+        async with asking:
+            try:
+                replicas = await self._outward.list_replicas(node_id, data_address, ASK_TIMEOUT_S)
+            except FastCheckdError as error:
+                logger.info("registry: cannot audit the node at %s now: %s", data_address, error)
+                return
+        there = {(ShardId(r.key.job, r.key.step, r.key.rank, r.key.shard), r.digest.hex()) for r in replicas}
+        held = {claim for claim, digest in claims.items() if (claim.shard, digest) in there}
+        try:
+            await self._confirm(held)
+            # Steps that went meanwhile are no loss: only what records claim then can be denied.
+            await self._deny(set(claims) - held)
+        except FastCheckdError as error:
+            logger.info("registry: cannot keep what the audit found until the next one: %s", error)

@@ -1,0 +1,305 @@
+"""What the leader does beside committing and judging: take office, place shards, prove that it leads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from fastcheck_proto.v1 import registry_pb2
+
+from ..config import Config, Voter
+from ..errors import FastCheckdError, NotNewerError, SupersededError, from_code
+from ..health.detector import FailureDetector, Life
+from ..placement import PlannedShard, place
+from . import commands
+from .arbiter import Arbiter
+from .commits import Standing, check_session, standing
+from .loads import Loads, domain_label
+from .outward import GrpcOutward, Outward
+from .raft.consensus import Consensus
+from .records import SHARDS_MAX, Json
+from .repairs import Repairs
+from .reports import Reports
+from .schema import agree_in_time
+from .voter_changes import add_voters, replace_voter
+from .wire import error_code
+
+logger = logging.getLogger(__name__)
+
+REPAIR_RESTART_S = 1.0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rank's shards go, and the nodes named in it as they are registered."""
+
+    epoch: int
+    shards: tuple[PlannedShard, ...]
+    nodes: dict[str, Json]
+    #: The nodes that are UP lie in too few failure domains.
+    domains_short: bool = False
+    #: How often ranks of the job have been taken over by a new process so far.
+    generation: int = 0
+    #: The job's newest session that loads, and for how long it has been open at least.
+    newest_load: int = 0
+    newest_load_age_s: float = 0.0
+
+
+class Leader:
+    """This voter's office while it leads; idle otherwise.
+
+    Args:
+        on_suspects: called when what is thought of some node, or whether this voter leads, has changed.
+        wall_ms: the wall clock, for what people are shown; nothing is decided by it.
+        outward: how it asks nodes and voters; by default over the network.
+        draw: chooses whom the arbiter asks to ask others.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        raft: Consensus,
+        reports: Reports,
+        detector: FailureDetector,
+        on_suspects: Callable[[], None],
+        *,
+        wall_ms: Callable[[], int],
+        outward: Outward | None = None,
+        draw: random.Random | None = None,
+    ) -> None:
+        self.wall_ms = wall_ms
+        self._config = config
+        self._raft = raft
+        self._reports = reports
+        self._on_suspects = on_suspects
+        self.outward: Outward = outward or GrpcOutward()
+        self.arbiter = Arbiter(config, raft, detector, self.outward, on_suspects, draw=draw, wall_ms=wall_ms)
+        self._wake = asyncio.Event()
+        self._news = asyncio.Event()
+        self._loads = Loads()
+        self._barrier_running: asyncio.Task[None] | None = None
+        self._barrier_next: asyncio.Task[None] | None = None
+        #: Term in which this voter has proved that it leads and has applied all that was committed before.
+        self._ready_term = -1
+        self.repairs = Repairs(
+            config, raft, self.outward, unwell=lambda: frozenset(node_id for node_id, _ in self.suspects)
+        )
+
+    @property
+    def suspects(self) -> frozenset[Life]:
+        """Lives that get nothing new while others can take it: SUSPECT or damped."""
+        return self.arbiter.avoided
+
+    @property
+    def ready(self) -> bool:
+        """Whether this voter may answer what only the leader answers."""
+        return self._raft.is_leader and self._raft.term == self._ready_term
+
+    def changed(self) -> None:
+        """State, role or leader have changed."""
+        self._wake.set()
+        self._tell()
+        self.repairs.changed()
+
+    async def news(self) -> None:
+        """Return when state, role or leader have changed again, or when this voter has become `ready`."""
+        await self._news.wait()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def run(self) -> None:
+        """Lead whenever this voter is elected, listen always. Ends by being cancelled."""
+        listening = asyncio.ensure_future(self.arbiter.listen())
+        try:
+            while True:
+                self._wake.clear()
+                if self._raft.is_leader:
+                    await self._lead(self._raft.term)
+                else:
+                    await self._wake.wait()
+        finally:
+            listening.cancel()
+            self._resign()
+
+    async def _lead(self, term: int) -> None:
+        try:
+            await self._raft.propose(commands.noop())
+        except FastCheckdError as error:
+            logger.warning("registry: elected, but cannot commit yet: %s", error)
+            await asyncio.sleep(0.1)
+            return
+        self._ready_term = term
+        self._reports.take_office()
+        self._tell()
+        self.arbiter.take_office()
+        logger.info("registry: leading in term %d", term)
+        self._on_suspects()
+        repairing = asyncio.create_task(self._repair(), name="repairs")
+        agreeing = asyncio.create_task(agree_in_time(self._raft, self._config.node_id, self.outward))
+        try:
+            while self.ready:
+                self.arbiter.judge()
+                self._reports.tick()
+                await self.arbiter.pause()
+        finally:
+            repairing.cancel()
+            agreeing.cancel()
+            self._resign()
+            await asyncio.gather(repairing, agreeing, return_exceptions=True)
+
+    async def _repair(self) -> None:
+        """Have lost copies made anew, until cancelled. A defect there must not cost the leadership."""
+        while True:
+            try:
+                await self.repairs.run()
+            except Exception:
+                logger.exception("registry: repairs begin anew after an error")
+            await asyncio.sleep(REPAIR_RESTART_S)
+
+    def _resign(self) -> None:
+        self._ready_term = -1
+        self._reports.abandon()
+        self.arbiter.resign()
+        self._loads.forget()
+        self._on_suspects()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    # Answering
+
+    def place(
+        self,
+        *,
+        job: str,
+        step: int,
+        rank: int,
+        world_size: int,
+        session: int,
+        owner: list[object],
+        state_bytes: int,
+        chunk_bytes: int,
+        avoid: Collection[str],
+        oldest_step: int,
+    ) -> Placement:
+        """Split a rank's state into shards and name their holders.
+
+        Raises:
+            FencedError: the session or the owner's life is over.
+            SupersededError, NotNewerError: a step at least as new is committed.
+            PlacementError: too few healthy nodes.
+        """
+
+        def decide(state: Json) -> Placement:
+            if fenced := check_session(state, job, rank, session, owner):
+                raise from_code(error_code(fenced["code"]), fenced["message"])
+            stands = standing(state["jobs"][job], step, rank, session)
+            if stands is Standing.SUPERSEDED:
+                raise SupersededError(f"step {step} of job {job} was given up for a newer one")
+            if stands is not Standing.OPEN:
+                raise NotNewerError(
+                    f"step {step} of job {job} is not newer than the committed {state['jobs'][job]['newest']}"
+                )
+            nodes = state["nodes"]
+            suspects = {
+                node_id
+                for node_id, incarnation in self.suspects
+                if node_id in nodes and nodes[node_id]["incarnation"] == incarnation
+            }
+            label = self._config.failure_domain
+            owner_id = str(owner[0])
+            load = self._loads.by_node(state)
+            plan = place(
+                members=self._loads.members(state, label),
+                owner=owner_id,
+                owner_domain=domain_label(nodes[owner_id], label),
+                job=job,
+                rank=rank,
+                state_bytes=state_bytes,
+                chunk_bytes=chunk_bytes,
+                tolerate=self._config.tolerate,
+                spread=min(self._config.spread, SHARDS_MAX),
+                avoid=suspects | set(avoid),
+                previous=self._loads.earlier(state, job, rank, world_size),
+                load=load,
+                groups=self._loads.groups(state, label, min(self._config.spread, SHARDS_MAX)),
+            )
+            self._loads.placed(state, job, rank, world_size, step, plan)
+            named = {holder for shard in plan.shards for holder in shard.holders}
+            reached = {node_id: dict(nodes[node_id]) for node_id in named}
+            return Placement(
+                state["epoch"], plan.shards, reached, plan.domains_short, _takeovers(state["jobs"][job])
+            )
+
+        newest_load, age_s = self._reports.newest_load(job)
+        placement = replace(self._raft.read(decide), newest_load=newest_load, newest_load_age_s=age_s)
+        self._reports.collector.placed(
+            job,
+            step,
+            world_size=world_size,
+            rank=rank,
+            node=list(owner),
+            state_bytes=state_bytes,
+            oldest_step=oldest_step,
+            now=self._now(),
+        )
+        return placement
+
+    def data_process_gone(self, life: Life) -> None:
+        """A node's agent says that its data process has ended, and perhaps that the next one is starting."""
+        self._reports.collector.stopped(list(life))
+
+    async def replace_voter(self, request: registry_pb2.ReplaceVoterRequest) -> list[Voter]:
+        """Replace a voter that is gone for good; returns all voters afterwards.
+
+        Raises:
+            InvalidRequestError, UnsafeError, NoQuorumError: see `replacing`.
+        """
+        return await replace_voter(
+            self._raft, self._config.cluster_id, request, at_ms=self.wall_ms(), ask=self.outward.become_voter
+        )
+
+    async def add_voters(self, request: registry_pb2.AddVotersRequest) -> list[Voter]:
+        """Have more nodes vote; returns all voters afterwards.
+
+        Raises:
+            InvalidRequestError, UnsafeError, NoQuorumError: see `replacing`.
+        """
+        return await add_voters(
+            self._raft,
+            self._config.cluster_id,
+            request,
+            at_ms=self.wall_ms(),
+            ask=self.outward.become_voter,
+            knows_schema=self.outward.knows_schema,
+        )
+
+    async def confirm(self) -> None:
+        """Return when this voter has been proved to lead after the call began: what it then reads is current.
+
+        Callers that come while one proof is under way share the next one.
+
+        Raises:
+            NoQuorumError: it could not be proved.
+        """
+        if self._barrier_next is None:
+            self._barrier_next = asyncio.ensure_future(self._barrier(self._barrier_running))
+            # Whoever waited may be gone; the error is theirs, not the event loop's.
+            self._barrier_next.add_done_callback(lambda t: t.cancelled() or t.exception())
+        await asyncio.shield(self._barrier_next)
+
+    async def _barrier(self, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        self._barrier_running, self._barrier_next = self._barrier_next, None
+        await self._raft.propose(commands.noop())
+
+
+def _takeovers(job: Json) -> int:
+    """Sessions beyond the first of each rank, and a number that is constant for the job."""
+    return int(job["next_session"]) - len(job["ranks"])

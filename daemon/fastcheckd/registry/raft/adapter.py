@@ -1,0 +1,608 @@
+"""The consensus engine, pysyncobj, behind three things: propose a command, read the state, hear of change.
+
+With `engine`, `transport` and `snapshots` all that knows pysyncobj; another engine would replace these. It
+decides nothing: what a command does is in `state`. The engine ticks in a thread of its own, where the
+state changes under a lock; callers live in one asyncio loop. What it stands on, clock and disk and thread, is
+given (`Ground`): the simulation has its own of each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import pysyncobj.journal
+import pysyncobj.pickle
+from pysyncobj import SyncObjConf, SyncObjConsumer, replicated
+from pysyncobj.config import FAIL_REASON
+from pysyncobj.syncobj import SyncObjException
+
+from ...config import Config, Voter, split_address
+from ...durations import REGISTRY, Durations
+from ...errors import ConfigError, InvalidRequestError, NoQuorumError, RegistryError, UnsafeError
+from ...log import Complaints
+from ..records import Json
+from ..state import apply, new_state, snapshot
+from . import snapshots, unpickler
+from .engine import Engine, change_in
+from .journal import ADVICE, LOG, Entry, Journal
+from .membership import Change, Voters, enough_without, voters_after
+from .seal import Seal
+from .snapshots import SNAPSHOT, Snapshot, Snapshots
+from .tls import Tls
+from .voter_folder import VoterFolder
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: A commit of about 20,000 ranks. Commands stay below the engine's batch size, whose code for larger
+#: ones cuts them wrongly at some sizes.
+COMMAND_BYTES_MAX = 8 << 20
+#: The log is compacted when it is larger, not only when it has many entries.
+LOG_BYTES_MAX = 64 << 20
+COMPACTION_INTERVAL_S = 5.0
+#: One attempt to commit; beyond it the outcome is unknown, and the same command is proposed again.
+ATTEMPT_S = 1.5
+PROPOSALS_MAX = 32
+#: Voters that have answered within it are there; they are asked ten times a second.
+HEALTHY_S = 1.0
+#: Pause between looks at a change of the membership, and between attempts.
+CHANGE_PAUSE_S = 0.05
+#: After a turn of the engine that failed.
+TURN_PAUSE_S = 0.05
+
+unpickler.install(pysyncobj.pickle, pysyncobj.journal)
+
+_NOT_COMMITTED = {
+    FAIL_REASON.QUEUE_FULL: "has too many commands queued",
+    FAIL_REASON.MISSING_LEADER: "has no leader",
+    FAIL_REASON.DISCARDED: "has a new leader",
+    FAIL_REASON.NOT_LEADER: "has a new leader",
+    FAIL_REASON.REQUEST_DENIED: "refused the command",
+}
+
+
+class _Machine(SyncObjConsumer):  # type: ignore[misc]  # pysyncobj has no types
+    """The replicated state, as the engine sees it: one method from bytes to bytes that never raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Reentrant: a reader may ask something that reads.
+        self.lock = threading.RLock()
+        self.state = new_state()
+
+    @replicated  # type: ignore[untyped-decorator]
+    def apply(self, data: bytes) -> bytes:
+        """Apply one command."""
+        try:
+            command = json.loads(data)
+            with self.lock:
+                return json.dumps(apply(self.state, command)).encode()
+        except Exception as error:  # noqa: BLE001  raising here would wedge every voter for good
+            return json.dumps({"ok": False, "code": "INTERNAL", "message": repr(error)}).encode()
+
+
+class Ticking(Protocol):
+    """What gives an engine its turns."""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Have the callers' loop call a function; from a turn or from anywhere."""
+
+    def stop(self) -> None:
+        """Return when no turn is under way and none will come."""
+
+
+class EngineThread:
+    """Turns in a thread of their own, each of which waits for what arrives next."""
+
+    def __init__(self, engine: Engine, halted: threading.Event, period_s: float) -> None:
+        self._engine = engine
+        self._halted = halted
+        self._period_s = period_s
+        self._loop = asyncio.get_running_loop()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="raft", daemon=True)
+        self._complaints = Complaints(logger, "registry", logging.ERROR)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set() and not self._halted.is_set():
+            try:
+                self._engine.doTick(self._period_s)
+            except Exception as error:  # noqa: BLE001  what a peer sends must not end it; a disk that fails halts it
+                if not self._halted.is_set():
+                    where = "".join(traceback.format_exception(error, limit=-3))
+                    self._complaints.add("a turn of the engine failed, it goes on: %s", where)
+                    self._stopping.wait(TURN_PAUSE_S)
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Have the callers' loop call a function."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def stop(self) -> None:
+        """Return when no turn is under way and none will come."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+
+def check_port_is_free(address: str, key: str) -> None:
+    """Raise ConfigError when a voter's own address cannot be bound.
+
+    The engine would retry in silence and look like a voter that nobody reaches.
+    """
+    host, port = split_address(address)
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
+    except OSError as error:
+        raise ConfigError(_port_taken(key, address, error.strerror or str(error))) from None
+
+
+def _port_taken(key: str, address: str, reason: str = "it is in use") -> str:
+    port = split_address(address)[1]
+    return (
+        f"config key 'voters': cannot listen on this node's {key} {address}: {reason}. Stop what uses port "
+        f"{port}, or choose another one in every node's config"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ground:
+    """What the engine stands on."""
+
+    folder: Callable[[Config, Voter], VoterFolder] = VoterFolder
+    journal: type[Journal] = Journal
+    engine: type[Engine] = Engine
+    #: Makes what gives an engine its turns: the engine, what halts it, how long a turn waits.
+    ticking: Callable[[Engine, threading.Event, float], Ticking] = EngineThread
+    #: Monotonic.
+    clock: Callable[[], float] = time.monotonic
+    check_port: Callable[[str, str], None] = check_port_is_free
+    #: A name for this proposer that no other has ever had.
+    token: Callable[[], str] = lambda: secrets.token_hex(16)
+    #: pysyncobj's, beside ours.
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
+class Raft:
+    """This voter's part in the consensus.
+
+    Args:
+        config: with an `own_voter`.
+        on_change: called in the loop after the state, the leader or this voter's role has changed,
+            and after a failure. Calls are merged.
+        durations: told how long each command took to be committed.
+
+    Raises:
+        ConfigError: a key, port or state directory that the operator has to look at.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        on_change: Callable[[], None],
+        *,
+        durations: Durations | None = None,
+        on_tick: Callable[[], None] = lambda: None,
+        ground: Ground | None = None,
+    ) -> None:
+        voter = config.own_voter
+        if voter is None:
+            raise ConfigError(
+                f"config key 'voters' does not name this node, {config.node_id}: it runs no registry"
+            )
+        self._config = config
+        self._voter = voter
+        self._ground = ground or Ground()
+        #: Voters by what is committed, and by all that is in the log.
+        self._committed: Voters = {v.raft_address: v for v in config.effective_voters}
+        self._in_log = self._committed
+        self._on_change = on_change
+        self._on_tick = on_tick
+        self._durations = durations or Durations(REGISTRY)
+        self._machine = _Machine()
+        self._folder = self._ground.folder(config, voter)
+        self._snapshots = Snapshots(self._folder.disk, self._save_snapshot, self._ground.clock)
+        self._joining = False
+        self._changing = asyncio.Lock()
+        self._client_id = self._ground.token()
+        self._seq = 0
+        self._slots = asyncio.Semaphore(PROPOSALS_MAX)
+        self._seen: tuple[Any, ...] = ()
+        self._notified = False
+        self._compacted_at = float("-inf")
+        #: Schema of the state that the snapshot on disk is in; 0: there is none.
+        self._schema_on_disk = 0
+        self._failure: str | None = None
+        self._halted = threading.Event()
+        self._ticking: Ticking | None = None
+
+    def start(self) -> None:
+        """Open the log and join the other voters. Call it inside the running loop.
+
+        Raises:
+            ConfigError: a key, port or state directory that the operator has to look at.
+            RegistryError: the files cannot be written now; a later start may go better.
+        """
+        self._loop = asyncio.get_running_loop()
+        try:
+            self._folder.claim()
+            try:
+                self._folder.check_marker()
+                self._join(self._folder.protection())
+            except BaseException:
+                self._folder.release()
+                raise
+        except OSError as error:
+            raise RegistryError(
+                f"the registry's files in {self._folder.path} cannot be used: {error}. This voter takes no part "
+                "until they can; the others go on"
+            ) from error
+
+    def _join(self, protection: Seal | Tls) -> None:
+        begins = self._open()
+        self._joining = self._folder.joining
+        self._folder.mark()
+        if self._voter.raft_address not in self._in_log and not self._joining:
+            raise ConfigError(
+                f"this node's log says that it is no voter any more: {self._voter.raft_address} was replaced. "
+                "To have it back, run on a healthy node: fastcheck voters replace OLD NEW"
+            )
+        self._ground.check_port(self._voter.raft_address, "raft_address")
+        settings = self._settings()
+        try:
+            self._engine = self._ground.engine(
+                self._voter,
+                [v for v in self._in_log.values() if v.raft_address != self._voter.raft_address],
+                protection,
+                self._journal,
+                self._snapshots,
+                begins=begins,
+                joining=self._joining,
+                halted=self._halted,
+                on_applied=self._applied,
+                on_snapshot=self._snapshot_came,
+                on_contradiction=self._fail,
+                conf=settings,
+                consumers=[self._machine],
+            )
+        except SyncObjException:
+            raise ConfigError(_port_taken("raft_address", self._voter.raft_address)) from None
+        self._engine.addOnTickCallback(self._watch)
+        self._ticking = self._ground.ticking(self._engine, self._halted, settings.autoTickPeriod)
+        self._ticking.start()
+
+    def _settings(self) -> Any:
+        alone = len(self._in_log) == 1
+        values: dict[str, object] = {
+            # Turns are ours to give.
+            "autoTick": False,
+            # Loopback or one interface: never pysyncobj's default of all of them.
+            "bindAddress": self._voter.raft_address,
+            "maxBindRetries": 1,
+            # Only idle housekeeping waits for a tick; commands and messages wake the engine at once. A
+            # voter alone gets no messages: its commits wait for the next tick.
+            "autoTickPeriod": 0.02 if alone else 0.05,
+            "appendEntriesPeriod": 0.1,
+            "raftMinTimeout": 0.31 if alone else 0.5,
+            "raftMaxTimeout": 0.35 if alone else 0.9,
+            "leaderFallbackTimeout": 1.0,
+            # Batching waits up to 0.1 s for company: 103 ms per commit instead of 0.6.
+            "appendEntriesUseBatch": False,
+            "appendEntriesBatchSizeBytes": COMMAND_BYTES_MAX + (1 << 20),
+            "recvBufferSize": 1 << 18,
+            "sendBufferSize": 1 << 18,
+            "connectionTimeout": 2.0,
+            "connectionRetryTime": 0.5,
+            "commandsWaitLeader": False,
+            "commandsQueueSize": 1000,
+            "dynamicMembershipChange": True,
+            "logCompactionMinEntries": 5000,
+            # A snapshot every five minutes even of a quiet log would be work for nothing.
+            "logCompactionMinTime": 3600,
+        }
+        return SyncObjConf(**(values | dict(self._ground.settings)))
+
+    # Files, and what they say of the voters
+
+    def _open(self) -> Snapshot | None:
+        """Open the log; returns the snapshot that it begins with, whose state is in use then."""
+        try:
+            found = self._snapshots.load()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"the registry snapshot {self._folder.disk.path(SNAPSHOT)} cannot be used: {error}. Nothing was "
+                f"changed. What it held is on the other voters' disks. {ADVICE}"
+            ) from None
+        base = None
+        if found is not None:
+            self._use(found)
+            base = found.before, found.last
+            if found.voters is not None:
+                # A registry address may have been changed in every node's config; the raft address is who it is.
+                configured = {v.raft_address: v for v in self._config.effective_voters}
+                self._committed = {a: configured.get(a, voter) for a, voter in found.voters.items()}
+        self._journal = self._ground.journal(self._folder.disk, base, on_failure=self._fail)
+        if found is None and len(self._journal) and self._journal[0][1] > 1:
+            raise ConfigError(
+                f"the registry log {self._folder.disk.path(LOG)} begins with entry {self._journal[0][1]}, and the "
+                f"snapshot of what was before is gone. Nothing was changed. {ADVICE}"
+            )
+        after = found.last[1] if found else 0
+        changes = [
+            change for entry in self._journal[:] if entry[1] > after and (change := change_in(entry[0]))
+        ]
+        self._in_log = voters_after(self._committed, changes)
+        return found
+
+    def _use(self, found: Snapshot) -> None:
+        with self._machine.lock:
+            self._machine.state = found.state
+        self._schema_on_disk = found.state["schema"]
+        self._committed = found.voters
+
+    def _save_snapshot(self, last: Entry, before: Entry) -> None:
+        """Have the state after an entry on disk; the log begins with the two then."""
+        with self._machine.lock:
+            state, schema = snapshot(self._machine.state), self._machine.state["schema"]
+        # Not the voters that the engine gives: those may be in the log only, and go again.
+        self._snapshots.keep(snapshots.to_bytes(last, before, state, self._committed))
+        self._schema_on_disk = schema
+
+    def _snapshot_came(self, data: bytes) -> Snapshot:
+        """The leader has sent a snapshot: go on from it, unless this voter has all of that."""
+        found = snapshots.from_bytes(data)
+        if self._engine.knows(found.last):
+            return found
+        try:
+            self._snapshots.keep(data)
+        except OSError as error:
+            self._fail(f"the registry snapshot {self._folder.disk.path(SNAPSHOT)} cannot be written: {error}")
+            raise
+        self._use(found)
+        # The log is emptied now: what it said of the voters, too.
+        if self._voter.raft_address in found.voters:
+            self._engine.may_stand()
+        self._engine.go_on_from(found, list(self._committed.values()))
+        return found
+
+    def _applied(self, change: Change) -> None:
+        self._committed = change.apply_to(self._committed)
+        logger.info(
+            "registry: voter %s at %s was %s",
+            change.voter.node_id,
+            change.voter.raft_address,
+            "added" if change.kind == "add" else "removed",
+        )
+
+    # The engine's thread
+
+    def _watch(self) -> None:
+        """Runs at every tick: notices changes, has a log compacted that is large or that another version could misread.
+
+        A version that does not know the state's schema would refuse its commands one by one, or begin with another
+        state, and have another one from then on. A snapshot that it does not know stops it at its start, or when the
+        leader sends one: so a new voter writes one at once, and so does each when a newer schema is agreed on.
+        """
+        self._on_tick()
+        seen = (
+            self._machine.state["version"],
+            self._engine._isLeader(),
+            self._engine._getLeader(),
+            self._engine.voters,
+        )
+        if seen != self._seen:
+            self._seen = seen
+            self._notify()
+        if self._joining and not self._engine.joining:
+            self._folder.joined()
+            self._joining = False
+        now = self._ground.clock()
+        is_large = self._journal.size_bytes > LOG_BYTES_MAX
+        is_newer = self._machine.state["schema"] > self._schema_on_disk
+        if (is_large or is_newer) and now - self._compacted_at > COMPACTION_INTERVAL_S:
+            self._compacted_at = now
+            self._engine.forceLogCompaction()
+
+    def _fail(self, reason: str) -> None:
+        if self._failure is None:
+            self._failure = reason
+            self._halted.set()
+            logger.critical("registry: %s", reason)
+            self._notify()
+
+    def _notify(self) -> None:
+        # Before the first turn whoever starts this voter is told by an error.
+        if not self._notified and self._ticking is not None:
+            self._notified = True
+            self._ticking.post(self._tell)
+
+    def _tell(self) -> None:
+        self._notified = False
+        self._on_change()
+
+    # Callers, in the loop
+
+    @property
+    def failure(self) -> str | None:
+        """Why this voter can take no part any more; it has to be restarted."""
+        return self._failure
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this voter believes to lead: a reason to try, never a proof."""
+        return self._failure is None and bool(self._engine._isLeader())
+
+    @property
+    def term(self) -> int:
+        """Raft's term: one leader each, at most."""
+        return int(self._engine.raftCurrentTerm)
+
+    @property
+    def leader(self) -> Voter | None:
+        """The leader as far as this voter has heard lately."""
+        node = self._engine._getLeader()
+        return None if node is None else node.voter
+
+    @property
+    def voters(self) -> tuple[Voter, ...]:
+        """All voters, this one included."""
+        return self._engine.voters
+
+    def read(self, reader: Callable[[Json], T]) -> T:
+        """Call `reader` with the state as applied here. It must be quick and keep nothing of it."""
+        with self._machine.lock:
+            return reader(self._machine.state)
+
+    async def propose(self, command: Json, *, timeout_s: float = 4.0) -> Json:
+        """Commit a command and return the state machine's result.
+
+        The command is applied at most once, however many attempts it takes.
+
+        Raises:
+            NoQuorumError: not committed in time, as far as is known; it may still be later. Another
+                attempt is safe with a command that may be repeated, and all of ours may.
+            InvalidRequestError: the command is too large.
+        """
+        self._seq += 1
+        numbered = {**command, "client_id": self._client_id, "seq": self._seq}
+        data = json.dumps(numbered, separators=(",", ":")).encode()
+        if len(data) > COMMAND_BYTES_MAX:
+            raise InvalidRequestError(
+                f"a {command['type']} command of {len(data)} bytes is too large for the registry, which "
+                f"takes {COMMAND_BYTES_MAX}: use fewer ranks, or a smaller 'spread'"
+            )
+        began = self._loop.time()
+        deadline = began + timeout_s
+        problem = "did not answer in time"
+        async with self._slots:
+            while (left_s := deadline - self._loop.time()) > 0:
+                if not self.is_leader:
+                    problem = "has another leader"
+                    break
+                answer: asyncio.Future[tuple[bytes | None, int]] = self._loop.create_future()
+                self._machine.apply(data, callback=self._answer_to(answer))
+                try:
+                    async with asyncio.timeout(min(left_s, ATTEMPT_S)):
+                        result, reason = await answer
+                except TimeoutError:
+                    continue
+                if reason == FAIL_REASON.SUCCESS and result is not None:
+                    self._durations.add("registry_commit", self._loop.time() - began)
+                    return dict(json.loads(result))
+                if reason in _NOT_COMMITTED:
+                    problem = _NOT_COMMITTED[reason]
+                    break
+        raise NoQuorumError(f"the registry {problem}; trying again is safe")
+
+    async def replace_member(self, old: Voter, new: Voter, *, timeout_s: float) -> None:
+        """Have `new` vote in the place of `old`, for good; at the leader. Repeating it completes it.
+
+        `old` is removed, then `new` added and waited for until it has all that is committed.
+
+        Raises:
+            UnsafeError: without `old` there is no majority that could go on.
+            NoQuorumError: not done in time, or by another leader.
+            RegistryError: another replacement is under way here.
+            InvalidRequestError: this voter itself was to go.
+        """
+        if old.raft_address == self._voter.raft_address:
+            raise InvalidRequestError(
+                f"the voter {old.node_id} leads and cannot replace itself; stop it first"
+            )
+        if self._changing.locked():
+            raise RegistryError("another voter is being replaced; try again when that is done")
+        async with self._changing:
+            deadline = self._loop.time() + timeout_s
+            await self._change(Change("rem", old), old, new, deadline)
+            await self._change(Change("add", new), old, new, deadline)
+            await self._until_caught_up(new, deadline)
+
+    async def add_member(self, new: Voter, *, timeout_s: float) -> None:
+        """Have `new` vote as well; at the leader. Repeating it completes it.
+
+        Raises:
+            UnsafeError: with one more that has nothing yet there would be no majority.
+            NoQuorumError: not done in time, or by another leader.
+            RegistryError: another change of the voters is under way here.
+        """
+        if self._changing.locked():
+            raise RegistryError("another change of the voters is under way; try again when that is done")
+        async with self._changing:
+            deadline = self._loop.time() + timeout_s
+            await self._change(Change("add", new), None, new, deadline)
+            await self._until_caught_up(new, deadline)
+
+    async def _until_caught_up(self, new: Voter, deadline: float) -> None:
+        while not self._engine.has_caught_up(new):
+            if not self.is_leader or self._loop.time() > deadline:
+                raise NoQuorumError(
+                    f"the new voter {new.node_id} at {new.raft_address} is added, but has not caught up yet; "
+                    "see whether its registry process runs and can be reached, then repeat the command"
+                )
+            await asyncio.sleep(CHANGE_PAUSE_S)
+
+    async def _change(self, change: Change, old: Voter | None, new: Voter, deadline: float) -> None:
+        address = change.voter.raft_address
+        while (address in self._committed) != (change.kind == "add"):
+            if not self.is_leader:
+                raise NoQuorumError("the registry has another leader now; repeat the command")
+            if self._loop.time() > deadline:
+                raise NoQuorumError("the change of voters was not committed in time; repeat the command")
+            voters = {voter.raft_address: voter for voter in self.voters}
+            if not enough_without(voters, old, new, self._engine.healthy(HEALTHY_S)):
+                what = "with one more" if old is None else f"without {old.node_id}"
+                raise UnsafeError(
+                    f"{what} too few of the voters {', '.join(v.node_id for v in self.voters)} are healthy to go on; "
+                    "bring another one back first"
+                )
+            if (address in voters) != (change.kind == "add"):
+                answer: asyncio.Future[Any] = self._loop.create_future()
+                self._engine.change(change, self._answer_to(answer))
+                try:
+                    async with asyncio.timeout(ATTEMPT_S):
+                        # Refused while another change is on its way: looked at again like any other outcome.
+                        await answer
+                except TimeoutError:
+                    continue
+            await asyncio.sleep(CHANGE_PAUSE_S)
+
+    def _answer_to(self, future: asyncio.Future[Any]) -> Callable[[bytes | None, int], None]:
+        def settle(result: bytes | None, reason: int) -> None:
+            if not future.done():
+                future.set_result((result, reason))
+
+        def called(result: bytes | None, reason: int) -> None:
+            if self._ticking is not None:
+                self._ticking.post(settle, result, reason)
+
+        return called
+
+    def close(self) -> None:
+        """Leave the cluster; returns when the log is closed."""
+        if self._ticking is not None:
+            self._ticking.stop()
+        with contextlib.suppress(OSError):  # the disk fails: `failure` has said so
+            self._engine.destroy()
+        self._folder.release()

@@ -1,0 +1,329 @@
+"""The leader's repair of lost copies: compares what is wanted with what is left, and has the difference made.
+
+    survey (redundancy) → orders (repair_orders) → FetchReplica at the target → `rehold` commits the change
+
+The state alone is authority. What is kept here (orders under way, failures) is computed again
+by the next leader, who finds the same work, and what was fetched already lying there. A node that
+says "I have it no more" is believed at once; that it may forget to say so is why each is asked once in a while (audit).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Set
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import peer_pb2
+from fastcheck_proto.v1 import registry_pb2 as rpb
+
+from ..config import Config
+from ..errors import FastCheckdError
+from .audit import Auditor
+from .commands import deny, rehold
+from .denials import CLAIMS_MAX, denied_in, is_claimed
+from .holders import CHANGES_MAX
+from .outward import Outward
+from .raft.consensus import Consensus
+from .records import Json
+from .redundancy import Claim, Ref, ShardId, Survey, survey
+from .repair_orders import Order, Planner
+from .repair_waits import Absences, Attempts
+
+logger = logging.getLogger(__name__)
+
+ORDERS_MAX = 32
+#: The work is looked at after every change of the state, and this often in any case.
+LOOK_INTERVAL_S = 2.0
+#: Changes within this time are looked at together.
+LOOK_PAUSE_S = 0.05
+PROPOSE_RETRY_S = 1.0
+#: A fetch is given this much, twice what its bytes take at the full rate, and for each of its chunks as long as a
+#: target whose own saves go first may take for it.
+FETCH_BASE_S = 30.0
+FETCH_CHUNK_S = 2.0
+FETCH_S_MAX = 1800.0
+
+
+class Repairs:
+    """The repairs of one leadership after the other. Used on the registry's event loop.
+
+    Args:
+        outward: the way to the nodes.
+        unwell: node ids that the leader suspects, or has damped.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Consensus,
+        outward: Outward,
+        *,
+        unwell: Callable[[], Set[str]],
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._outward = outward
+        self._unwell = unwell
+        self._planner = Planner(
+            tolerate=config.tolerate,
+            spread=config.spread,
+            domain_key=config.failure_domain,
+            orders_max=ORDERS_MAX,
+        )
+        self._auditor = Auditor(engine, outward, self.deny, self.confirm)
+        self._wake = asyncio.Event()
+        self._changes = 0
+        self._surveyed: tuple[int, object, Survey] = (-1, None, Survey())
+        self._reset()
+
+    def _reset(self) -> None:
+        self._changes += 1
+        self._planner.attempts = Attempts()
+        self._absences = Absences()
+        self._under_way: dict[ShardId, Order] = {}
+        self._tasks: dict[ShardId, asyncio.Task[None]] = {}
+        #: Copies that are there and not committed yet.
+        self._done: list[Order] = []
+        self._epoch = -1
+        self._repaired = 0
+        self._failures = 0
+        self._last_failure = ""
+
+    # --- what others tell it ---------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """The state has changed, or its holders have: those are no part of the view, so the engine does not tell."""
+        self._changes += 1
+        self._wake.set()
+
+    def returned(self, node: Ref, *, finished: bool) -> None:
+        """A node has said what it holds, or the last part of it: nothing more will come back by itself."""
+        self._absences.heard(node, self._now(), finished=finished)
+        self._wake.set()
+
+    @property
+    def denied(self) -> frozenset[Claim]:
+        """Claims of the state that their nodes have taken back."""
+        return self._engine.read(denied_in)
+
+    async def deny(self, claims: Iterable[Claim]) -> None:
+        """Nodes say that they do not hold what the state says they do.
+
+        Raises:
+            NoQuorumError: perhaps not noted; it may be repeated.
+        """
+        # Of steps that went meanwhile nobody expects anything.
+        added = self._engine.read(
+            lambda state: sorted(c for c in set(claims) - denied_in(state) if is_claimed(state, c))
+        )
+        for claim in added[:10]:
+            logger.warning("registry: node %s has lost its copy of %s", claim.ref.node_id, tuple(claim.shard))
+        await self._note(added, lambda part: deny(gone=part))
+
+    async def confirm(self, claims: Iterable[Claim]) -> None:
+        """Nodes do hold what they had taken back: it was made again.
+
+        Raises:
+            NoQuorumError: perhaps not noted; it may be repeated.
+        """
+        await self._note(sorted(self.denied.intersection(claims)), lambda part: deny(held=part))
+
+    async def _note(self, claims: list[Claim], command: Callable[[list[Claim]], Json]) -> None:
+        for first in range(0, len(claims), CLAIMS_MAX):
+            await self._engine.propose(command(claims[first : first + CLAIMS_MAX]))
+            self.changed()
+
+    # --- what it tells ---------------------------------------------------------------------------
+
+    def survey(self) -> Survey:
+        """How redundant the committed steps are; computed anew only when something has changed."""
+
+        def look(state: Json) -> Survey:
+            changes, denied, found = self._surveyed
+            if changes != self._changes or denied is not state["denied"]:
+                found = survey(
+                    state,
+                    tolerate=self._config.tolerate,
+                    domain_key=self._config.failure_domain,
+                    denied=denied_in(state),
+                )
+                self._surveyed = (self._changes, state["denied"], found)
+            return found
+
+        return self._engine.read(look)
+
+    def redundancy(self) -> rpb.GetRedundancyResponse:
+        """What is short, and what is being done about it."""
+        found = self.survey()
+        return rpb.GetRedundancyResponse(
+            short_shards=found.short_shards,
+            short_bytes=found.short_bytes,
+            lost_shards=found.lost_shards,
+            repairing=len(self._under_way),
+            repaired=self._repaired,
+            repair_failures=self._failures,
+            last_failure=self._last_failure,
+            domains_short_shards=found.domains_short_shards,
+            wanted_copies=self._config.tolerate + 1,
+        )
+
+    # --- the work --------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Repair until cancelled: as long as this voter leads. Returns with nothing under way."""
+        auditing = asyncio.create_task(self._auditor.run(), name="audit")
+        try:
+            while True:
+                self._wake.clear()
+                if auditing.done():
+                    auditing.result()  # raises: it ends by being cancelled
+                await self._commit_done()
+                began_at = self._now()
+                self._begin()
+                # With very many shards a look takes a while: leave most of the time to others.
+                pause_s = max(LOOK_PAUSE_S, 4 * (self._now() - began_at))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_INTERVAL_S):
+                        await self._wake.wait()
+                await asyncio.sleep(pause_s)
+        finally:
+            tasks = [auditing, *self._tasks.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            # What was known is of this leadership alone.
+            self._reset()
+
+    def _begin(self) -> None:
+        found = self.survey()
+        now = self._now()
+        unwell = self._unwell()
+
+        def plan(state: Json) -> list[Order]:
+            if state["epoch"] != self._epoch:
+                self._epoch = state["epoch"]
+                self._planner.attempts.membership_changed()
+            self._call_off(state, {shortage.id for shortage in found.shortages})
+            return self._planner.orders(
+                state,
+                found,
+                spared=self._absences.spared(found.dead, state["nodes"], now),
+                unwell=unwell,
+                under_way=self._under_way,
+                now=now,
+            )
+
+        self._planner.attempts.keep({shortage.id for shortage in found.shortages})
+        orders = self._engine.read(plan)
+        for order in orders:
+            self._under_way[order.shortage.id] = order
+            request = self._engine.read(lambda state, order=order: self._request(state, order))  # type: ignore[misc]
+            task = asyncio.create_task(self._fetch(order, request), name=f"repair-{order.target.node_id}")
+            self._tasks[order.shortage.id] = task
+
+    def _call_off(self, state: Json, short: Set[ShardId]) -> None:
+        """End orders whose target is over, or that nobody needs any more."""
+        for shard_id, order in list(self._under_way.items()):
+            node = state["nodes"].get(order.target.node_id)
+            lives = (
+                node is not None and node["incarnation"] == order.target.incarnation and node["state"] == "UP"
+            )
+            if (not lives or shard_id not in short) and (task := self._tasks.get(shard_id)) is not None:
+                task.cancel()
+
+    def _request(self, state: Json, order: Order) -> peer_pb2.FetchReplicaRequest:
+        job, step, rank, shard = order.shortage.id
+        nodes = state["nodes"]
+        return peer_pb2.FetchReplicaRequest(
+            cluster_id=self._config.cluster_id,
+            epoch=state["epoch"],
+            holder_incarnation=order.target.incarnation,
+            key=pb.ShardKey(job=job, step=step, rank=rank, shard=shard),
+            digest=bytes.fromhex(order.shortage.digest),
+            bytes=order.shortage.bytes,
+            sources=[
+                pb.Holder(
+                    node=pb.NodeRef(node_id=ref.node_id, incarnation=ref.incarnation),
+                    data_address=nodes[ref.node_id]["data_address"],
+                    lane_address=nodes[ref.node_id]["lane_address"],
+                )
+                for ref in order.sources
+            ],
+        )
+
+    async def _fetch(self, order: Order, request: peer_pb2.FetchReplicaRequest) -> None:
+        shard_id = order.shortage.id
+        try:
+            answer = await self._outward.fetch_replica(
+                order.target.node_id, order.target_address, request, self._timeout_s(order.shortage.bytes)
+            )
+            if answer.digest != request.digest:
+                raise FastCheckdError(f"node {order.target.node_id} made a copy with another digest")
+        except FastCheckdError as error:
+            self._failed(order, str(error))
+            self._under_way.pop(shard_id, None)
+        except asyncio.CancelledError:
+            self._under_way.pop(shard_id, None)
+            raise
+        except Exception as error:
+            logger.exception("registry: a repair failed")
+            self._failed(order, f"internal error: {error!r}")
+            self._under_way.pop(shard_id, None)
+        else:
+            # Stays under way until it is committed: nobody else need make it.
+            self._done.append(order)
+        finally:
+            self._tasks.pop(shard_id, None)
+            self._wake.set()
+
+    def _timeout_s(self, shard_bytes: int) -> float:
+        chunks = -(-shard_bytes // self._config.chunk_bytes)
+        rate_s = 2 * shard_bytes / self._config.repair_bytes_per_s
+        return min(FETCH_S_MAX, FETCH_BASE_S + FETCH_CHUNK_S * chunks + rate_s)
+
+    def _failed(self, order: Order, why: str) -> None:
+        self._failures += 1
+        self._last_failure = (
+            f"a copy of shard {order.shortage.id.shard} of rank {order.shortage.id.rank}, step "
+            f"{order.shortage.id.step} of job {order.shortage.id.job} on node {order.target.node_id}: {why}"
+        )[:500]
+        logger.warning("registry: could not make %s", self._last_failure)
+        self._planner.attempts.failed(order.shortage.id, order.target.node_id, self._now())
+
+    async def _commit_done(self) -> None:
+        """Propose what was made. What cannot be committed now stays in the list: it lies there."""
+        while self._done:
+            orders = self._done[:CHANGES_MAX]
+            changes = [change for order in orders for change in order.changes()]
+            verdicts: dict[ShardId, tuple[bool, str]] = {}
+            result: Json = {}
+            try:
+                await self.confirm(Claim(order.shortage.id, order.target) for order in orders if order.refill)
+                if changes:
+                    result = await self._engine.propose(rehold(changes))
+            except FastCheckdError as error:
+                logger.warning("registry: cannot commit %d copies made: %s", len(orders), error)
+                await asyncio.sleep(PROPOSE_RETRY_S)
+                return
+            if changes:
+                proposed = [order.shortage.id for order in orders if not order.refill]
+                done = result.get("done", [False] * len(proposed))
+                why = result.get("why", [str(result.get("message", ""))] * len(proposed))
+                verdicts = dict(zip(proposed, zip(done, why, strict=True), strict=True))
+                self._changes += 1
+            del self._done[: len(orders)]
+            for order in orders:
+                self._under_way.pop(order.shortage.id, None)
+                done_now, reason = verdicts.get(order.shortage.id, (True, ""))
+                if not done_now:
+                    self._failed(order, reason)
+                    continue
+                self._repaired += 1
+                logger.info(
+                    "registry: node %s has a copy of %s now", order.target.node_id, tuple(order.shortage.id)
+                )
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,241 @@
+"""Changes of the voters: one that is gone for good is replaced, or more are added. What is checked, whom it asks.
+
+New nodes are asked first: if one cannot, nothing has changed. Then the engine changes its membership, one
+server at a time, and last the registry names the new voters to everyone. After any failure the same request
+goes on from where it stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from fastcheck_proto.v1 import registry_pb2
+
+from ..config import Voter, split_address
+from ..errors import FastCheckdError, InvalidRequestError, UnsafeError
+from . import commands
+from .raft.consensus import Consensus
+from .raft.membership import voter_from_list
+from .records import Json
+
+CHANGE_TIMEOUT_S = 20.0
+#: A new voter's process takes a second or two to start.
+ANSWER_S = 1.0
+ANSWER_PAUSE_S = 0.2
+
+#: Asks a node's agent to become one of these voters: (node id, agent address, cluster id, voters, version of the
+#: state that this follows from).
+Ask = Callable[[str, str, str, Sequence[Voter], int], Awaitable[None]]
+#: The newest schema that the registry process of a voter knows; None: it does not answer within that time.
+KnowsSchema = Callable[[Voter, float], Awaitable[int | None]]
+
+
+@runtime_checkable
+class Replaceable(Protocol):
+    """An engine whose members can be replaced."""
+
+    async def add_member(self, new: Voter, *, timeout_s: float) -> None:
+        """Have `new` vote as well; repeating it completes it."""
+
+    async def replace_member(self, old: Voter, new: Voter, *, timeout_s: float) -> None:
+        """Have `new` vote in the place of `old`; repeating it completes it."""
+
+
+async def replace_voter(
+    engine: Consensus,
+    cluster_id: str,
+    request: registry_pb2.ReplaceVoterRequest,
+    *,
+    at_ms: int,
+    ask: Ask,
+) -> list[Voter]:
+    """Replace one voter by another; at the leader. Returns all voters afterwards.
+
+    Raises:
+        InvalidRequestError: the request does not fit the cluster.
+        UnsafeError: the old one lives, or too few others do.
+        NoQuorumError: not done in time; the same request goes on from there.
+    """
+    if not isinstance(engine, Replaceable):
+        raise InvalidRequestError("the voters of this registry are those of its config")
+    named = engine.read(lambda state: state["voters"])
+    # Until a first replacement the engine's are all there is to say; afterwards those may be between two.
+    voters = [voter_from_list(v) for v in named] if named else sorted(engine.voters, key=lambda v: v.node_id)
+    nodes: dict[str, Json] = engine.read(
+        lambda state: {n: dict(state["nodes"][n]) for n in (request.old_node_id, request.new_node_id)
+                       if n in state["nodes"]}
+    )  # fmt: skip
+    old, new = plan(request, voters, nodes)
+    after = [new if voter == old else voter for voter in voters]
+    if new not in voters:
+        if named is None:
+            # So that nobody takes the voters for fewer while one is gone and the other not there yet.
+            await _name(engine, voters, at_ms)
+        await ask(new.node_id, nodes[new.node_id]["agent_address"], cluster_id, after, _version(engine))
+        await engine.replace_member(old, new, timeout_s=CHANGE_TIMEOUT_S)
+        await _name(engine, after, at_ms)
+    return after
+
+
+async def add_voters(
+    engine: Consensus,
+    cluster_id: str,
+    request: registry_pb2.AddVotersRequest,
+    *,
+    at_ms: int,
+    ask: Ask,
+    knows_schema: KnowsSchema,
+) -> list[Voter]:
+    """Have more nodes vote; at the leader. Returns all voters afterwards.
+
+    Raises:
+        InvalidRequestError: the request does not fit the cluster.
+        UnsafeError: too few voters are healthy for one more.
+        NoQuorumError: not done in time; the same request goes on from there.
+    """
+    if not isinstance(engine, Replaceable):
+        raise InvalidRequestError("the voters of this registry are those of its config")
+    # The log's: what the registry names may be older, after an addition that broke off or a recovery.
+    voters = sorted(engine.voters, key=lambda v: v.node_id)
+    nodes: dict[str, Json] = engine.read(lambda state: {n: dict(node) for n, node in state["nodes"].items()})
+    added = plan_added(request, voters, nodes)
+    after = sorted({*voters, *added}, key=lambda v: v.node_id)
+    if len(voters) % 2:
+        # So that everyone goes by these until all of the others have been added; between them there is an even number.
+        await _name(engine, voters, at_ms)
+    if after == voters:
+        return voters  # said again after it was done
+    for new in added:
+        await ask(new.node_id, nodes[new.node_id]["agent_address"], cluster_id, after, _version(engine))
+    for new in added:
+        # Of two voters both are needed: one that cannot be reached would end the quorum.
+        await _until_it_answers(new, engine.read(lambda state: int(state["schema"])), knows_schema)
+        await engine.add_member(new, timeout_s=CHANGE_TIMEOUT_S)
+    await _name(engine, after, at_ms)
+    return after
+
+
+def _version(engine: Consensus) -> int:
+    return engine.read(lambda state: int(state["version"]))
+
+
+async def _name(engine: Consensus, voters: Sequence[Voter], at_ms: int) -> None:
+    """Have the registry name its voters to everyone."""
+    result = await engine.propose(commands.set_voters(voters, at_ms=at_ms))
+    if not result["ok"]:
+        raise FastCheckdError(f"the registry refused its new voters: {result.get('message')}")
+
+
+async def _until_it_answers(voter: Voter, schema: int, knows_schema: KnowsSchema) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + CHANGE_TIMEOUT_S
+    while (known := await knows_schema(voter, ANSWER_S)) is None:
+        if loop.time() > deadline:
+            raise UnsafeError(
+                f"the registry process of {voter.node_id} does not answer at {voter.registry_address}: nothing was "
+                "changed for it; see the log of that node"
+            )
+        await asyncio.sleep(ANSWER_PAUSE_S)
+    if known < schema:
+        raise UnsafeError(
+            f"{voter.node_id} runs a version that does not know the registry's state: upgrade it"
+        )
+
+
+def plan_added(
+    request: registry_pb2.AddVotersRequest, voters: Sequence[Voter], nodes: dict[str, Json]
+) -> list[Voter]:
+    """The voters that come. Pure.
+
+    Raises:
+        InvalidRequestError: they are not nodes that could become voters, or would make an even number of them.
+    """
+    added = []
+    taken = {address for v in voters for address in (v.registry_address, v.raft_address)}
+    for asked in request.voters:
+        node = nodes.get(asked.node_id)
+        if node is None:
+            raise InvalidRequestError(f"there is no node {asked.node_id}; see 'fastcheck nodes'")
+        known = next((voter for voter in voters if voter.node_id == asked.node_id), None)
+        if known is not None:
+            added.append(known)
+            continue
+        if node["state"] != "UP":
+            raise InvalidRequestError(f"{asked.node_id} is {node['state']}; a new voter must be UP")
+        host = split_address(node["agent_address"])[0]
+        new = Voter(
+            node_id=asked.node_id,
+            registry_address=asked.registry_address or _at(host, voters[0].registry_address),
+            raft_address=asked.raft_address or _at(host, voters[0].raft_address),
+        )
+        own = {new.registry_address, new.raft_address}
+        if len(own) < 2 or own & taken:
+            raise InvalidRequestError(
+                f"{new.registry_address} or {new.raft_address} is taken by another voter; give {asked.node_id} others"
+            )
+        taken |= own
+        added.append(new)
+    count = len({voter.node_id for voter in [*voters, *added]})
+    if len({voter.node_id for voter in added}) != len(added) or not added:
+        raise InvalidRequestError("name each new voter once")
+    if count % 2 == 0:
+        raise InvalidRequestError(
+            f"that would make {count} voters: an even number survives no more losses than one less; add another one"
+        )
+    return added
+
+
+def plan(
+    request: registry_pb2.ReplaceVoterRequest, voters: Sequence[Voter], nodes: dict[str, Json]
+) -> tuple[Voter, Voter]:
+    """The voter that goes and the one that comes. Pure.
+
+    Raises:
+        InvalidRequestError: they are not a voter and a node that could become one.
+        UnsafeError: the old one is not known to be gone.
+    """
+    old_id, new_id = request.old_node_id, request.new_node_id
+    old = next((voter for voter in voters if voter.node_id == old_id), None)
+    if old is None:
+        done = next((voter for voter in voters if voter.node_id == new_id), None)
+        if done is not None and request.raft_address in {"", done.raft_address}:
+            return done, done  # said again after it was done
+        raise InvalidRequestError(
+            f"{old_id} is no voter; the voters are {', '.join(voter.node_id for voter in voters)}"
+        )
+    if new_id not in nodes:
+        raise InvalidRequestError(f"there is no node {new_id}; see 'fastcheck nodes'")
+    if nodes[new_id]["state"] != "UP":
+        raise InvalidRequestError(f"{new_id} is {nodes[new_id]['state']}; a new voter must be UP")
+    host = split_address(nodes[new_id]["agent_address"])[0]
+    new = Voter(
+        node_id=new_id,
+        registry_address=request.registry_address or _at(host, old.registry_address),
+        raft_address=request.raft_address or _at(host, old.raft_address),
+    )
+    others = [voter for voter in voters if voter != old]
+    taken = {address for v in others for address in (v.registry_address, v.raft_address)}
+    if old_id != new_id:
+        if any(voter.node_id == new_id for voter in others):
+            raise InvalidRequestError(f"{new_id} is a voter already")
+        if old_id in nodes and nodes[old_id]["state"] != "DOWN":
+            raise UnsafeError(
+                f"{old_id} is {nodes[old_id]['state']}: only a voter that is DOWN is replaced; stop it first"
+            )
+    if new.raft_address == old.raft_address:
+        raise InvalidRequestError(
+            f"the new voter needs another raft address: under {old.raft_address} promises were made that it does not "
+            "know of; give one with --raft-address"
+        )
+    if taken & {new.registry_address, new.raft_address} or new.registry_address == new.raft_address:
+        raise InvalidRequestError(
+            f"{new.registry_address} or {new.raft_address} is taken by another voter; give others"
+        )
+    return old, new
+
+
+def _at(host: str, address: str) -> str:
+    port = split_address(address)[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,193 @@
+"""Ranks that hold one state: do their parts make a whole, and who differs where."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.fastcheckd.registry.small_cluster import cluster, commit, open_rank, record
+
+from fastcheck_proto.v1 import common_pb2, registry_pb2
+from fastcheckd.config import Config
+from fastcheckd.registry import wire
+from fastcheckd.registry.records import MalformedError, rank_record
+from fastcheckd.registry.reports import Reports
+from fastcheckd.registry.shared_state import (
+    DISAGREEMENTS_MAX,
+    ENTRY_BYTES,
+    TABLE_BYTES_MAX,
+    check_tables,
+    describe,
+    disagreements,
+    is_replicated,
+    parts_differ,
+)
+from fastcheckd.registry.state import apply
+
+HOLDERS = [("n2", 3)]
+LAYOUT = "ab" * 16
+
+
+def part(start, stop, total, layout=LAYOUT):
+    return {"bytes": total, "start": start, "stop": stop, "layout": layout}
+
+
+def sharing(count, **changes):
+    """Records of so many ranks with ten bytes of the shared state each; `changes` by r0, r1, ..."""
+    return [
+        {"rank": rank, "shared": part(10 * rank, 10 * rank + 10, 10 * count) | changes.get(f"r{rank}", {})}
+        for rank in range(count)
+    ]
+
+
+def test_parts_that_follow_each_other_to_the_end_are_a_whole():
+    assert parts_differ(sharing(1)) is None
+    assert parts_differ(sharing(5)) is None
+    assert parts_differ([{"rank": 0}, {"rank": 1}]) is None, "and states of their own are no parts"
+
+
+@pytest.mark.parametrize(
+    ("records", "blamed", "why"),
+    [
+        ([*sharing(3)[:2], {"rank": 2}], [2], "saved a state of its own"),
+        (sharing(3, r1={"layout": "cd" * 16}), [1], "names, dtypes, shapes"),
+        (sharing(2, r1={"layout": "cd" * 16}), [0, 1], "names, dtypes, shapes"),
+        (sharing(3, r2={"bytes": 31}), [2], "names, dtypes, shapes"),
+        (sharing(3, r1={"start": 11}), [1], "does not follow"),
+        (sharing(3, r2={"stop": 29}), [2], "end at byte 29 of 30"),
+    ],
+)
+def test_parts_that_are_no_whole_are_refused_with_the_ranks_to_blame(records, blamed, why):
+    sentence, ranks = parts_differ(records)
+    assert ranks == blamed and why in sentence
+
+
+TABLE = st.lists(st.binary(min_size=8, max_size=8), min_size=1, max_size=20)
+
+
+@given(st.lists(TABLE, min_size=1, max_size=4), st.integers(3, 9), st.data())
+def test_exactly_the_planted_entry_and_rank_are_named(parts, ranks, data):
+    tables = {rank: {n: b"".join(table) for n, table in enumerate(parts)} for rank in range(ranks)}
+    assert disagreements(tables) == []
+    number = data.draw(st.integers(0, len(parts) - 1))
+    entry = data.draw(st.integers(0, len(parts[number]) - 1))
+    guilty = data.draw(st.integers(0, ranks - 1))
+    spoiled = bytearray(tables[guilty][number])
+    spoiled[entry * ENTRY_BYTES + data.draw(st.integers(0, 7))] ^= 1
+    tables[guilty] = tables[guilty] | {number: bytes(spoiled)}
+    (found,) = disagreements(tables)
+    assert (found.part, found.entry, found.ranks, found.minority) == (number, entry, (guilty,), True)
+    assert f"rank {guilty} differs from most others" in describe([found])
+
+
+def test_without_a_majority_all_are_named():
+    one, other, third = b"1" * 8, b"2" * 8, b"3" * 8
+    (found,) = disagreements({0: {0: one}, 1: {0: other}})
+    assert found.ranks == (0, 1) and not found.minority
+    (found,) = disagreements({0: {0: one}, 1: {0: other}, 2: {0: one}, 3: {0: other}})
+    assert found.ranks == (0, 1, 2, 3) and not found.minority
+    (found,) = disagreements({0: {0: one}, 1: {0: other}, 2: {0: one}, 3: {0: third}, 4: {0: one}})
+    assert found.ranks == (1, 3) and found.minority
+    assert "rank 0, 1 differ from each other" in describe(disagreements({0: {0: one}, 1: {0: other}}))
+
+
+def test_only_those_who_looked_at_a_part_are_compared():
+    assert disagreements({0: {0: b"1" * 8}, 1: {1: b"2" * 8}, 2: {}}) == []
+    (found,) = disagreements({0: {0: b"1" * 8}, 1: {1: b"2" * 8}, 2: {0: b"3" * 8, 1: b"2" * 8}})
+    assert (found.part, found.ranks) == (0, (0, 2))
+
+
+def test_a_table_that_is_longer_differs_where_the_other_ends():
+    (found,) = disagreements({0: {0: b"1" * 8}, 1: {0: b"1" * 16}})
+    assert found.entry == 1
+
+
+def test_no_more_than_so_many_are_listed():
+    found = disagreements({rank: {0: bytes([rank]) * TABLE_BYTES_MAX} for rank in range(3)})
+    assert len(found) == DISAGREEMENTS_MAX and "or more" in describe(found)
+
+
+def test_tables_are_bounded_and_whole():
+    check_tables({0: bytes(TABLE_BYTES_MAX - 8), 1: bytes(8)})
+    for tables in ({0: bytes(TABLE_BYTES_MAX), 1: bytes(8)}, {0: bytes(7)}, {1_000_000: bytes(8)}):
+        with pytest.raises(MalformedError):
+            check_tables(tables)
+
+
+def of_one_state(step=1, **changes):
+    """Records of the two ranks of `small_cluster`'s job, each with half of a state of 8 bytes."""
+    state = cluster()
+    first = apply(state, open_rank("ddp", 0, 2, "a", ("n0", 1)))["session"]
+    second = apply(state, open_rank("ddp", 1, 2, "b", ("n1", 2)))["session"]
+    records = [record(0, first, ("n0", 1), HOLDERS), record(1, second, ("n1", 2), HOLDERS)]
+    for rank, each in enumerate(records):
+        each["shared"] = part(4 * rank, 4 * rank + 4, 8) | changes.get(f"r{rank}", {})
+    return state, records, commit(step, records) | {"job": "ddp"}
+
+
+def test_a_committed_step_keeps_its_parts_and_all_of_them_are_told_to_whoever_asks_for_one():
+    state, _, command = of_one_state()
+    assert apply(state, command)["ok"]
+    (kept,) = state["jobs"]["ddp"]["steps"]
+    assert is_replicated(kept["ranks"])
+    message = wire.step_message("ddp", kept, 1)
+    assert [(rank.shared.start, rank.shared.stop) for rank in message.ranks] == [(0, 4), (4, 8)]
+    assert [rank_record(wire.rank_record(rank)) for rank in message.ranks] == kept["ranks"]
+    assert apply(state, command)["ok"], "a repetition"
+
+
+def test_the_state_machine_commits_no_parts_that_are_no_whole():
+    for changes in ({"r1": {"layout": "00" * 16}}, {"r1": {"start": 5}}, {"r0": {"stop": 3}}):
+        state, _, command = of_one_state(**changes)
+        assert apply(state, command)["code"] == "REPLICAS_DISAGREE"
+        assert state["jobs"]["ddp"]["steps"] == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"start": 9}, {"stop": -1}, {"layout": "xy"}, {"layout": "zz" * 16}, {"bytes": "8"}, {"stop": 10**6}],
+)
+def test_a_part_that_is_none_is_malformed(wrong):
+    state, _, command = of_one_state(r0=wrong)
+    assert apply(state, command)["code"] == "INVALID"
+
+
+class Engine:
+    """The state machine, and what was proposed to it."""
+
+    def __init__(self, state):
+        self.state = state
+        self.proposed = []
+
+    def read(self, reader):
+        return reader(self.state)
+
+    async def propose(self, command, *, timeout_s=4.0):
+        self.proposed.append(command)
+        return apply(self.state, command)
+
+
+def test_a_step_on_which_ranks_disagree_is_never_proposed_and_every_rank_is_told_once():
+    """Rank 0 asks again only after the step was refused: nobody else would tell it."""
+
+    async def scenario():
+        state, (first, second), _ = of_one_state()
+        engine = Engine(state)
+        reports = Reports(engine, Config(node_id="n0"))
+        early = await reports.report("ddp", 1, 2, first, 0.0, {0: b"1" * 8, 1: b"2" * 8})
+        assert early.state == registry_pb2.REPORT_STATE_WAITING
+        async with asyncio.timeout(5):
+            late = await reports.report("ddp", 1, 2, second, 10.0, {0: b"1" * 8, 1: b"3" * 8})
+            again = await reports.report("ddp", 1, 2, first, 10.0, {0: b"1" * 8, 1: b"2" * 8})
+        for told in (late, again):
+            assert told.state == registry_pb2.REPORT_STATE_REFUSED
+            assert told.error.code == common_pb2.ERROR_CODE_REPLICAS_DISAGREE
+            assert [(d.part, d.entry, list(d.ranks)) for d in told.disagreements] == [(1, 0, [0, 1])]
+        assert engine.proposed == []
+        # The same step may be saved again, and counts if they agree now.
+        waiting = await reports.report("ddp", 1, 2, first, 0.0, {0: b"1" * 8})
+        assert waiting.state == registry_pb2.REPORT_STATE_WAITING
+        done = await reports.report("ddp", 1, 2, second, 10.0, {0: b"1" * 8})
+        assert done.state == registry_pb2.REPORT_STATE_COMMITTED
+
+    asyncio.run(scenario())
