@@ -157,8 +157,11 @@ def test_g3_one_voter_that_is_left_goes_on_and_others_join_it(halted, job):
 
     for handle in during:
         handle.result(timeout=60)  # saved without a quorum, committed now
-    voters = {row["node_id"]: row["answers"] for row in ask(halted, LEFT, "voters")["voters"]}
-    assert voters == {LEFT: True, "node-3": True, "node-4": True}
+
+    def answering() -> dict[str, bool]:
+        return {row["node_id"]: row["answers"] for row in ask(halted, LEFT, "voters")["voters"]}
+
+    until(lambda: answering() == {LEFT: True, "node-3": True, "node-4": True}, "three voters that answer")
     assert {row["node_id"] for row in ask(halted, SPARE, "nodes")["nodes"]} == {LEFT, "node-3", "node-4"}
     assert [row["step"] for row in ask(halted, SPARE, "checkpoints", "gpt")["checkpoints"]][-1] == 3
     job.commit(4)

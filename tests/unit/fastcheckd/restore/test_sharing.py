@@ -13,6 +13,8 @@ from fastcheckd.restore.sharing import BAD_CHUNKS_MAX, TRIES_MAX, YIELD_S_MAX, P
 
 MIB = 1 << 20
 PLENTY = 1 << 40
+#: A source that says nothing for so long is left.
+SILENT_S = 30.0
 
 
 def sharing_of(chunks: int, size: int = MIB, shards: int = 1) -> Sharing:
@@ -41,12 +43,16 @@ class Reading:
 
 
 def simulate(sharing: Sharing, readings: list[Reading], sizes: dict[int, list[int]], until_s: float = 1000.0):
-    """Play a load in small steps of time; when it ended, and what was got by whom."""
+    """Play a load in small steps of time; when it ended, and what was got by whom.
+
+    As in a load, sources that were ended for being slow are asked once more when the others are through.
+    """
     got: dict[tuple[int, int], str] = {}
     now, tick = 0.0, 0.01
     for reading in readings:
         reading.number = sharing.join(reading.shard, reading.source, now)
     by_number = {reading.number: reading for reading in readings}
+    slow: list[Reading] = []
 
     def leave(reading: Reading) -> None:
         sharing.leave(reading.number)
@@ -77,6 +83,11 @@ def simulate(sharing: Sharing, readings: list[Reading], sizes: dict[int, list[in
                 arrive(reading, reading.queue.pop(0))
 
     while now < until_s and not all(sharing.finished(shard) for shard in sizes):
+        for reading in [r for r in slow if not sharing.is_read(r.shard) and not sharing.finished(r.shard)]:
+            slow.remove(reading)
+            reading.number = sharing.join(reading.shard, reading.source, now)
+            by_number[reading.number] = reading
+            reading.gone, reading.queue, reading.left_bytes = False, [], 0.0
         if all(reading.gone for reading in readings):
             break
         for reading in readings:
@@ -89,12 +100,15 @@ def simulate(sharing: Sharing, readings: list[Reading], sizes: dict[int, list[in
             if reading.gone:
                 continue
             if reading.queue and reading.stops_at <= now:
+                if now > reading.stops_at + SILENT_S:
+                    leave(reading)
                 continue  # its thread is inside a read
             turn = sharing.turn(reading.number, now, PLENTY)
             assert len(set(turn.ask)) == len(turn.ask)
             reading.queue += turn.ask
             if turn.end is not None:
-                leave(by_number[turn.end])
+                slow.append(by_number[turn.end])
+                leave(slow[-1])
             if turn.over:
                 leave(reading)
         now += tick
