@@ -147,12 +147,15 @@ class VoterRole:
             if own is not None:
                 self._run(self.config, self._not_started)
 
-    async def become(self, cluster_id: str, voters: Sequence[Voter], version: int = 0) -> None:
+    async def become(
+        self, cluster_id: str, voters: Sequence[Voter], version: int = 0, named: Sequence[Voter] = ()
+    ) -> None:
         """Start a registry process, with nothing in its log, that waits to be added by the others.
 
         Args:
             voters: all of them from then on, this node among them. Asked again for the same, nothing happens.
             version: of the registry's state when it asked; 0: not told.
+            named: the voters that the registry named then. A view after that may still name them.
 
         Raises:
             InvalidRequestError: this node cannot be that voter; the message says why.
@@ -174,7 +177,7 @@ class VoterRole:
                 return
             self._check_free(own)
             await self._stop()
-            await asyncio.to_thread(_begin_folder, joining, own, version)
+            await asyncio.to_thread(_begin_folder, joining, own, version, named)
             self._run(joining, self._not_started)
 
     def _check_free(self, own: Voter) -> None:
@@ -188,7 +191,7 @@ class VoterRole:
             )
 
 
-def _begin_folder(joining: Config, own: Voter, version: int) -> None:
+def _begin_folder(joining: Config, own: Voter, version: int, named: Sequence[Voter]) -> None:
     """An empty folder for a new voter; what an earlier voter left is kept aside, the last one of them."""
     folder = registry_folder(joining)
     marker = read_marker(folder)
@@ -201,4 +204,4 @@ def _begin_folder(joining: Config, own: Voter, version: int) -> None:
     if not (folder / "log").exists():
         write_file(folder / "JOIN", b"")
     sync_directory(folder.parent)
-    write_voters(joining_file(joining), joining.cluster_id, joining.voters, version=version)
+    write_voters(joining_file(joining), joining.cluster_id, joining.voters, version=version, named=named)

@@ -39,15 +39,17 @@ def read_voters(path: Path, cluster_id: str) -> tuple[Voter, ...] | None:
     return _read(path, cluster_id)[1]
 
 
-def _read(path: Path, cluster_id: str) -> tuple[int, tuple[Voter, ...] | None]:
+def _read(path: Path, cluster_id: str) -> tuple[int, tuple[Voter, ...] | None, tuple[Voter, ...]]:
+    """Version, voters and those named before them."""
     try:
         document = json.loads(path.read_bytes())
         if document["cluster_id"] != cluster_id:
             logger.warning("%s is cluster %r's and not used", path, document["cluster_id"])
-            return 0, None
-        return int(document["version"]), tuple(voter_from_list(value) for value in document["voters"])
+            return 0, None, ()
+        voters, named = (tuple(map(voter_from_list, document[key])) for key in ("voters", "named"))
+        return int(document["version"]), voters, named
     except FileNotFoundError:
-        return 0, None
+        return 0, None, ()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} cannot be used ({error}); delete it to go by the config's 'voters' until the registry says more"
@@ -56,15 +58,28 @@ def _read(path: Path, cluster_id: str) -> tuple[int, tuple[Voter, ...] | None]:
 
 def was_decided(config: Config) -> bool:
     """Whether the registry has named its voters since this node was asked to become one; also if it was not asked."""
-    joining_version, joining = _read(joining_file(config), config.cluster_id)
-    return joining is None or _read(voters_file(config), config.cluster_id)[0] > joining_version
+    joining_version, joining, named = _read(joining_file(config), config.cluster_id)
+    version, voters, _ = _read(voters_file(config), config.cluster_id)
+    # A view has a new version for much else: it may be newer and name those that were named before.
+    return joining is None or (version > joining_version and set(voters or ()) != set(named))
 
 
-def write_voters(path: Path, cluster_id: str, voters: Sequence[Voter], *, version: int = 0) -> None:
-    """Keep voters in a file; a crash leaves the old ones or these."""
+def write_voters(
+    path: Path,
+    cluster_id: str,
+    voters: Sequence[Voter],
+    *,
+    version: int = 0,
+    named: Sequence[Voter] = (),
+) -> None:
+    """Keep voters in a file; a crash leaves the old ones or these. `named`: those before them, of a joining node."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    records = [voter_to_list(voter) for voter in voters]
-    document = {"cluster_id": cluster_id, "version": version, "voters": records}
+    document = {
+        "cluster_id": cluster_id,
+        "version": version,
+        "voters": [voter_to_list(voter) for voter in voters],
+        "named": [voter_to_list(voter) for voter in named],
+    }
     write_file(path, json.dumps(document).encode())
 
 
@@ -77,7 +92,7 @@ def remember(config: Config, voters: Sequence[Voter], version: int) -> None:
         version: of that view. A voter that lags behind, or was replaced, tells what was.
     """
     path = voters_file(config)
-    known_version, known = _read(path, config.cluster_id)
+    known_version, known, _ = _read(path, config.cluster_id)
     if not voters or version <= known_version or set(voters) == set(known or config.effective_voters):
         return
     write_voters(path, config.cluster_id, voters, version=version)

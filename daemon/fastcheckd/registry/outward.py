@@ -62,9 +62,19 @@ class Outward(Protocol):
         """
 
     async def become_voter(
-        self, node_id: str, agent_address: str, cluster_id: str, voters: Sequence[Voter], version: int
+        self,
+        node_id: str,
+        agent_address: str,
+        cluster_id: str,
+        voters: Sequence[Voter],
+        version: int,
+        named: Sequence[Voter],
     ) -> None:
-        """Ask a node's agent to become one of these voters; `version`: of the state that this follows from.
+        """Ask a node's agent to become one of these voters.
+
+        Args:
+            version: of the state that this follows from.
+            named: the voters that the registry names in that state.
 
         Raises:
             FastCheckdError: it refuses, or cannot be reached.
@@ -161,15 +171,28 @@ class GrpcOutward:
         return list(response.replicas)
 
     async def become_voter(
-        self, node_id: str, agent_address: str, cluster_id: str, voters: Sequence[Voter], version: int
+        self,
+        node_id: str,
+        agent_address: str,
+        cluster_id: str,
+        voters: Sequence[Voter],
+        version: int,
+        named: Sequence[Voter],
     ) -> None:
-        """Ask a node's agent to become one of these voters; `version`: of the state that this follows from.
+        """Ask a node's agent to become one of these voters.
+
+        Args:
+            version: of the state that this follows from.
+            named: the voters that the registry names in that state.
 
         Raises:
             FastCheckdError: it refuses, or cannot be reached.
         """
         request = node_pb2.BecomeVoterRequest(
-            cluster_id=cluster_id, voters=map(voter_message, voters), version=version
+            cluster_id=cluster_id,
+            voters=map(voter_message, voters),
+            version=version,
+            named=map(voter_message, named),
         )
         async with self._dialer.channel(node_id, agent_address) as channel:
             try:

@@ -27,7 +27,7 @@ ANSWER_PAUSE_S = 0.2
 
 #: Asks a node's agent to become one of these voters: (node id, agent address, cluster id, voters, version of the
 #: state that this follows from).
-Ask = Callable[[str, str, str, Sequence[Voter], int], Awaitable[None]]
+Ask = Callable[[str, str, str, Sequence[Voter], int, Sequence[Voter]], Awaitable[None]]
 #: The newest schema that the registry process of a voter knows; None: it does not answer within that time.
 KnowsSchema = Callable[[Voter, float], Awaitable[int | None]]
 
@@ -73,7 +73,8 @@ async def replace_voter(
         if named is None:
             # So that nobody takes the voters for fewer while one is gone and the other not there yet.
             await _name(engine, voters, at_ms)
-        await ask(new.node_id, nodes[new.node_id]["agent_address"], cluster_id, after, _version(engine))
+        address = nodes[new.node_id]["agent_address"]
+        await ask(new.node_id, address, cluster_id, after, _version(engine), voters)
         await engine.replace_member(old, new, timeout_s=CHANGE_TIMEOUT_S)
         await _name(engine, after, at_ms)
     return after
@@ -108,7 +109,8 @@ async def add_voters(
     if after == voters:
         return voters  # said again after it was done
     for new in added:
-        await ask(new.node_id, nodes[new.node_id]["agent_address"], cluster_id, after, _version(engine))
+        address = nodes[new.node_id]["agent_address"]
+        await ask(new.node_id, address, cluster_id, after, _version(engine), voters)
     for new in added:
         # Of two voters both are needed: one that cannot be reached would end the quorum.
         await _until_it_answers(new, engine.read(lambda state: int(state["schema"])), knows_schema)

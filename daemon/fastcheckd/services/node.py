@@ -31,7 +31,7 @@ class NodeService(npb_grpc.NodeServiceServicer):
         self,
         config: Config,
         incarnation: Callable[[], int],
-        become_voter: Callable[[str, list[Voter], int], Awaitable[None]],
+        become_voter: Callable[[str, list[Voter], int, list[Voter]], Awaitable[None]],
         dialer: Dialer | None = None,
     ) -> None:
         self._config = config
@@ -77,9 +77,12 @@ class NodeService(npb_grpc.NodeServiceServicer):
     @answers
     async def BecomeVoter(self, request: npb.BecomeVoterRequest, context: Context) -> npb.BecomeVoterResponse:
         """Start a registry process that waits to be added by the other voters."""
-        voters = [
-            Voter(node_id=v.node_id, registry_address=v.registry_address, raft_address=v.raft_address)
-            for v in request.voters
-        ]
-        await self._become_voter(request.cluster_id, voters, request.version)
+        voters, named = (
+            [
+                Voter(node_id=v.node_id, registry_address=v.registry_address, raft_address=v.raft_address)
+                for v in records
+            ]
+            for records in (request.voters, request.named)
+        )
+        await self._become_voter(request.cluster_id, voters, request.version, named)
         return npb.BecomeVoterResponse()

@@ -191,6 +191,7 @@ class BecomeVoterRequest(google.protobuf.message.Message):
     CLUSTER_ID_FIELD_NUMBER: builtins.int
     VOTERS_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    NAMED_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
     version: builtins.int
     """Of the registry's state when this was asked: what it named until then says nothing of this. 0: not told."""
@@ -198,14 +199,19 @@ class BecomeVoterRequest(google.protobuf.message.Message):
     def voters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___VoterRecord]:
         """All voters from now on, this node among them."""
 
+    @property
+    def named(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___VoterRecord]:
+        """The voters that the registry named when this was asked. A later view may still name these."""
+
     def __init__(
         self,
         *,
         cluster_id: builtins.str = ...,
         voters: collections.abc.Iterable[Global___VoterRecord] | None = ...,
         version: builtins.int = ...,
+        named: collections.abc.Iterable[Global___VoterRecord] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "version", b"version", "voters", b"voters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "named", b"named", "version", b"version", "voters", b"voters"]) -> None: ...
 
 Global___BecomeVoterRequest: typing_extensions.TypeAlias = BecomeVoterRequest
 

@@ -359,7 +359,7 @@ def test_a_node_that_refuses_changes_nothing(tmp_path):
                 )
             asked = []
 
-            async def refuse(node_id, address, cluster_id, voters, version):
+            async def refuse(node_id, address, cluster_id, voters, version, named):
                 asked.append((node_id, address, cluster_id, [v.node_id for v in voters]))
                 raise InvalidRequestError("no certificate")
 
@@ -427,7 +427,7 @@ def test_voters_are_added_to_one_that_was_left_and_named_to_everyone(tmp_path):
             assert (await h.commit(commands.set_voters(lost, at_ms=1)))["ok"]
             asked = {}
 
-            async def ask(node_id, address, cluster_id, voters, version):
+            async def ask(node_id, address, cluster_id, voters, version, _named):
                 asked[node_id] = version, [v.node_id for v in named(h)]
                 own = next(v for v in voters if v.node_id == node_id)
                 if own not in h.running:
