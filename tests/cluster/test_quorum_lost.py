@@ -59,6 +59,14 @@ def config_of(cluster: LocalCluster, node: str) -> dict[str, Any]:
     return found
 
 
+def remembered(cluster: LocalCluster, node: str) -> list[Any]:
+    """The voters that a node's data process has heard of."""
+    found: list[Any] = json.loads((Path(config_of(cluster, node)["state_dir"]) / "voters.json").read_text())[
+        "voters"
+    ]
+    return found
+
+
 def lose_machine(cluster: LocalCluster, node: str) -> None:
     """Everything of it is gone but the config, which its replacement would have."""
     cluster.kill(node, wipe=True)
@@ -166,6 +174,10 @@ def test_g3_one_voter_that_is_left_goes_on_and_others_join_it(halted, job):
     assert [row["step"] for row in ask(halted, SPARE, "checkpoints", "gpt")["checkpoints"]][-1] == 3
     job.commit(4)
 
+    # A node that has not heard of them yet would know nobody to ask when the one that it knows is gone.
+    until(
+        lambda: all(len(remembered(halted, n)) == 3 for n in job.nodes), "the nodes to know the three voters"
+    )
     # A quorum like any other: it survives the voter that it came from.
     halted.kill(LEFT)
     job.commit(5)
