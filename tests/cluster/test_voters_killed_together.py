@@ -197,6 +197,8 @@ def test_g3_the_leader_dies_while_a_voter_that_was_away_catches_up(cluster, save
                 commit_for_a_while([s for s in savers if away not in s.name], 1.5)
             # Its agent starts it again, and the leader sends what it has missed, while more is coming.
             until(lambda log=log, size=size: log.stat().st_size != size, f"{away} to catch up")
-            signal_to(voters[leads], signal.SIGKILL)
-            until(lambda away=away, leads=leads: leader(cluster, away) not in {"", leads}, "another leader")
+            # The dead leader stays away until there is another: back within the others' election timeout, it may win.
+            with paused(parent_of(cluster, leads)):
+                signal_to(voters[leads], signal.SIGKILL)
+                until(lambda away=away, leads=leads: leader(cluster, away) not in {"", leads}, "another leader")
             nothing_is_lost(savers)
