@@ -200,5 +200,7 @@ def test_g3_the_leader_dies_while_a_voter_that_was_away_catches_up(cluster, save
             # The dead leader stays away until there is another: back within the others' election timeout, it may win.
             with paused(parent_of(cluster, leads)):
                 signal_to(voters[leads], signal.SIGKILL)
-                until(lambda away=away, leads=leads: leader(cluster, away) not in {"", leads}, "another leader")
+                until(
+                    lambda away=away, leads=leads: leader(cluster, away) not in {"", leads}, "another leader"
+                )
             nothing_is_lost(savers)
