@@ -234,6 +234,23 @@ class SegmentPools:
                 "that a trainer still has mapped take room as well"
             ) from None
 
+    def charge(self, job: str, size_bytes: int, *, wait_s: float = 0.0, within: bool = True) -> None:
+        """So many bytes of a file that counts for nobody are in use for a job, more or less than before.
+
+        Args:
+            within: the job may not have more than its budget; False: it has them already.
+
+        Raises:
+            JobBudgetError: the job has as much as it may, and for `wait_s` had.
+        """
+        started_s = time.monotonic()
+        with self._changed:
+            while within and size_bytes > max(0, self._jobs.left_for(job)):
+                self._jobs.wait(job, size_bytes, wait_s - (time.monotonic() - started_s))
+            self._jobs.charge(job, size_bytes)
+            if size_bytes < 0:
+                self._changed.notify_all()
+
     def adopt(self, segment: PooledFile, job: str) -> None:
         """Add a file of an earlier process, or one that is about to be made, without any reference yet."""
         with self._changed:

@@ -22,6 +22,8 @@ from . import directory
 PAGE_BYTES = 4096
 #: Pool of the segments that hold other nodes' shards.
 COPY_POOL = "copy"
+#: Pool of the slabs: files whose slots hold chunks.
+SLAB_POOL = "slab"
 #: Pool of the segments that new bytes of a chunk lie in before they go to their place. No manifest names them.
 SLOT_POOL = "slot"
 
@@ -141,7 +143,7 @@ class Segment(PooledFile):
     @classmethod
     def create(cls, folder: Path, size_bytes: int, pool: str) -> Segment:
         """Make a new one of exactly `size_bytes`, a multiple of PAGE_BYTES; raises OSError."""
-        path = folder / f"{secrets.token_hex(16)}.seg"
+        path = folder / f"{secrets.token_hex(16)}.{'slab' if pool == SLAB_POOL else 'seg'}"
         directory.create_allocated(path, size_bytes)
         return cls(path, size_bytes, pool)
 

@@ -4,8 +4,10 @@ isort:skip_file
 What a node writes into its RAM directory beside the segments."""
 
 import builtins
+import collections.abc
 import fastcheck_proto.v1.common_pb2
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.message
 import sys
 import typing
@@ -78,3 +80,77 @@ class WayBack(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["file", b"file", "from_step", b"from_step"]) -> None: ...
 
 Global___WayBack: typing_extensions.TypeAlias = WayBack
+
+@typing.final
+class StoredReplica(google.protobuf.message.Message):
+    """The content of one manifest file in `manifests/`; the file ends with the xxh3-128 of this message."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    MANIFEST_FIELD_NUMBER: builtins.int
+    VERIFIED_AT_MS_FIELD_NUMBER: builtins.int
+    FILES_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
+    BASE_DIGESTS_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """Version of the on-disk format."""
+    verified_at_ms: builtins.int
+    """Last time that the bytes were checked against the digest, Unix milliseconds."""
+    base_digests: builtins.bytes
+    """xxh3-128 of the chunks after those of the shard, 16 bytes each, in order."""
+    @property
+    def manifest(self) -> fastcheck_proto.v1.common_pb2.ShardManifest: ...
+    @property
+    def files(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of the files that hold the chunks, never paths: `<32 hex digits>.slab` or `.seg`."""
+
+    @property
+    def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkPlace]:
+        """Where each chunk of the shard is, in order, then those that their deltas are decoded against."""
+
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        manifest: fastcheck_proto.v1.common_pb2.ShardManifest | None = ...,
+        verified_at_ms: builtins.int = ...,
+        files: collections.abc.Iterable[builtins.str] | None = ...,
+        chunks: collections.abc.Iterable[Global___ChunkPlace] | None = ...,
+        base_digests: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["base_digests", b"base_digests", "chunks", b"chunks", "files", b"files", "manifest", b"manifest", "verified_at_ms", b"verified_at_ms", "version", b"version"]) -> None: ...
+
+Global___StoredReplica: typing_extensions.TypeAlias = StoredReplica
+
+@typing.final
+class ChunkPlace(google.protobuf.message.Message):
+    """Where one chunk is, and in which form."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    LENGTH_FIELD_NUMBER: builtins.int
+    BASE_FIELD_NUMBER: builtins.int
+    file: builtins.int
+    """Index into `files`."""
+    offset: builtins.int
+    length: builtins.int
+    """Bytes there: those of the chunk, or of the encoded chunk."""
+    base: builtins.int
+    """0: the chunk's own bytes are there. Otherwise an encoded chunk, and 1 + the index in `chunks` of the chunk, of the
+    same size, that it is decoded against. No chunk leads to itself.
+    """
+    def __init__(
+        self,
+        *,
+        file: builtins.int = ...,
+        offset: builtins.int = ...,
+        length: builtins.int = ...,
+        base: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "file", b"file", "length", b"length", "offset", b"offset"]) -> None: ...
+
+Global___ChunkPlace: typing_extensions.TypeAlias = ChunkPlace

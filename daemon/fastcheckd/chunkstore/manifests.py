@@ -1,0 +1,143 @@
+"""What a manifest file says, what it is called, and when it is to be believed. Pure.
+
+A file is one StoredReplica message and the xxh3-128 of it. Everything in it is checked before use, although this
+process wrote it: a directory that outlives processes also outlives their versions.
+"""
+
+from __future__ import annotations
+
+import re
+
+from google.protobuf.message import DecodeError
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import store_pb2
+
+from ..chunks import ChunkTable
+from ..codec.format import OVERHEAD_BYTES_MAX
+from ..digests import DIGEST_BYTES, chunk_digest
+from ..errors import CorruptError, InvalidRequestError
+from ..store.manifests import MANIFEST_BYTES_MAX, ReplicaId, check_manifest
+from .chunk import Chunk, Form
+
+VERSION = 1
+_FILE_NAME = re.compile(r"[0-9a-f]{32}\.(slab|seg)")
+_KINDS: dict[int, str] = {pb.REPLICA_KIND_OWNER: "owner", pb.REPLICA_KIND_COPY: "copy"}
+#: A chunk is decoded through so many others at most: as many as a node keeps steps.
+CHAIN_MAX = 128
+
+
+def file_name(name: ReplicaId) -> str:
+    """Name of the manifest's file within the folder of its job."""
+    return f"{name.step}-{name.rank}-{name.shard}-{_KINDS[name.kind]}.replica"
+
+
+def describe(
+    manifest: pb.ShardManifest, content: tuple[Chunk, ...], verified_at_ms: int, forms: dict[Chunk, Form]
+) -> store_pb2.StoredReplica:
+    """The message for a replica whose chunks, and all that they are decoded against, have these forms."""
+    stored = store_pb2.StoredReplica(version=VERSION, manifest=manifest, verified_at_ms=verified_at_ms)
+    files: dict[str, int] = {}
+    numbers: dict[Chunk, int] = {}
+    others: list[Chunk] = []
+
+    def number(chunk: Chunk) -> int:
+        if chunk not in numbers:
+            numbers[chunk] = len(content) + len(others)
+            others.append(chunk)
+        return numbers[chunk]
+
+    def add(chunk: Chunk) -> None:
+        place, base = forms[chunk]
+        file = files.setdefault(place.file.name, len(files))
+        stored.chunks.add(
+            file=file,
+            offset=place.offset,
+            length=place.length,
+            base=0 if base is None else 1 + number(base),
+        )
+
+    for index, chunk in enumerate(content):
+        numbers.setdefault(chunk, index)
+    for chunk in content:
+        add(chunk)
+    at = 0
+    while at < len(others):  # it grows meanwhile
+        add(others[at])
+        at += 1
+    stored.base_digests = b"".join(chunk.digest for chunk in others)
+    stored.files.extend(files)
+    return stored
+
+
+def encode(stored: store_pb2.StoredReplica) -> bytes:
+    """The content of a manifest file.
+
+    Raises:
+        InvalidRequestError: it would be larger than a reader accepts.
+    """
+    body: bytes = stored.SerializeToString()
+    if len(body) + DIGEST_BYTES > MANIFEST_BYTES_MAX:
+        raise InvalidRequestError(f"a manifest of {len(body)} bytes is too large: use a larger chunk_bytes")
+    return body + chunk_digest(body)
+
+
+def decode(data: bytes) -> store_pb2.StoredReplica:
+    """Read and check the content of a manifest file of at most MANIFEST_BYTES_MAX.
+
+    Raises:
+        CorruptError: it is not what `encode` made of a valid message.
+    """
+    if not DIGEST_BYTES <= len(data) <= MANIFEST_BYTES_MAX:
+        raise CorruptError(f"has {len(data)} bytes")
+    body, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+    if chunk_digest(body) != digest:
+        raise CorruptError("does not match the digest at its end")
+    stored = store_pb2.StoredReplica()
+    try:
+        stored.ParseFromString(body)
+        if stored.version != VERSION:
+            raise CorruptError(f"has version {stored.version}, this daemon reads {VERSION}")
+        check_manifest(stored.manifest)
+        _check_places(stored)
+    except (DecodeError, InvalidRequestError) as error:
+        raise CorruptError(f"is not valid: {error}") from None
+    return stored
+
+
+def sizes(stored: store_pb2.StoredReplica) -> list[int]:
+    """Size in bytes of each chunk in `chunks`: those of the shard, then those that deltas are decoded against.
+
+    Raises:
+        CorruptError: a delta's base is not of its own size, or nobody refers to one, or they lead in a circle.
+    """
+    own = ChunkTable.of(stored.manifest).lengths
+    found: list[int | None] = [*own, *([None] * (len(stored.chunks) - len(own)))]
+    for start in range(len(own)):
+        at, steps = start, 0
+        while stored.chunks[at].base:
+            base = stored.chunks[at].base - 1
+            if found[base] not in {None, found[at]}:
+                raise CorruptError(f"chunk {at} is decoded against one of another size")
+            found[base] = found[at]
+            at, steps = base, steps + 1
+            if steps > CHAIN_MAX:
+                raise CorruptError(f"chunk {start} is decoded through more than {CHAIN_MAX} others")
+    known = [size for size in found if size is not None]
+    if len(known) != len(found):
+        raise CorruptError("lists chunks that none of its own needs")
+    return known
+
+
+def _check_places(stored: store_pb2.StoredReplica) -> None:
+    if not all(_FILE_NAME.fullmatch(name) for name in stored.files):
+        raise CorruptError("names a file that is neither a slab nor a segment")
+    own = len(ChunkTable.of(stored.manifest))
+    if len(stored.chunks) < own or len(stored.base_digests) != (len(stored.chunks) - own) * DIGEST_BYTES:
+        raise CorruptError(f"has {len(stored.chunks)} places for {own} chunks and their bases")
+    if any(p.file >= len(stored.files) or p.base > len(stored.chunks) for p in stored.chunks):
+        raise CorruptError("a chunk is in a file, or decoded against a chunk, that it does not list")
+    for place, size in zip(stored.chunks, sizes(stored), strict=True):
+        bound = size + OVERHEAD_BYTES_MAX if place.base else size
+        if not 0 < place.length <= bound or (not place.base and place.length != size):
+            raise CorruptError(f"a chunk of {size} bytes takes {place.length}")

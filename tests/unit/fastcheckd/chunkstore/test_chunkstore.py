@@ -1,0 +1,411 @@
+"""The chunk store: what is published is exact, whatever becomes of other steps, of readers and of the process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tests.unit.fastcheckd.chunkstore.chunkstore_helpers import (
+    CHUNK,
+    COPY,
+    OWNER,
+    delta_of,
+    fill,
+    in_use,
+    manifest_of,
+    open_store,
+    put,
+    read,
+    stage,
+    trained,
+    weights,
+)
+
+from fastcheckd.errors import (
+    CorruptError,
+    InvalidRequestError,
+    JobBudgetError,
+    NotHeldError,
+    OverBudgetError,
+    StoreError,
+)
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = open_store(tmp_path / "ram")
+    yield store
+    store.close()
+
+
+def test_a_copy_is_what_was_put_and_survives_a_restart(tmp_path):
+    data = weights(1, 3 * CHUNK + 400)
+    store = open_store(tmp_path / "ram")
+    assert read(store, put(store, data)) == data
+    store.close()
+    store = open_store(tmp_path / "ram")
+    (held,) = store.held("gpt")
+    assert held.verified_at_ms == 0 and held.is_whole and held.kind == COPY
+    assert read(store, held) == data and store.verify(held)
+    assert store.held()[0].verified_at_ms > 0
+    assert put(store, trained(data, 2), 2, base=store.held()[0]).key.step == 2
+    assert read(store, store.held("gpt", 1)[0]) == data
+    store.close()
+
+
+def test_unchanged_chunks_take_neither_memory_nor_a_transfer(store):
+    data = weights(1, 8 * CHUNK)
+    put(store, data)
+    before = in_use(store)
+    draft = store.draft(manifest_of(trained(data, 2, {3}), 2))
+    assert draft.missing == (3,)
+    fill(draft, trained(data, 2, {3}))
+    draft.publish()
+    assert in_use(store) - before == CHUNK
+
+
+def test_equal_chunks_of_one_shard_are_one(store):
+    zeros = bytes(6 * CHUNK)
+    held = put(store, zeros)
+    assert in_use(store) == CHUNK and read(store, held) == zeros
+
+
+def test_chunks_are_not_shared_with_other_jobs_ranks_or_kinds(store):
+    data = weights(1)
+    for key in ({}, {"job": "other"}, {"rank": 1}, {"shard": 2}):
+        draft = store.draft(manifest_of(data, **key))
+        assert len(draft.missing) == 4, key
+        fill(draft, data)
+        draft.publish()
+    stage(store, data, 1)
+    assert len(store.held()) == 5
+
+
+def test_an_older_step_becomes_reverse_deltas_and_is_the_same(store):
+    steps = [weights(1, 8 * CHUNK)]
+    base = put(store, steps[0])
+    for step in range(2, 6):
+        steps.append(trained(steps[-1], step))
+        base = put(store, steps[-1], step, base=base)
+    assert [held.is_whole for held in store.held()] == [False] * 4 + [True]
+    assert in_use(store) < 8 * CHUNK * 4
+    for held, data in zip(store.held(), steps, strict=True):
+        assert read(store, held) == data and store.verify(held)
+
+
+def test_without_keep_base_no_deltas_are_made(store):
+    data = weights(1)
+    base = put(store, data)
+    draft = store.draft(manifest_of(trained(data, 2), 2), base=base, keep_base=False)
+    fill(draft, trained(data, 2), against_base=True)
+    draft.publish()
+    assert base.is_whole
+
+
+def test_steps_go_in_any_order_and_all_memory_comes_back(store):
+    steps = [weights(1)]
+    base = put(store, steps[0])
+    for step in range(2, 5):
+        steps.append(trained(steps[-1], step))
+        base = put(store, steps[-1], step, base=base)
+    held = {each.key.step: each for each in store.held()}
+    for gone in (4, 2, 1):
+        store.drop(held.pop(gone))
+        for step, replica in held.items():
+            assert read(store, replica) == steps[step - 1]
+    store.drop(held.pop(3))
+    store.drop(base)  # dropped already
+    assert in_use(store) == 0 and store.held() == [] and store.job_bytes() == {}
+
+
+def test_a_reader_is_not_disturbed_by_a_drop_nor_by_a_change_of_form(store):
+    data = weights(1)
+    base = put(store, data)
+    with store.reading(base) as opened, opened.chunk(0) as first:
+        put(store, trained(data, 2), 2, base=base)
+        store.drop(store.find(base.key, COPY))
+        for seed in range(20, 40):  # whatever might lie in its slots next
+            put(store, weights(seed), seed)
+        assert bytes(first) == data[:CHUNK]
+        with opened.chunk(1) as second:
+            assert bytes(second) == data[CHUNK : 2 * CHUNK]
+    with pytest.raises(NotHeldError), store.reading(base):
+        pass
+
+
+def test_a_draft_that_is_given_up_leaves_nothing(store):
+    data = weights(1)
+    base = put(store, data)
+    before = in_use(store)
+    draft = store.draft(manifest_of(trained(data, 2), 2), base=base)
+    fill(draft, trained(data, 2), against_base=True, chunks=draft.missing[:2])
+    with pytest.raises(InvalidRequestError, match="2 of 4 chunks never arrived"):
+        draft.publish()
+    draft.abandon()
+    draft.abandon()
+    assert in_use(store) == before and read(store, base) == data
+    with pytest.raises(StoreError):
+        draft.place(3)
+
+
+def test_a_lean_draft_needs_a_few_slots_and_its_base_stays_readable(tmp_path):
+    size = 48 * CHUNK
+    store = open_store(tmp_path / "ram", budget_bytes=90 * CHUNK)
+    data = weights(1, size)
+    base = put(store, data)
+    with pytest.raises(OverBudgetError):
+        store.draft(manifest_of(weights(2, size), 2))
+    newer = trained(data, 2)
+    draft = store.draft(manifest_of(newer, 2), base=base)
+    assert draft.lean
+    half = draft.missing[:24]
+    fill(draft, newer, against_base=True, chunks=half)
+    assert read(store, base) == data
+    fill(draft, newer, against_base=True)
+    held = draft.publish()
+    assert read(store, held) == newer and read(store, base) == data
+    store.close()
+    store = open_store(tmp_path / "ram", budget_bytes=90 * CHUNK)
+    assert [read(store, each) for each in store.held()] == [data, newer]
+    store.close()
+
+
+def test_after_a_lean_draft_that_is_given_up_the_base_is_as_it_was_and_the_next_one_fits(tmp_path):
+    size = 48 * CHUNK
+    store = open_store(tmp_path / "ram", budget_bytes=90 * CHUNK)
+    data = weights(1, size)
+    base = put(store, data)
+    for step in (2, 3, 4):
+        draft = store.draft(manifest_of(trained(data, step), step), base=base)
+        fill(draft, trained(data, step), against_base=True, chunks=draft.missing[: 10 * step])
+        draft._flush()  # as if more had come
+        draft.abandon()
+        assert read(store, base) == data
+    newer = trained(data, 9)
+    assert read(store, put(store, newer, 9, base=base)) == newer and read(store, base) == data
+    store.close()
+
+
+def test_a_lean_draft_of_bytes_that_do_not_shrink_is_refused_with_the_numbers(tmp_path):
+    size = 48 * CHUNK
+    store = open_store(tmp_path / "ram", budget_bytes=90 * CHUNK)
+    base = put(store, weights(1, size))
+    draft = store.draft(manifest_of(weights(2, size), 2), base=base)
+    with pytest.raises(OverBudgetError, match="RAM budget"):
+        fill(draft, weights(2, size), against_base=True)
+    draft.abandon()
+    assert read(store, base) == weights(1, size)
+    store.close()
+
+
+def test_one_job_may_have_so_much(tmp_path):
+    store = open_store(tmp_path / "ram", job_budget_bytes=6 * CHUNK)
+    put(store, weights(1))
+    with pytest.raises(JobBudgetError):
+        store.draft(manifest_of(weights(2), 2))
+    put(store, weights(2), job="other")
+    store.drop(store.held("gpt")[0])
+    put(store, weights(2), 2)
+    store.close()
+
+
+def test_chunks_of_unlike_sizes_leave_no_memory_behind(store):
+    for round_ in range(6):
+        for number, lengths in enumerate(([5000, 70000, 100], [4096] * 7, [200000], [1, 2, 3])):
+            data = os.urandom(sum(lengths))
+            draft = store.draft(manifest_of(data, round_ + 1, rank=number, lengths=lengths))
+            fill(draft, data)
+            assert read(store, draft.publish()) == data
+        for held in store.held()[:: round_ % 3 + 1]:
+            store.drop(held)
+    for held in store.held():
+        store.drop(held)
+    assert in_use(store) == 0
+
+
+def test_the_owners_replica_lies_in_its_segment(store):
+    data = weights(1)
+    held = stage(store, data, 1)
+    assert held.segment is not None and bytes(held.view) == data and held.is_whole
+    store.drop(held)
+    assert len(store.free_segments("staging.gpt.0.1")) == 1
+
+
+def test_an_older_step_of_the_owner_gives_its_segment_back_and_is_the_same(tmp_path):
+    store = open_store(tmp_path / "ram")
+    data = weights(1)
+    newer = trained(data, 2, {0, 2})
+    older_, newer_ = stage(store, data, 1), stage(store, newer, 2)
+    store.thin(older_, newer_, delta_of(older_, newer_))
+    assert len(store.free_segments("staging.gpt.0.1")) == 1
+    assert older_.segment is None and read(store, older_) == data and read(store, newer_) == newer
+    third = trained(newer, 3)
+    third_ = stage(store, third, 3)  # in the segment of the first
+    store.thin(newer_, third_, delta_of(newer_, third_))
+    store.close()
+    store = open_store(tmp_path / "ram")
+    assert [read(store, each) for each in store.held()] == [data, newer, third]
+    assert [each.segment is None for each in store.held()] == [True, True, False]
+    store.close()
+
+
+def test_what_does_not_shrink_is_moved_to_slots(store):
+    older, newer = stage(store, weights(1), 1), stage(store, weights(2), 2)
+    store.thin(older, newer, lambda index, old, new: None)
+    assert read(store, older) == weights(1) and older.segment is None
+
+
+def test_without_room_to_thin_all_stays_as_it_was(tmp_path):
+    store = open_store(tmp_path / "ram", budget_bytes=9 * CHUNK)
+    older, newer = stage(store, weights(1), 1), stage(store, weights(2), 2)
+    with pytest.raises(OverBudgetError):
+        store.thin(older, newer, lambda index, old, new: None)
+    assert older.segment is not None and read(store, older) == weights(1)
+    assert in_use(store) == 8 * CHUNK
+    store.close()
+
+
+def test_a_segment_of_an_older_session_is_not_used_again(store):
+    held = stage(store, weights(1), 1, session=1)
+    store.retire("gpt", 0, 2)
+    store.drop(held)
+    assert store.count_segments("staging.gpt.0.1") == 0
+
+
+def test_a_copy_never_lies_where_a_trainer_can_write(store):
+    segment = store.allocate(4 * CHUNK, "staging.gpt.0.1")
+    with pytest.raises(InvalidRequestError):
+        store.publish(manifest_of(weights(1)), segment, 0, verified=True)
+    with pytest.raises(InvalidRequestError):
+        store.publish(manifest_of(weights(1), kind=OWNER, session=2), segment, 0, verified=True)
+    store.release(segment)
+
+
+@pytest.mark.parametrize("damaged", ["raw", "delta"])
+def test_bad_bytes_are_found_dropped_counted_and_their_memory_is_not_used_again(store, damaged):
+    data = weights(1)
+    base = put(store, data)
+    newer = trained(data, 2)
+    held = put(store, newer, 2, base=base)
+    condemned = []
+    store.on_condemned = lambda replica: condemned.append(replica.key.step)
+    chunk = (held if damaged == "raw" else base).content[1]
+    place = chunk.form.place
+    place.view[7] ^= 1
+    with pytest.raises(CorruptError):
+        read(store, base)
+    # What is decoded against bad bytes is bad as well; the newer step needs no delta.
+    assert sorted(condemned) == ([1, 2] if damaged == "raw" else [1])
+    assert store.find(base.key, COPY) is None
+    for step in range(10, 30):
+        put(store, weights(step), step)
+        again = [c.form.place for each in store.held() for c in each.content]
+        assert not any(p is not place and p.file is place.file and p.offset == place.offset for p in again)
+
+
+def test_a_good_replica_that_is_called_bad_stays(store):
+    held = put(store, weights(1))
+    store.condemn(held, "somebody said so")
+    assert store.find(held.key, COPY) is not None
+
+
+def damage(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_what_does_not_hold_up_is_dropped_at_start_and_the_rest_stays(tmp_path):
+    store = open_store(tmp_path / "ram")
+    for rank in range(4):
+        put(store, weights(rank), rank=rank)
+    store.close()
+    manifests = sorted((tmp_path / "ram" / "manifests" / "gpt").iterdir())
+    damage(manifests[0], 40)
+    manifests[1].rename(manifests[1].with_name("9-9-0-copy.replica"))
+    (tmp_path / "ram" / "ways").mkdir()
+    (tmp_path / "ram" / "segments" / ("0" * 32 + ".seg")).write_bytes(bytes(4096))
+    (tmp_path / "ram" / "manifests" / "gpt" / "1-0-0-copy.shard").write_bytes(b"of the first design")
+    store = open_store(tmp_path / "ram")
+    assert [held.key.rank for held in store.held()] == [2, 3]
+    assert all(read(store, held) == weights(held.key.rank) for held in store.held())
+    assert not (tmp_path / "ram" / "ways").exists()
+    assert all(path.suffix == ".slab" for path in (tmp_path / "ram" / "segments").iterdir())
+    store.close()
+
+
+def test_manifests_that_say_that_different_chunks_share_bytes_are_both_dropped(tmp_path):
+    store = open_store(tmp_path / "ram")
+    one, other = put(store, weights(1)), put(store, weights(2), rank=1)
+    # As a defect might write it.
+    other.content[0].form.place.offset = one.content[2].form.place.offset
+    store.note_verified(other)
+    put(store, weights(3), rank=2)
+    store.close()
+    store = open_store(tmp_path / "ram")
+    assert [held.key.rank for held in store.held()] == [2]
+    store.close()
+
+
+def test_only_one_process_has_a_directory(tmp_path):
+    store = open_store(tmp_path / "ram")
+    with pytest.raises(StoreError, match="in use"):
+        open_store(tmp_path / "ram")
+    store.close()
+    with pytest.raises(StoreError):
+        put(store, weights(1))
+
+
+# --- kill -9 between any two steps ---------------------------------------------------------------
+
+
+def life(directory: Path, faults) -> None:
+    """Publish, replace, thin and drop; `faults` ends it."""
+    store = open_store(directory, budget_bytes=90 * CHUNK)
+    store.faults = faults
+    data = [weights(1, 24 * CHUNK)]
+    base = put(store, data[0])
+    for step in range(2, 5):
+        data.append(trained(data[-1], step))
+        base = put(store, data[-1], step, base=base)
+        if step > 2:
+            store.drop(store.held("gpt", step - 2)[0])
+    own = [weights(7), trained(weights(7), 8, {1, 2})]
+    older, newer = stage(store, own[0], 1), stage(store, own[1], 2)
+    store.thin(older, newer, delta_of(older, newer))
+    store.drop(newer)
+
+
+def wanted(kind: int, step: int) -> bytes:
+    if kind == OWNER:
+        return weights(7) if step == 1 else trained(weights(7), 8, {1, 2})
+    data = weights(1, 24 * CHUNK)
+    for each in range(2, step + 1):
+        data = trained(data, each)
+    return data
+
+
+def test_a_kill_at_any_fault_point_leaves_every_published_replica_exact(tmp_path):
+    names: list[str] = []
+    life(tmp_path / "whole", names.append)
+    assert len(set(names)) >= 6, names
+    for number, name in enumerate(names):
+        directory = tmp_path / str(number)
+        child = os.fork()
+        if child == 0:
+            seen = iter(range(len(names)))
+            life(directory, lambda _, seen=seen, number=number: os._exit(9) if next(seen) == number else None)
+            os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 9, name
+        store = open_store(directory, budget_bytes=90 * CHUNK)
+        for held in store.held():
+            assert read(store, held) == wanted(held.kind, held.key.step), (name, tuple(held.id))
+            assert store.verify(held)
+        steps = {held.key.step for held in store.held() if held.kind == COPY}
+        put(store, weights(99), max(steps, default=0) + 1)  # life goes on
+        for held in store.held():
+            store.drop(held)
+        assert in_use(store) == 0, name
+        store.close()

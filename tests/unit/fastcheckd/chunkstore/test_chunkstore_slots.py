@@ -1,0 +1,72 @@
+"""Slots: none overlaps another, what is free is one with its neighbours, and empty slabs go back."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastcheckd.chunkstore.slots import SlotPool
+from fastcheckd.errors import OverBudgetError
+from fastcheckd.store.segment_pools import SegmentPools
+
+PAGE = 4096
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.integers(1, 700_000), st.integers(-40, -1)), min_size=1, max_size=80))
+def test_slots_do_not_overlap_and_all_memory_comes_back(tmp_path_factory, orders):
+    folder = tmp_path_factory.mktemp("slots")
+    pools = SegmentPools(folder, 8 << 20)
+    slots = SlotPool(pools, 8 << 20)
+    taken = []
+    for order in orders:
+        if order < 0:
+            if taken:
+                slots.free(taken.pop(order % len(taken)))
+            continue
+        try:
+            place = slots.take(order, "gpt")
+        except OverBudgetError:
+            continue
+        assert place.offset % PAGE == 0 and len(place.view) == order
+        for other in taken:
+            apart = (
+                place.offset >= other.offset + other.slot_bytes
+                or other.offset >= place.offset + place.slot_bytes
+            )
+            assert other.file is not place.file or apart
+        taken.append(place)
+        used = sum(each.slot_bytes for each in taken)
+        usage = pools.usage()
+        assert pools.job_bytes() == {"gpt": used}
+        assert usage.used_bytes - usage.free_bytes - slots.free_bytes == used
+    for place in taken:
+        slots.free(place)
+    usage = pools.usage()
+    assert usage.used_bytes == usage.free_bytes and slots.free_bytes == 0 and pools.job_bytes() == {}
+
+
+def test_a_stretch_between_two_that_are_freed_is_whole_again(tmp_path):
+    pools = SegmentPools(tmp_path, 8 << 20)
+    slots = SlotPool(pools, 8 << 20)
+    places = [slots.take(256 << 10, "") for _ in range(4)]  # a slab of 1 MiB
+    for number in (1, 3, 2):
+        slots.free(places[number])
+    assert slots.take(768 << 10, "").file is places[0].file
+
+
+def test_what_is_bad_is_not_used_again(tmp_path):
+    pools = SegmentPools(tmp_path, 4 << 20)
+    slots = SlotPool(pools, 4 << 20)
+    bad = slots.take(PAGE, "gpt")
+    bad.bad = True
+    slots.free(bad)
+    assert pools.job_bytes() == {}
+    again = []
+    try:
+        while True:
+            again.append(slots.take(PAGE, ""))
+    except OverBudgetError:
+        pass
+    assert len(again) == (4 << 20) // PAGE - 1
+    assert not any(p.file is bad.file and p.offset == bad.offset for p in again)
