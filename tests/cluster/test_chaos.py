@@ -12,7 +12,7 @@ from tests.cluster.harness import DEADLINE_S, Job, node_states, paused, process_
 
 NODES = [f"node-{i}" for i in range(5)]
 VOTERS = NODES[:3]
-FAULTS = int(os.environ.get("FASTCHECK_CHAOS_FAULTS", "10"))
+FAULTS = int(os.environ.get("FASTCHECK_CHAOS_FAULTS", "5"))
 SEED = int(os.environ.get("FASTCHECK_CHAOS_SEED", str(random.randrange(10**6))))
 
 

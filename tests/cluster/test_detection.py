@@ -99,7 +99,9 @@ def save_until(job, done, step):
     return step
 
 
-@pytest.mark.parametrize("kind", ["agent", "data", "follower", "leader"])
+@pytest.mark.parametrize(
+    "kind", ["agent", "data", pytest.param("follower", marks=pytest.mark.long), "leader"]
+)
 def test_a_process_stopped_for_five_seconds_under_saves_costs_no_step_and_condemns_nobody_else(
     make_cluster, kind
 ):

@@ -92,18 +92,18 @@ def test_no_dead_voter_is_shown_as_up(halted, asked):
     assert answers == {LEFT: True, LOST[0]: False, LOST[1]: False}
 
 
-@pytest.mark.parametrize("asked", [LEFT, SPARE])
 @pytest.mark.parametrize(
-    "words",
+    ("words", "asked"),
     [
-        ("voters", "replace", "node-1", "node-3"),
-        ("voters", "add", "node-3", "node-4"),
-        ("drain", "node-3"),
-        ("drain", "node-3", "--wait", "60"),
-        ("drain", "node-3", "--undo"),
-        ("forget", "node-1"),
+        (("voters", "replace", "node-1", "node-3"), LEFT),
+        (("voters", "replace", "node-1", "node-3"), SPARE),
+        (("voters", "add", "node-3", "node-4"), SPARE),
+        (("drain", "node-3"), LEFT),
+        (("drain", "node-3", "--wait", "60"), SPARE),
+        (("drain", "node-3", "--undo"), LEFT),
+        (("forget", "node-1"), SPARE),
     ],
-    ids=" ".join,
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_a_change_fails_soon_and_says_why(halted, asked, words):
     began = time.monotonic()

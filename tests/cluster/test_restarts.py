@@ -9,8 +9,13 @@ from tests.cluster.harness import Job, counters, node_states, until
 from tests.cluster.training import Training
 
 NODES = [f"node-{i}" for i in range(4)]
+#: What goes on in good order is seen with every upgrade as well (`test_upgrading.py`).
 in_good_order_or_not = pytest.mark.parametrize(
-    "how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name
+    "how",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.long, id="SIGTERM"),
+        pytest.param(signal.SIGKILL, id="SIGKILL"),
+    ],
 )
 
 

@@ -33,8 +33,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
         yield Runs(cluster, folder, ["tests.cluster.hf_rank", "tests.cluster.lightning_rank"])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("ends", [KILLED, STOPPED], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("ends", "world_size"),
+    [
+        pytest.param(KILLED, 1, id="killed-1"),
+        pytest.param(STOPPED, 2, id="stopped-2"),
+        pytest.param(KILLED, 2, marks=pytest.mark.long, id="killed-2"),
+        pytest.param(STOPPED, 1, marks=pytest.mark.long, id="stopped-1"),
+    ],
+)
 def test_a_hugging_face_trainer_goes_on(runs, world_size, ends):
     job = f"hf-{world_size}-{ends[0].how}"
     runs.go_on_as_if_nothing_had_happened(hf_rank.train, job, world_size, ends)

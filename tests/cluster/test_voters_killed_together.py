@@ -144,7 +144,7 @@ def signal_to(process: psutil.Process, number: signal.Signals) -> None:
 @pytest.mark.parametrize(
     "rounds",
     [
-        pytest.param(2, marks=pytest.mark.timeout(300)),
+        pytest.param(1, marks=pytest.mark.timeout(300)),
         pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(3000)]),
     ],
 )
@@ -179,7 +179,7 @@ def test_g3_no_committed_step_is_lost_when_all_voters_are_killed_at_once(cluster
 @pytest.mark.parametrize(
     "rounds",
     [
-        pytest.param(2, marks=pytest.mark.timeout(300)),
+        pytest.param(1, marks=pytest.mark.timeout(300)),
         pytest.param(30, marks=[pytest.mark.long, pytest.mark.timeout(2000)]),
     ],
 )
