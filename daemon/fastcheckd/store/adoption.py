@@ -1,208 +1,238 @@
 """Taking over what an earlier process left in the RAM directory.
 
-Believes nothing: every manifest is read within bounds, checked against its digest, its own name
-and its segment; what does not hold up is unlinked, logged and counted. The bytes of segments are
-not read here (that is a scrub's or a reader's work), so every adopted shard counts as not verified.
-Only replicas that were being changed in place are read and made whole again, see `recovery`.
+Believes nothing: every manifest is read within bounds, checked against its digest, its own name, its files and all
+other manifests; what does not hold up is unlinked, logged and counted. The bytes of chunks are not read here (that is
+a scrub's or a reader's work), so every adopted replica counts as not verified. Nothing is ever half changed, so
+nothing has to be repaired.
 
 Runs once, under the directory's lock, before anybody else has the store.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import secrets
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
+from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import store_pb2
 
+from ..digests import DIGEST_BYTES
 from ..errors import CorruptError, StoreError
-from .directory import discard, read_bounded, write_new
-from .held import HeldShard, WayBack
-from .manifests import MANIFEST_BYTES_MAX, SCHEMA, ReplicaId, decode, encode, file_name, replica_id
-from .recovery import Recovery
-from .segments import Segment, pool_of
-from .way_back import WayBackFile
+from .chunk import Chunk, Form
+from .directory import discard, read_bounded
+from .index import HistoryId, Index, id_of
+from .manifests import CHAIN_MAX, MANIFEST_BYTES_MAX, ReplicaId, decode, file_name, sizes
+from .replica import Replica
+from .segments import PAGE_BYTES, SLAB_POOL, Segment, pool_of, rounded
+from .slots import Place
 
 logger = logging.getLogger(__name__)
 
+#: What tells one chunk of a history from another: its digest, and where it lies if it is one of the owner's.
+_Key = tuple[bytes, str, int]
 
-def adopt(ram_dir: Path) -> tuple[list[HeldShard], int]:
-    """Read the directory; returns the shards that hold up and the number of manifests dropped.
 
-    Afterwards the folders hold exactly these shards: other manifests, segments and ways back are unlinked.
+@dataclass(frozen=True)
+class _Entry:
+    """One chunk as one manifest describes it."""
+
+    key: _Key
+    size: int
+    file: str
+    offset: int
+    length: int
+    base: _Key | None
+
+
+@dataclass(eq=False)
+class _Found:
+    """One manifest that holds up by itself."""
+
+    path: Path
+    name: ReplicaId
+    manifest: pb.ShardManifest
+    #: The shard's own chunks, then those that they are decoded against.
+    entries: list[_Entry]
+    own: int
+
+
+@dataclass
+class _Chunks:
+    """The chunks of one history."""
+
+    forms: dict[_Key, _Entry] = field(default_factory=dict)
+    made: dict[_Key, Chunk] = field(default_factory=dict)
+
+
+def adopt(index: Index) -> None:
+    """Enter what holds up of the index's directory; afterwards its folders hold exactly that.
 
     Raises:
         StoreError: the system refuses to read or remove something.
     """
-    return _Adoption(ram_dir).run()
+    _Adoption(index).run()
 
 
 class _Adoption:
-    def __init__(self, ram_dir: Path) -> None:
-        self._manifests = ram_dir / "manifests"
-        self._segments = ram_dir / "segments"
-        self._ways = ram_dir / "ways"
-        self._tmp = ram_dir / "tmp"
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._manifests = index.folder / "manifests"
+        self._segments = index.folder / "segments"
         self._dropped = 0
-        #: Of shards that hold up.
-        self._paths: dict[ReplicaId, Path] = {}
-        self._shards: dict[ReplicaId, HeldShard] = {}
-        self._recoveries: list[Recovery] = []
-        self._used_ways: set[str] = set()
+        self._files: dict[str, Segment] = {}
 
-    def run(self) -> tuple[list[HeldShard], int]:
-        whole: dict[str, list[tuple[Path, store_pb2.StoredShard]]] = defaultdict(list)
-        older: list[tuple[Path, store_pb2.StoredShard]] = []
-        for path, stored in self._read_all():
-            if stored.HasField("way_back"):
-                older.append((path, stored))
-            else:
-                whole[stored.segment].append((path, stored))
-        for name, tenants in whole.items():
-            self._adopt_segment(self._segments / name, tenants)
-        # What an older one starts from comes before it: steps rise along a chain.
-        older.sort(key=lambda entry: entry[1].manifest.key.step, reverse=True)
-        taken = set(whole)
-        for path, stored in older:
-            try:
-                self._adopt_older(path, stored, taken)
-            except CorruptError as error:
-                self._drop(path, str(error))
-        self._mend()
-        self._remove_unnamed(self._segments, {s.segment.name for s in self._shards.values()})
-        self._finish()
-        self._remove_unnamed(self._segments, {s.segment.name for s in self._shards.values()})
-        self._remove_unnamed(
-            self._ways, {s.way_back.file.name for s in self._shards.values() if s.way_back is not None}
-        )
+    def run(self) -> None:
+        found = list(self._read_all())
+        found = [each for each in found if self._has_its_files(each)]
+        found = self._without_conflicts(found)
+        stale = self._enter_all(found)
+        for path in self._segments.iterdir():
+            if path.name not in self._files:
+                # Whose pages these were is not known any more, and a trainer may still write to them.
+                discard(path)
+        discard(self._index.folder / "ways")  # of the first design
+        for replica in stale:
+            self._rewrite(replica)
         for job in self._manifests.iterdir():
             if not any(job.iterdir()):
                 job.rmdir()
-        return list(self._shards.values()), self._dropped
+        adopted = sum(len(history.replicas) for history in self._index.histories.values())
+        self._index.counters.add("manifests_adopted", adopted)
+        self._index.counters.add("manifests_dropped", self._dropped)
 
-    def _read_all(self) -> list[tuple[Path, store_pb2.StoredShard]]:
-        """Every manifest that holds up by itself."""
-        found = []
+    # --- each manifest by itself -----------------------------------------------------------------
+
+    def _read_all(self) -> Iterator[_Found]:
         for job in sorted(self._manifests.iterdir()):
             if job.is_symlink() or not job.is_dir():
                 self._drop(job, "is not the folder of a job")
                 continue
             for path in sorted(job.iterdir()):
                 try:
-                    found.append((path, _read(path)))
+                    yield _read(path)
                 except CorruptError as error:
                     self._drop(path, str(error))
-        return found
 
-    def _adopt_segment(self, path: Path, tenants: list[tuple[Path, store_pb2.StoredShard]]) -> None:
-        """Enter the shards whose bytes one segment really holds."""
-        pools = {pool_of(stored.manifest) for _, stored in tenants}
+    def _has_its_files(self, found: _Found) -> bool:
         try:
-            segment = Segment.adopt(path, min(pools))
+            for entry in found.entries:
+                size = self._file(entry.file, found).size_bytes
+                slot = entry.file.endswith(".slab")
+                stop = entry.offset + (rounded(entry.length) if slot else entry.length)
+                if stop > size or (slot and entry.offset % PAGE_BYTES):
+                    raise CorruptError(f"names bytes at {entry.offset} that no slot of {entry.file} has")
         except CorruptError as error:
-            for manifest, _ in tenants:
-                self._drop(manifest, str(error))
-            return
-        # Never made by us: then nobody knows who has it mapped, and nobody gets it next.
-        segment.recyclable = len(pools) == 1
-        for manifest, stored in tenants:
-            if stored.segment_offset + stored.manifest.bytes > segment.size_bytes:
-                self._drop(manifest, f"goes beyond the {segment.size_bytes} bytes of its segment")
-            else:
-                self._enter(manifest, HeldShard(stored.manifest, segment, stored.segment_offset, 0))
+            self._drop(found.path, str(error))
+            return False
+        return True
 
-    def _adopt_older(self, path: Path, stored: store_pb2.StoredShard, taken: set[str]) -> None:
-        """Enter a shard that has a way back; raises CorruptError.
+    def _file(self, name: str, found: _Found) -> Segment:
+        if name not in self._files:
+            pool = SLAB_POOL if name.endswith(".slab") else pool_of(found.manifest)
+            self._files[name] = Segment.adopt(self._segments / name, pool)
+        return self._files[name]
 
-        `taken`: names of the segments whose bytes belong to others.
-        """
-        name = replica_id(stored.manifest.key, stored.manifest.kind)
-        if stored.way_back.file in self._used_ways:
-            raise CorruptError("has the way back of another shard")
-        way = WayBackFile.adopt(self._ways / stored.way_back.file)
-        newer = self._shards.get(name._replace(step=stored.way_back.from_step))
-        if newer is not None:
-            # Where the newer one lies is what counts: it may have moved since this one was written.
-            segment, offset = newer.segment, newer.offset
-            shard = HeldShard(stored.manifest, segment, offset, 0, WayBack(way, stored.way_back.from_step))
-            if shard.chunks != newer.chunks:
-                raise CorruptError("has other chunks than the step that it starts from")
-        else:
-            if stored.segment in taken:
-                raise CorruptError("the step that it starts from is not here")
-            segment = Segment.adopt(self._segments / stored.segment, pool_of(stored.manifest))
-            if stored.segment_offset + stored.manifest.bytes > segment.size_bytes:
-                raise CorruptError(f"goes beyond the {segment.size_bytes} bytes of its segment")
-            shard = HeldShard(stored.manifest, segment, stored.segment_offset, 0)
-        if way.chunks != len(shard.chunks):
-            raise CorruptError(f"has {len(shard.chunks)} chunks, its way back {way.chunks}")
-        if newer is None:
-            taken.add(stored.segment)
-            self._recoveries.append(Recovery(shard, way))
-        self._used_ways.add(way.name)
-        self._enter(path, shard)
+    # --- all together ----------------------------------------------------------------------------
 
-    def _mend(self) -> None:
-        named = {s.segment.name for s in self._shards.values()}
-        unnamed = [path for path in self._segments.iterdir() if path.name not in named]
-        for recovery in list(self._recoveries):
-            try:
-                recovery.mend(unnamed)
-            except CorruptError as error:
-                self._recoveries.remove(recovery)
-                self._drop_chain(recovery.base, str(error))
+    def _without_conflicts(self, found: list[_Found]) -> list[_Found]:
+        """Drop manifests that say that different chunks have the same bytes of a file."""
+        stretches: dict[str, list[tuple[int, int, object, _Found]]] = defaultdict(list)
+        for each in found:
+            for entry in each.entries:
+                what = HistoryId.of(each.name), entry.key[0], entry.offset, entry.length, entry.base is None
+                stretches[entry.file].append((entry.offset, entry.offset + entry.length, what, each))
+        bad: dict[_Found, str] = {}
+        for file, claims in stretches.items():
+            claims.sort(key=lambda claim: claim[:2])
+            for (_, stop, one, first), (start, _, other, second) in pairwise(claims):
+                if start < stop and one != other:
+                    bad[first] = bad[second] = f"shares bytes of {file} at {start} with another chunk"
+        for each, why in bad.items():
+            self._drop(each.path, why)
+        return [each for each in found if each not in bad]
 
-    def _finish(self) -> None:
-        for recovery in self._recoveries:
-            base = recovery.base
-            try:
-                recovery.finish(self._segments)
-                self._write(base)
-            except (StoreError, OSError) as error:
-                self._drop_chain(base, f"a change of it was not finished and cannot be undone: {error}")
-            else:
-                logger.info("undid an unfinished change of shard %s", tuple(base.id))
+    def _enter_all(self, found: list[_Found]) -> list[Replica]:
+        """Enter the replicas; those whose manifests name a form that another one has superseded are returned."""
+        histories: dict[HistoryId, list[_Found]] = defaultdict(list)
+        for each in found:
+            histories[HistoryId.of(each.name)].append(each)
+        stale: list[Replica] = []
+        places: dict[str, list[Place]] = defaultdict(list)
+        for group in histories.values():
+            group.sort(key=lambda each: -each.name.step)
+            chunks = _chosen(group)
+            for each in group:
+                try:
+                    replica = self._replica(each, chunks, places)
+                except CorruptError as error:
+                    self._drop(each.path, str(error))
+                    continue
+                self._index.history(each.name).replicas[each.name.step] = replica
+                self._index.hold(replica.content)
+                if any(chunks.forms[entry.key] != entry for entry in each.entries):
+                    stale.append(replica)
+            history = self._index.histories.get(HistoryId.of(group[0].name))
+            if history is not None and group[0].name.kind == pb.REPLICA_KIND_COPY:
+                history.chunks = {chunk.digest: chunk for chunk in chunks.made.values()}
+        self._enter_files(found, places)
+        return stale
 
-    def _write(self, shard: HeldShard) -> None:
-        """A manifest without a way back, in the place of the one that had it; raises OSError."""
-        stored = store_pb2.StoredShard(
-            schema=SCHEMA,
-            manifest=shard.manifest,
-            segment=shard.segment.name,
-            segment_offset=shard.offset,
-        )
-        staged = self._tmp / f"{secrets.token_hex(16)}.shard"
-        with contextlib.ExitStack() as stack:
-            stack.callback(discard, staged)
-            write_new(staged, encode(stored))
-            staged.rename(self._paths[shard.id])
+    def _replica(self, found: _Found, chunks: _Chunks, places: dict[str, list[Place]]) -> Replica:
+        for entry in found.entries[: found.own]:
+            _check_chain(entry.key, chunks)
+        job = found.name.job
 
-    def _enter(self, path: Path, shard: HeldShard) -> None:
-        self._shards[shard.id] = shard
-        self._paths[shard.id] = path
+        def made(key: _Key) -> Chunk:
+            if (known := chunks.made.get(key)) is not None:
+                return known
+            entry = chunks.forms[key]
+            base = None if entry.base is None else made(entry.base)
+            slot_bytes = rounded(entry.length) if entry.file.endswith(".slab") else 0
+            place = Place(self._files[entry.file], entry.offset, entry.length, slot_bytes, job)
+            place.references = 1
+            if base is not None:
+                base.references += 1
+            places[entry.file].append(place)
+            chunk = chunks.made[key] = Chunk(key[0], entry.size, Form(place, base))
+            return chunk
 
-    def _drop_chain(self, shard: HeldShard, why: str) -> None:
-        """Drop a shard and the older ones that depend on it, the oldest first."""
-        doomed = [shard]
-        for other in sorted(self._shards.values(), key=lambda s: s.key.step, reverse=True):
-            if other.way_back is None:
+        content = tuple(made(entry.key) for entry in found.entries[: found.own])
+        return Replica(found.manifest, content, 0)
+
+    def _enter_files(self, found: Iterable[_Found], places: dict[str, list[Place]]) -> None:
+        """Account for the files of the replicas that were entered; others are forgotten."""
+        sessions: dict[str, set[str]] = defaultdict(set)
+        jobs: dict[str, str] = {}
+        for each in found:
+            for entry in each.entries[: each.own]:
+                sessions[entry.file].add(pool_of(each.manifest))
+            jobs.update({entry.file: each.name.job for entry in each.entries})
+        self._files = {name: file for name, file in self._files.items() if places.get(name)}
+        pools = self._index.pools
+        for name, file in self._files.items():
+            if name.endswith(".slab"):
+                pools.adopt(file, "")
+                pools.take_again(file)
+                self._index.slots.adopt(file, places[name])
                 continue
-            newer = other.id._replace(step=other.way_back.from_step)
-            if any(newer == d.id for d in doomed):
-                doomed.append(other)
-        for each in reversed(doomed):
-            self._drop(self._paths.pop(each.id), why)
-            del self._shards[each.id]
+            pools.adopt(file, jobs[name])
+            # Never made by us: then nobody knows who has it mapped, and nobody gets it next.
+            file.recyclable = sessions[name] == {file.pool}
+            for _ in places[name]:
+                pools.hold(file)
 
-    def _remove_unnamed(self, folder: Path, named: set[str]) -> None:
-        for path in folder.iterdir():
-            if path.name not in named:
-                # Whose pages these were is not known any more, and a trainer may still write to them.
-                discard(path)
+    def _rewrite(self, replica: Replica) -> None:
+        try:
+            self._index.rewrite(replica)
+        except StoreError as error:
+            logger.warning("%s cannot be written anew and is dropped: %s", tuple(replica.id), error)
+            self._index.drop(replica)
+            self._dropped += 1
 
     def _drop(self, path: Path, why: str) -> None:
         """Remove something that does not hold up, and count it."""
@@ -211,10 +241,57 @@ class _Adoption:
         self._dropped += 1
 
 
-def _read(path: Path) -> store_pb2.StoredShard:
+def _read(path: Path) -> _Found:
     """One manifest file, checked by itself; raises CorruptError."""
     stored = decode(read_bounded(path, MANIFEST_BYTES_MAX))
-    key = stored.manifest.key
-    if (path.parent.name, path.name) != (key.job, file_name(replica_id(key, stored.manifest.kind))):
+    name = id_of(stored.manifest)
+    if (path.parent.name, path.name) != (name.job, file_name(name)):
         raise CorruptError("does not have the name that its content says")
-    return stored
+    return _Found(
+        path, name, stored.manifest, _entries(stored), len(stored.manifest.chunk_digests) // DIGEST_BYTES
+    )
+
+
+def _entries(stored: store_pb2.StoredReplica) -> list[_Entry]:
+    digests = stored.manifest.chunk_digests + stored.base_digests
+    owner = stored.manifest.kind == pb.REPLICA_KIND_OWNER
+
+    def key(number: int) -> _Key:
+        digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        place = stored.chunks[number]
+        # Equal chunks of an owner lie where its trainer put each; those of copies are one.
+        return (digest, stored.files[place.file], place.offset) if owner else (digest, "", 0)
+
+    return [
+        _Entry(
+            key(number),
+            size,
+            stored.files[place.file],
+            place.offset,
+            place.length,
+            key(place.base - 1) if place.base else None,
+        )
+        for number, (place, size) in enumerate(zip(stored.chunks, sizes(stored), strict=True))
+    ]
+
+
+def _chosen(group: Iterable[_Found]) -> _Chunks:
+    """One form of each chunk of a history: the raw one where there is one, else that of the newest step's manifest."""
+    chunks = _Chunks()
+    for found in group:
+        for entry in found.entries:
+            known = chunks.forms.get(entry.key)
+            if known is None or (known.base is not None and entry.base is None):
+                chunks.forms[entry.key] = entry
+    return chunks
+
+
+def _check_chain(key: _Key, chunks: _Chunks) -> None:
+    for _ in range(CHAIN_MAX):
+        base = chunks.forms[key].base
+        if base is None:
+            return
+        if chunks.forms[base].size != chunks.forms[key].size:
+            raise CorruptError("a chunk is decoded against one of another size")
+        key = base
+    raise CorruptError("a chunk is decoded through too many others, or through itself")

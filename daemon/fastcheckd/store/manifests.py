@@ -1,7 +1,7 @@
 """What a manifest file says, what it is called, and when it is to be believed. Pure.
 
-A file is one StoredShard message and the xxh3-128 of it. Everything in it is checked before use,
-although this process wrote it: a directory that outlives processes also outlives their versions.
+A file is one StoredReplica message and the xxh3-128 of it. Everything in it is checked before use, although this
+process wrote it: a directory that outlives processes also outlives their versions.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import store_pb2
 
 from ..chunks import ChunkTable
+from ..codec.format import OVERHEAD_BYTES_MAX
 from ..digests import DIGEST_BYTES, chunk_digest, shard_digest
 from ..errors import CorruptError, InvalidRequestError
+from .chunk import Chunk, Form
 
-SCHEMA = 1
+VERSION = 1
 #: 4 million chunks: a shard of 16 TiB at the default chunk size.
 MANIFEST_BYTES_MAX = 64 << 20
+#: A chunk is decoded through so many others at most: as many as a node keeps steps.
+CHAIN_MAX = 128
 
-_SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.seg")
-_WAY_NAME = re.compile(r"[0-9a-f]{32}\.way")
+_FILE_NAME = re.compile(r"[0-9a-f]{32}\.(slab|seg)")
 _KINDS: dict[int, str] = {pb.REPLICA_KIND_OWNER: "owner", pb.REPLICA_KIND_COPY: "copy"}
 
 
@@ -41,11 +44,6 @@ class ReplicaId(NamedTuple):
 def replica_id(key: pb.ShardKey, kind: pb.ReplicaKind.ValueType) -> ReplicaId:
     """The hashable form of a shard's key and kind."""
     return ReplicaId(key.job, key.step, key.rank, key.shard, kind)
-
-
-def file_name(name: ReplicaId) -> str:
-    """Name of the manifest's file within the folder of its job."""
-    return f"{name.step}-{name.rank}-{name.shard}-{_KINDS[name.kind]}.shard"
 
 
 def check_manifest(manifest: pb.ShardManifest) -> None:
@@ -87,7 +85,50 @@ def check_manifest(manifest: pb.ShardManifest) -> None:
     need(manifest.digest == shard_digest(manifest.chunk_digests), "digest is not that of the chunk digests")
 
 
-def encode(stored: store_pb2.StoredShard) -> bytes:
+def file_name(name: ReplicaId) -> str:
+    """Name of the manifest's file within the folder of its job."""
+    return f"{name.step}-{name.rank}-{name.shard}-{_KINDS[name.kind]}.replica"
+
+
+def describe(
+    manifest: pb.ShardManifest, content: tuple[Chunk, ...], verified_at_ms: int, forms: dict[Chunk, Form]
+) -> store_pb2.StoredReplica:
+    """The message for a replica whose chunks, and all that they are decoded against, have these forms."""
+    stored = store_pb2.StoredReplica(version=VERSION, manifest=manifest, verified_at_ms=verified_at_ms)
+    files: dict[str, int] = {}
+    numbers: dict[Chunk, int] = {}
+    others: list[Chunk] = []
+
+    def number(chunk: Chunk) -> int:
+        if chunk not in numbers:
+            numbers[chunk] = len(content) + len(others)
+            others.append(chunk)
+        return numbers[chunk]
+
+    def add(chunk: Chunk) -> None:
+        place, base = forms[chunk]
+        file = files.setdefault(place.file.name, len(files))
+        stored.chunks.add(
+            file=file,
+            offset=place.offset,
+            length=place.length,
+            base=0 if base is None else 1 + number(base),
+        )
+
+    for index, chunk in enumerate(content):
+        numbers.setdefault(chunk, index)
+    for chunk in content:
+        add(chunk)
+    at = 0
+    while at < len(others):  # it grows meanwhile
+        add(others[at])
+        at += 1
+    stored.base_digests = b"".join(chunk.digest for chunk in others)
+    stored.files.extend(files)
+    return stored
+
+
+def encode(stored: store_pb2.StoredReplica) -> bytes:
     """The content of a manifest file.
 
     Raises:
@@ -95,36 +136,66 @@ def encode(stored: store_pb2.StoredShard) -> bytes:
     """
     body: bytes = stored.SerializeToString()
     if len(body) + DIGEST_BYTES > MANIFEST_BYTES_MAX:
-        raise InvalidRequestError(f"manifest of {len(body)} bytes is too large: use a larger chunk_bytes")
+        raise InvalidRequestError(f"a manifest of {len(body)} bytes is too large: use a larger chunk_bytes")
     return body + chunk_digest(body)
 
 
-def decode(data: bytes) -> store_pb2.StoredShard:
+def decode(data: bytes) -> store_pb2.StoredReplica:
     """Read and check the content of a manifest file of at most MANIFEST_BYTES_MAX.
 
     Raises:
-        CorruptError: it is not what `encode` made of a valid manifest.
+        CorruptError: it is not what `encode` made of a valid message.
     """
     if not DIGEST_BYTES <= len(data) <= MANIFEST_BYTES_MAX:
         raise CorruptError(f"has {len(data)} bytes")
     body, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
     if chunk_digest(body) != digest:
         raise CorruptError("does not match the digest at its end")
-    stored = store_pb2.StoredShard()
+    stored = store_pb2.StoredReplica()
     try:
         stored.ParseFromString(body)
-        if stored.schema != SCHEMA:
-            raise CorruptError(f"has schema {stored.schema}, this version reads {SCHEMA}")
+        if stored.version != VERSION:
+            raise CorruptError(f"has version {stored.version}, this daemon reads {VERSION}")
         check_manifest(stored.manifest)
+        _check_places(stored)
     except (DecodeError, InvalidRequestError) as error:
         raise CorruptError(f"is not valid: {error}") from None
-    if not _SEGMENT_NAME.fullmatch(stored.segment):
-        raise CorruptError(f"names a segment {stored.segment[:80]!r}, which is no segment's name")
-    if stored.HasField("way_back"):
-        way = stored.way_back
-        if not _WAY_NAME.fullmatch(way.file):
-            raise CorruptError(f"names a way back {way.file[:80]!r}, which is no such file's name")
-        # Steps only rise along a chain, so it cannot run in a circle.
-        if not stored.manifest.key.step < way.from_step <= STEP_MAX:
-            raise CorruptError(f"is step {stored.manifest.key.step} and starts from step {way.from_step}")
     return stored
+
+
+def sizes(stored: store_pb2.StoredReplica) -> list[int]:
+    """Size in bytes of each chunk in `chunks`: those of the shard, then those that deltas are decoded against.
+
+    Raises:
+        CorruptError: a delta's base is not of its own size, or nobody refers to one, or they lead in a circle.
+    """
+    own = ChunkTable.of(stored.manifest).lengths
+    found: list[int | None] = [*own, *([None] * (len(stored.chunks) - len(own)))]
+    for start in range(len(own)):
+        at, steps = start, 0
+        while stored.chunks[at].base:
+            base = stored.chunks[at].base - 1
+            if found[base] not in {None, found[at]}:
+                raise CorruptError(f"chunk {at} is decoded against one of another size")
+            found[base] = found[at]
+            at, steps = base, steps + 1
+            if steps > CHAIN_MAX:
+                raise CorruptError(f"chunk {start} is decoded through more than {CHAIN_MAX} others")
+    known = [size for size in found if size is not None]
+    if len(known) != len(found):
+        raise CorruptError("lists chunks that none of its own needs")
+    return known
+
+
+def _check_places(stored: store_pb2.StoredReplica) -> None:
+    if not all(_FILE_NAME.fullmatch(name) for name in stored.files):
+        raise CorruptError("names a file that is neither a slab nor a segment")
+    own = len(ChunkTable.of(stored.manifest))
+    if len(stored.chunks) < own or len(stored.base_digests) != (len(stored.chunks) - own) * DIGEST_BYTES:
+        raise CorruptError(f"has {len(stored.chunks)} places for {own} chunks and their bases")
+    if any(p.file >= len(stored.files) or p.base > len(stored.chunks) for p in stored.chunks):
+        raise CorruptError("a chunk is in a file, or decoded against a chunk, that it does not list")
+    for place, size in zip(stored.chunks, sizes(stored), strict=True):
+        bound = size + OVERHEAD_BYTES_MAX if place.base else size
+        if not 0 < place.length <= bound or (not place.base and place.length != size):
+            raise CorruptError(f"a chunk of {size} bytes takes {place.length}")

@@ -1,50 +1,215 @@
-"""Slots: where a chunk's new bytes lie complete before the replica's chunk is touched.
+"""Slots: where chunks of copies lie. A slot is a stretch of a slab, a file that stays mapped and warm.
 
-A slot is a segment that no manifest names. When a process is killed while it copies a slot into its
-place, the next one finds the torn chunk's whole content there (`recovery`); that is why it is not
-ordinary memory. Reused through the pools: there are about as many as threads that use them at once.
+A slab without a slot in use is a free file of the pools: it is taken again before a new one is made, and goes back to
+the system when memory is short. Best fit, and neighbours that are free are one free stretch. Knows nothing of chunks.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
+import threading
+import time
+from bisect import bisect_left, insort
+from collections.abc import Iterable
 
-from ..errors import OverBudgetError, StoreFullError
+from ..errors import OverBudgetError, StoreError
 from .segment_pools import SegmentPools
-from .segments import SLOT_POOL
+from .segments import SLAB_POOL, Segment, rounded
 
-#: More threads than these only wait for memory.
-WORKERS_MAX = min(8, os.cpu_count() or 1)
-
-
-@contextlib.contextmanager
-def slot(pools: SegmentPools, size_bytes: int) -> Iterator[memoryview]:
-    """A writable slot of exactly this size; what is in it is no longer needed at the end.
-
-    Raises:
-        OverBudgetError, StoreFullError: no room.
-    """
-    segment = pools.allocate(size_bytes, SLOT_POOL)
-    try:
-        yield segment.view[:size_bytes]
-    finally:
-        pools.give_back(segment)
+#: A slab has this share of the node's budget, within these bounds: few files, and none that is hard to give back.
+SLAB_SHARE = 32
+SLAB_BYTES_MIN = 1 << 20
+SLAB_BYTES_MAX = 256 << 20
+#: How often somebody who waits for a slot looks again whether the pools have memory.
+_LOOK_S = 0.05
 
 
-@contextlib.contextmanager
-def slots(
-    pools: SegmentPools, size_bytes: int, wanted: int, spare: memoryview | None = None
-) -> Iterator[list[memoryview]]:
-    """Up to `wanted` slots (at most WORKERS_MAX), at least one, `spare` among them if given.
+class Place:
+    """A stretch of a file that is in use. `references` belongs to the lock of whoever counts them (`Index`)."""
 
-    Raises:
-        OverBudgetError, StoreFullError: no room for even one; never with a spare.
-    """
-    with contextlib.ExitStack() as stack:
-        found = [spare if spare is not None else stack.enter_context(slot(pools, size_bytes))]
-        with contextlib.suppress(OverBudgetError, StoreFullError):
-            while len(found) < min(wanted, WORKERS_MAX):
-                found.append(stack.enter_context(slot(pools, size_bytes)))
-        yield found
+    __slots__ = ("bad", "file", "job", "length", "offset", "references", "slot_bytes")
+
+    def __init__(self, file: Segment, offset: int, length: int, slot_bytes: int = 0, job: str = "") -> None:
+        self.file = file
+        self.offset = offset
+        #: Bytes in it that count.
+        self.length = length
+        #: Size of the slot that it is, whole pages; 0: it lies in a segment.
+        self.slot_bytes = slot_bytes
+        #: Whose budget the slot counts for.
+        self.job = job
+        self.references = 0
+        #: Wrong bytes were found there: its memory is not used again.
+        self.bad = False
+
+    @property
+    def view(self) -> memoryview:
+        """Its bytes, writable."""
+        return self.file.view[self.offset : self.offset + self.length]
+
+
+class _Slab:
+    """The free stretches of one slab, by their first byte and by the byte behind them."""
+
+    def __init__(self, file: Segment, number: int) -> None:
+        self.file = file
+        self.number = number
+        self.used_bytes = 0
+        self.starts: dict[int, int] = {}
+        self.ends: dict[int, int] = {}
+
+
+class SlotPool:
+    """All slots of a store. Thread-safe; memory of new slabs is allocated outside of its lock."""
+
+    def __init__(self, pools: SegmentPools, budget_bytes: int) -> None:
+        self._pools = pools
+        self._slab_bytes = rounded(min(max(budget_bytes // SLAB_SHARE, SLAB_BYTES_MIN), SLAB_BYTES_MAX))
+        self._changed = threading.Condition()
+        #: Only one thread makes a slab at a time: others will find room in it.
+        self._growing = threading.Lock()
+        self._slabs: dict[str, _Slab] = {}
+        #: Free stretches as (length, slab's number, offset), rising.
+        self._free: list[tuple[int, int, int]] = []
+        self._by_number: dict[int, _Slab] = {}
+        self._next_number = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """Of slabs that have slots in use, what is not in use."""
+        with self._changed:
+            return sum(length for length, _, _ in self._free)
+
+    def take(self, length: int, job: str, *, wait_s: float = 0.0) -> Place:
+        """A slot for so many bytes, of undefined content; it counts for `job`.
+
+        Raises:
+            JobBudgetError: the job has as much as it may.
+            OverBudgetError: no room, and for `wait_s` there was none.
+            StoreFullError: the file system is full.
+        """
+        size = rounded(length)
+        self._pools.charge(job, size, wait_s=wait_s)
+        try:
+            slab, offset = self._find(size, wait_s)
+        except BaseException:
+            self._pools.charge(job, -size)
+            raise
+        return Place(slab.file, offset, length, size, job)
+
+    def free(self, place: Place) -> None:
+        """Nobody refers to the slot any more. A bad one is not used again."""
+        self._pools.charge(place.job, -place.slot_bytes)
+        if place.bad:  # the node has lost it, not the job
+            return
+        with self._changed:
+            slab = self._slabs.get(place.file.name)
+            if slab is None:
+                return  # the store was closed
+            slab.used_bytes -= place.slot_bytes
+            self._insert(slab, place.offset, place.slot_bytes)
+            emptied = not slab.used_bytes and slab.starts == {0: slab.file.size_bytes}
+            if emptied:
+                self._forget(slab)
+            self._changed.notify_all()
+        if emptied:
+            self._pools.give_back(slab.file)
+
+    def adopt(self, file: Segment, places: Iterable[Place]) -> None:
+        """Enter a slab of an earlier process, of which these slots are in use; they do not overlap."""
+        slab = self._enter(file)
+        at = 0
+        with self._changed:
+            for place in sorted(places, key=lambda place: place.offset):
+                self._pools.charge(place.job, place.slot_bytes, within=False)
+                slab.used_bytes += place.slot_bytes
+                if place.offset > at:
+                    self._insert(slab, at, place.offset - at)
+                at = place.offset + place.slot_bytes
+            if at < file.size_bytes:
+                self._insert(slab, at, file.size_bytes - at)
+
+    def close(self) -> None:
+        """Forget all: later `free`s do nothing."""
+        with self._changed:
+            self._slabs.clear()
+            self._by_number.clear()
+            self._free.clear()
+
+    def _find(self, size: int, wait_s: float) -> tuple[_Slab, int]:
+        started_s = time.monotonic()
+        while True:
+            with self._changed:
+                if (found := self._fit(size)) is not None:
+                    return found
+            try:
+                with self._growing:
+                    with self._changed:
+                        if (found := self._fit(size)) is not None:
+                            return found
+                    return self._grow(size)
+            except OverBudgetError:
+                left_s = started_s + wait_s - time.monotonic()
+                if left_s <= 0:
+                    raise
+                with self._changed:
+                    self._changed.wait(min(left_s, _LOOK_S))
+
+    def _fit(self, size: int) -> tuple[_Slab, int] | None:
+        """With the lock held: the smallest free stretch that is large enough."""
+        at = bisect_left(self._free, (size, -1, -1))
+        if at == len(self._free):
+            return None
+        length, number, offset = self._free[at]
+        slab = self._by_number[number]
+        self._remove(slab, offset, length)
+        if length > size:
+            self._insert(slab, offset + size, length - size)
+        slab.used_bytes += size
+        return slab, offset
+
+    def _grow(self, size: int) -> tuple[_Slab, int]:
+        """A slot in a slab that has none in use yet; where a whole slab does not fit, in one of the slot's size."""
+        try:
+            file = self._pools.allocate(max(self._slab_bytes, size), SLAB_POOL)
+        except OverBudgetError:
+            if size >= self._slab_bytes:
+                raise
+            file = self._pools.allocate(size, SLAB_POOL)
+        slab = self._enter(file)
+        with self._changed:
+            slab.used_bytes = size
+            if file.size_bytes > size:
+                self._insert(slab, size, file.size_bytes - size)
+        return slab, 0
+
+    def _enter(self, file: Segment) -> _Slab:
+        with self._changed:
+            if file.name in self._slabs:
+                raise StoreError(f"slab {file.name} is known already")
+            slab = _Slab(file, self._next_number)
+            self._next_number += 1
+            self._slabs[file.name] = self._by_number[slab.number] = slab
+            return slab
+
+    def _forget(self, slab: _Slab) -> None:
+        for offset, length in slab.starts.items():
+            self._free.remove((length, slab.number, offset))
+        del self._slabs[slab.file.name], self._by_number[slab.number]
+
+    def _insert(self, slab: _Slab, offset: int, length: int) -> None:
+        """A stretch is free; one with its neighbours."""
+        if (before := slab.ends.get(offset)) is not None:
+            length += offset - before
+            self._remove(slab, before, offset - before)
+            offset = before
+        if (behind := slab.starts.get(offset + length)) is not None:
+            self._remove(slab, offset + length, behind)
+            length += behind
+        slab.starts[offset], slab.ends[offset + length] = length, offset
+        insort(self._free, (length, slab.number, offset))
+
+    def _remove(self, slab: _Slab, offset: int, length: int) -> None:
+        del slab.starts[offset], slab.ends[offset + length]
+        at = bisect_left(self._free, (length, slab.number, offset))
+        assert self._free[at] == (length, slab.number, offset)
+        del self._free[at]

@@ -20,17 +20,17 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from ..counters import Counters
 from ..digests import chunk_digest
 from ..errors import CorruptError, InvalidRequestError, NotHeldError, StoreError
-from ..store import directory as files
-from ..store.manifests import check_manifest, replica_id
-from ..store.segment_pools import SegmentPools, Usage
-from ..store.segments import Segment, is_staging, restored_pool, staging_pool
-from ..store.sparse import SparseSegment
+from . import directory as files
 from .adoption import adopt
 from .chunk import Chunk, Form, bytes_of, is_good
 from .draft import DeltaOf, Draft, thin
 from .index import HistoryId, Index
+from .manifests import check_manifest, replica_id
 from .replica import Replica
+from .segment_pools import SegmentPools, Usage
+from .segments import Segment, is_staging, restored_pool, staging_pool
 from .slots import Place, SlotPool
+from .sparse import SparseSegment
 
 logger = logging.getLogger(__name__)
 

@@ -25,12 +25,11 @@ from fastcheck_proto.v1 import common_pb2 as pb
 
 from ..counters import Counters
 from ..errors import NotHeldError, StoreError
-from ..store import directory as files
-from ..store.manifests import ReplicaId, replica_id
-from ..store.segment_pools import SegmentPools
+from . import directory as files
 from .chunk import Chunk, Form
-from .manifests import describe, encode, file_name
+from .manifests import ReplicaId, describe, encode, file_name, replica_id
 from .replica import Replica
+from .segment_pools import SegmentPools
 from .slots import Place, SlotPool
 
 logger = logging.getLogger(__name__)

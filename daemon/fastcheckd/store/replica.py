@@ -11,9 +11,9 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from ..chunks import ChunkTable
 from ..digests import DIGEST_BYTES
 from ..errors import NotHeldError
-from ..store.manifests import ReplicaId, replica_id
-from ..store.segments import Segment
 from .chunk import Chunk
+from .manifests import ReplicaId, replica_id
+from .segments import Segment
 
 
 @dataclass(frozen=True, eq=False)
