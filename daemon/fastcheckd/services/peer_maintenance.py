@@ -1,4 +1,4 @@
-"""The part of PeerService that the registry's leader and operators ask: make a copy, check what is here."""
+"""The part of PeerService that operators ask: check what is here."""
 
 from __future__ import annotations
 
@@ -24,15 +24,8 @@ class PeerMaintenance:
 
     def _room(self) -> Maintenance:
         if self._maintenance is None:
-            raise PeerError("this node makes no copies for itself and checks none: ask another one")
+            raise PeerError("this node checks no replicas: ask another one")
         return self._maintenance
-
-    @answers
-    async def FetchReplica(
-        self, request: peer_pb2.FetchReplicaRequest, context: Context
-    ) -> peer_pb2.FetchReplicaResponse:
-        """Make a copy of a committed shard for this node."""
-        return await self._room().fetch(request)
 
     @answers
     async def VerifyReplicas(
