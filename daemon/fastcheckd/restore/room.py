@@ -24,7 +24,8 @@ from ..registry.client import RegistryClient
 from ..store.ram_store import HeldShard, RamStore
 from ..store.segments import Segment
 from ..tasks import to_its_end
-from ..transfer.peer_client import PeerClient
+from ..transfer.client import PeerClient
+from ..transfer.fetch import Fetcher
 from ..view import ViewFollower
 from .bringing import Bringer
 from .finding import Candidate, Finder
@@ -64,7 +65,8 @@ class RestoreRoom:
         config: Config,
         store: RamStore,
         registry: RegistryClient,
-        peers: PeerClient,
+        client: PeerClient,
+        fetcher: Fetcher,
         view: ViewFollower,
         counters: Counters,
         durations: Durations,
@@ -76,8 +78,8 @@ class RestoreRoom:
         self._counters = counters
         self._durations = durations
         self._on_brought = on_brought
-        self.survey = Survey(peers, view)
-        self._bringer = Bringer(config, store, registry, peers, view, counters)
+        self.survey = Survey(client, view)
+        self._bringer = Bringer(config, store, registry, client, fetcher, view, counters)
         self._finder = Finder(registry, self.survey)
         self.reading = ReadingRoom(config, store, self._finder, self._bringer, counters)
         self._own_copies = OwnCopies(store, executor, self._publish)
