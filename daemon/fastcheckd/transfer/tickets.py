@@ -1,6 +1,7 @@
 """One-time tickets: the only key to the bulk lane.
 
-`Open` decides who may read what and issues tickets for it; the lane redeems them and asks nothing else. What a ticket is good for is a grant. Nothing here does I/O.
+`Open` decides who may read what and issues tickets for it; the lane redeems them and asks nothing else. What a ticket
+is good for is a grant. Nothing here does I/O.
 """
 
 from __future__ import annotations
