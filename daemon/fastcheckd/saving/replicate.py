@@ -349,7 +349,9 @@ class Replicator:
             if shard.deltas is None or shard.own is None or shard.base is None:
                 continue
             try:
-                if not shard.deltas.publish(shard.own):
+                if shard.deltas.covers(shard.own):
+                    shard.deltas.publish(shard.own)
+                else:
                     self._store.drop(shard.base)
                     self._counters.add("own_steps_dropped")
             except StoreError as error:
