@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 R = TypeVar("R")
@@ -36,3 +38,33 @@ async def to_its_end(work: Callable[[], R], undo: Callable[[R], object] | None =
             if not running.cancelled() and running.exception() is None and undo is not None:
                 undo(running.result())
         raise
+
+
+def spread(indexes: Sequence[int], threads: int, work: Callable[[int], None]) -> None:
+    """Call `work` once for each index, on so many threads. Blocks.
+
+    After the first failure nothing new is begun; it is raised when all threads are done.
+    """
+    rest = iter(indexes)
+    lock = threading.Lock()
+    failed = threading.Event()
+
+    def run() -> None:
+        while not failed.is_set():
+            with lock:
+                index = next(rest, None)
+            if index is None:
+                return
+            try:
+                work(index)
+            except BaseException:
+                failed.set()
+                raise
+
+    if threads == 1 or len(indexes) <= 1:
+        run()
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="spread") as executor:
+        done = [executor.submit(run) for _ in range(min(threads, len(indexes)))]
+    for future in done:
+        future.result()

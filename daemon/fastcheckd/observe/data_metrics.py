@@ -32,7 +32,7 @@ class DataFacts:
     #: Replicas that are held: this node's own states' shards, and copies for others.
     replicas: Mapping[str, int]
     #: Puts that peers are making here.
-    puts_arriving: int
+    copies_arriving: int
     seats: int
     jobs: Sequence[JobProgress]
     #: What each job has of the memory, and the most that one may have; 0: no limit of its own.
@@ -58,7 +58,7 @@ def families(facts: DataFacts) -> list[Metric]:
             {} if facts.scrub_age_s is None else facts.scrub_age_s,
         ),
         gauge("scrub_period_seconds", "Within which every replica is to be checked.", facts.scrub_period_s),
-        gauge("puts_arriving", "Copies that peers are making on this node now.", facts.puts_arriving),
+        gauge("copies_arriving", "Copies that this node is making for others now.", facts.copies_arriving),
         gauge("sessions", "Places of ranks in jobs that were taken through this process.", facts.seats),
         *_job_families(bounded(facts.jobs)),
         gauge(

@@ -25,7 +25,7 @@ from ..services.admission import Admission
 from ..services.node import NodeService
 from ..supervisor import Supervisor
 from ..systemd import RelayedNotifier, one_line, report
-from ..transfer.peer_calls import PeerCalls
+from ..transfer.client import PeerClient
 from .health_ports import health_ports
 from .server import listen_tcp, listening, private_directory, stop_signal, watching_crowds
 
@@ -42,7 +42,7 @@ async def run(config: Config, supervisor: Supervisor, notifier: RelayedNotifier,
     private_directory(config.runtime_dir)
     dialer = Dialer.of(config)
     registry = RegistryClient(with_remembered_voters(config), Counters(), dialer=dialer)
-    peers = PeerCalls(config.transfer_timeout_s, dialer)
+    peers = PeerClient(config.transfer_timeout_s, dialer)
     agent = Agent(config, registry, dialer, supervisor)
     health = health_aio.HealthServicer()
     server = grpc.aio.server(

@@ -7,9 +7,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -27,7 +26,6 @@ from fastcheck_proto.v1 import (
     trainer_pb2_grpc,
 )
 
-from ..codec.planner import Planner
 from ..config import Config
 from ..counters import Counters
 from ..dialer import Dialer
@@ -55,15 +53,19 @@ from ..services.observe import ObserveService
 from ..services.owners import Owners
 from ..services.peer import PeerService
 from ..services.trainer import TrainerService
-from ..store.ram_store import HeldShard, RamStore
+from ..store.replica import Replica
+from ..store.replica_store import ReplicaStore
+from ..transfer.client import PeerClient
 from ..transfer.codec_pool import CodecPool
+from ..transfer.encoder_cache import EncoderCache
+from ..transfer.fetch import Fetcher
 from ..transfer.lane_meter import LaneMeter
-from ..transfer.lane_server import LaneServer
 from ..transfer.lane_tls import LaneTls
 from ..transfer.pacing import TRICKLE_SHARE, Gate, Pacer
-from ..transfer.peer_client import PeerClient
-from ..transfer.put_desk import PutDesk
-from ..transfer.put_pacing import PutPacing
+from ..transfer.policy import ReplicationPolicy, RestorePolicy
+from ..transfer.receiver import Receiver
+from ..transfer.replication_pacing import ReplicationPacing
+from ..transfer.server import TransferServer
 from ..transfer.tickets import TicketOffice
 from ..view import ViewFollower
 from .server import listen_tcp, listening, stop_signal, watching_crowds
@@ -75,12 +77,16 @@ logger = logging.getLogger(__name__)
 
 #: How long a data process that was just started tries to get its RAM directory.
 STORE_PATIENCE_S = 2.0
+#: A repair that has to wait for this node's saves and copies moves a chunk this often: they may never end, and a job
+#: that saves no more would stay without its copies. For a load it waits longer, at its source.
+REPAIR_TRICKLE_S = 1.0
+REPAIR_BURST_S = 0.1
 
 
 class _DataRooms:
     """The rooms of a data process, joined."""
 
-    def __init__(self, config: Config, store: RamStore, counters: Counters) -> None:
+    def __init__(self, config: Config, store: ReplicaStore, counters: Counters) -> None:
         self._config = config
         self._counters = counters
         self._durations = durations = Durations(DATA)
@@ -100,72 +106,86 @@ class _DataRooms:
         self._faster_interface = faster_than(self._interface, present)
         self._log_lane()
         meter = LaneMeter()
-        self.pacing = PutPacing(
+        self.pacing = ReplicationPacing(
             cap_bytes_per_s=config.replicate_bytes_per_s,
             interface=self._shared_interface(),
-            restoring=lambda: restore.bringing or self.lane.serving,
+            restoring=lambda: restore.bringing or self.server.serving,
             meter=meter, counters=counters, chunk_bytes=config.chunk_bytes,
             transfer_timeout_s=config.transfer_timeout_s,
         )  # fmt: skip
         tls = LaneTls(config) if config.lane_tls else None
-        self.peers = peers = PeerClient(
-            config, counters, self.lanes, self.codec, meter=meter, pacing=self.pacing, tls=tls, dialer=dialer
-        )
+        self.client = client = PeerClient(config.transfer_timeout_s, dialer)
+        fetcher = Fetcher(config, client, counters, self.lanes, self.codec, meter=meter, tls=tls)
         tickets = TicketOffice()
-        trickle = partial(
-            Pacer,
-            math.inf,
-            burst_bytes=config.chunk_bytes,
-            trickle_s=TRICKLE_SHARE * config.transfer_timeout_s,
-        )
-        incoming = Gate(trickle(), lambda: restore.bringing, paused=lambda: counters.add("puts_for_restore"))
-        aside = Gate(
-            trickle(),
-            lambda: restore.bringing or self.lane.serving,
-            paused=lambda: counters.add("repairs_for_restore"),
-        )
-        self.lane = LaneServer(
+        self.server = TransferServer(
             config.effective_lane_host, config.lane_port, tickets, counters, config.transfer_timeout_s,
-            pool=self.codec, codec=config.codec, congestion=config.lane_congestion, meter=meter, gate=incoming,
-            aside=aside, tls=tls,
+            gates={peer_pb2.PURPOSE_REPLICATE: self.pacing, peer_pb2.PURPOSE_REPAIR: self._gate(
+                lambda: restore.bringing or self.server.serving, "repairs_for_restore"
+            )},
+            congestion=config.lane_congestion, meter=meter, tls=tls,
         )  # fmt: skip
-        self.desk = PutDesk(
-            cluster_id=config.cluster_id, node_id=config.node_id, store=store, tickets=tickets,
-            counters=counters, incarnation=lambda: identity.incarnation, epoch=lambda: identity.epoch,
-            require_lease=self.lease.require, kept_steps=lambda job: view.kept_steps().get(job, ()),
-            budget_bytes=config.ram_budget_bytes, transfer_timeout_s=config.transfer_timeout_s,
-        )  # fmt: skip
+        encoders = EncoderCache(
+            store, self.codec, RestorePolicy(config.codec, config.codec_threads), counters
+        )
         replicator = Replicator(
-            config=config, identity=identity, store=store, registry=registry, peers=peers, view=view,
-            counters=counters, executor=self.hashing, codec=self.codec,
-            planner=Planner(config.codec, config.codec_threads),
+            config=config, identity=identity, store=store, registry=registry, client=client, view=view,
+            counters=counters, codec=self.codec, encoders=encoders,
+            policy=ReplicationPolicy(config.codec, config.codec_threads), pacing=self.pacing,
         )  # fmt: skip
         self.saving = SavingRoom(
             config=config, identity=identity, store=store, registry=registry, view=view,
             counters=counters, durations=durations, replicator=replicator,
         )  # fmt: skip
         restore = RestoreRoom(
-            config=config, store=store, registry=registry, peers=peers, view=view,
+            config=config, store=store, registry=registry, client=client, fetcher=fetcher, view=view,
             counters=counters, durations=durations, executor=self.hashing, on_brought=self._brought,
         )  # fmt: skip
+        self.receiver = Receiver(
+            config, identity, self.lease, store, fetcher, counters,
+            kept_steps=lambda job: view.kept_steps().get(job, ()),
+            gate=self._repair_gate(
+                lambda: (
+                    self.saving.replicating or self.receiver.arriving > 0 or restore.bringing or self.server.serving
+                )
+            ),
+            incoming=self._gate(lambda: restore.bringing, "copies_for_restore"),
+        )  # fmt: skip
         self.maintenance = Maintenance(
-            config=config, identity=identity, store=store, registry=registry, peers=peers, view=view,
-            counters=counters, executor=self.hashing, require_lease=self.lease.require,
+            config=config, identity=identity, store=store, registry=registry, view=view,
+            counters=counters, executor=self.hashing,
             busy=lambda: (
-                self.saving.replicating or self.desk.transfers > 0 or restore.bringing or self.lane.serving
+                self.saving.replicating or self.receiver.arriving > 0 or restore.bringing or self.server.serving
             ),
             on_pruned=self.saving.memory.tidied,
         )  # fmt: skip
         self.peer_service = PeerService(
-            cluster_id=config.cluster_id, desk=self.desk, store=store, tickets=tickets, counters=counters,
-            maintenance=self.maintenance,
-            lease=self.lease, lane_report=self._lane_report, certificates=dialer.certificates,
-            saves=self.saving.reports,
+            cluster_id=config.cluster_id, receiver=self.receiver, store=store, encoders=encoders, tickets=tickets,
+            counters=counters, maintenance=self.maintenance, lane_report=self._lane_report,
+            certificates=dialer.certificates, saves=self.saving.reports,
         )  # fmt: skip
         owners = Owners(view, registry, enforced=config.tls_cert_file is not None)
         self.trainer_service = TrainerService(self.saving, restore, registry, owners)
         self._resumed = False
         view.on_change(self._on_view)
+
+    def _gate(self, busy: Callable[[], bool], counter: str) -> Gate:
+        """Holds transfers up while `busy`, but for a trickle; counts the chunks that waited."""
+        pacer = Pacer(
+            math.inf,
+            burst_bytes=self._config.chunk_bytes,
+            trickle_s=TRICKLE_SHARE * self._config.transfer_timeout_s,
+        )
+        return Gate(pacer, busy, paused=lambda: self._counters.add(counter))
+
+    def _repair_gate(self, busy: Callable[[], bool]) -> Gate:
+        """For copies that are made in place of lost ones: they give way to everything, and have a rate of their own."""
+        config = self._config
+        pacer = Pacer(
+            config.repair_bytes_per_s,
+            burst_bytes=max(config.chunk_bytes, int(config.repair_bytes_per_s * REPAIR_BURST_S)),
+            trickle_s=min(REPAIR_TRICKLE_S, config.transfer_timeout_s / 4),
+        )
+        return Gate(pacer, busy, paused=lambda: self._counters.add("repair_pauses"))
 
     def _shared_interface(self) -> str:
         """The interface to whose other traffic puts give way; empty: to none."""
@@ -216,7 +236,7 @@ class _DataRooms:
                 "owner": kinds[common_pb2.REPLICA_KIND_OWNER],
                 "copy": kinds[common_pb2.REPLICA_KIND_COPY],
             },
-            puts_arriving=self.desk.transfers,
+            copies_arriving=self.receiver.arriving,
             seats=self.saving.seats,
             jobs=self.saving.progress(),
             job_ram_bytes=self.store.job_bytes(),
@@ -230,7 +250,7 @@ class _DataRooms:
         await asyncio.to_thread(self._remember_voters, seen)
         self.saving.forget()
 
-    def _brought(self, shards: Sequence[HeldShard]) -> None:
+    def _brought(self, shards: Sequence[Replica]) -> None:
         self.maintenance.brought(shards)
 
     def assumed(self) -> None:
@@ -255,9 +275,9 @@ class _DataRooms:
 
     async def close(self) -> None:
         """Let go of everything but the bytes."""
-        await asyncio.to_thread(self.desk.close)
-        await asyncio.to_thread(self.lane.stop)
-        await self.peers.close()
+        await self.receiver.stop()
+        await asyncio.to_thread(self.server.stop)
+        await self.client.close()
         await self.registry.close()
         self.hashing.shutdown(wait=False, cancel_futures=True)
         self.lanes.shutdown(wait=False, cancel_futures=True)
@@ -297,8 +317,7 @@ async def run(config: Config) -> None:
     node_pb2_grpc.add_DataControlServiceServicer_to_server(control, near)
     observed = ObserveService(lambda: data_metrics.families(rooms.facts()))
     observe_pb2_grpc.add_ObserveServiceServicer_to_server(observed, near)
-    rooms.lane.start()
-    rooms.desk.start()
+    rooms.server.start()
     try:
         async with listening(far), listening(near, config.data_socket), watching_crowds():
             following = asyncio.create_task(rooms.view.run(), name="view")
@@ -317,13 +336,13 @@ async def run(config: Config) -> None:
         await rooms.close()
 
 
-async def _open_store(config: Config, counters: Counters) -> RamStore:
+async def _open_store(config: Config, counters: Counters) -> ReplicaStore:
     """Take over the RAM directory, giving a process that is just ending a moment to let go of it."""
     give_up_at = time.monotonic() + STORE_PATIENCE_S
     while True:
         try:
             return await asyncio.to_thread(
-                RamStore.open,
+                ReplicaStore.open,
                 config.ram_dir,
                 budget_bytes=config.ram_budget_bytes,
                 job_budget_bytes=config.job_budget_bytes,

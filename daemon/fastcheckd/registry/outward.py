@@ -43,9 +43,9 @@ class Outward(Protocol):
     ) -> ProbeResult | None:
         """Have the agent at `asker_address` ask a node who it is; None: that agent could not be asked."""
 
-    async def fetch_replica(
-        self, node_id: str, data_address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
-    ) -> peer_pb2.FetchReplicaResponse:
+    async def replicate(
+        self, node_id: str, data_address: str, request: peer_pb2.ReplicateRequest, timeout_s: float
+    ) -> peer_pb2.ReplicateResponse:
         """Have a data process make itself a copy.
 
         Raises:
@@ -136,9 +136,9 @@ class GrpcOutward:
             return None
         return from_wire(response.finding)
 
-    async def fetch_replica(
-        self, node_id: str, data_address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
-    ) -> peer_pb2.FetchReplicaResponse:
+    async def replicate(
+        self, node_id: str, data_address: str, request: peer_pb2.ReplicateRequest, timeout_s: float
+    ) -> peer_pb2.ReplicateResponse:
         """Have a data process make itself a copy.
 
         Raises:
@@ -146,9 +146,9 @@ class GrpcOutward:
         """
         async with self._channel(node_id, data_address) as channel:
             try:
-                response: peer_pb2.FetchReplicaResponse = await peer_pb2_grpc.PeerServiceStub(
-                    channel
-                ).FetchReplica(request, timeout=timeout_s)
+                response: peer_pb2.ReplicateResponse = await peer_pb2_grpc.PeerServiceStub(channel).Replicate(
+                    request, timeout=timeout_s
+                )
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, f"the data process at {data_address}") from None
         return response

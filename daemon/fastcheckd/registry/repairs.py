@@ -1,6 +1,6 @@
 """The leader's repair of lost copies: compares what is wanted with what is left, and has the difference made.
 
-    survey (redundancy) → orders (repair_orders) → FetchReplica at the target → `rehold` commits the change
+    survey (redundancy) → orders (repair_orders) → an offer to the target → `rehold` commits the change
 
 The state alone is authority. What is kept here (orders under way, failures) is computed again
 by the next leader, who finds the same work, and what was fetched already lying there. A node that
@@ -233,16 +233,17 @@ class Repairs:
             if (not lives or shard_id not in short) and (task := self._tasks.get(shard_id)) is not None:
                 task.cancel()
 
-    def _request(self, state: Json, order: Order) -> peer_pb2.FetchReplicaRequest:
+    def _request(self, state: Json, order: Order) -> peer_pb2.ReplicateRequest:
         job, step, rank, shard = order.shortage.id
         nodes = state["nodes"]
-        return peer_pb2.FetchReplicaRequest(
+        return peer_pb2.ReplicateRequest(
             cluster_id=self._config.cluster_id,
             epoch=state["epoch"],
             holder_incarnation=order.target.incarnation,
             key=pb.ShardKey(job=job, step=step, rank=rank, shard=shard),
             digest=bytes.fromhex(order.shortage.digest),
             bytes=order.shortage.bytes,
+            repair=True,
             sources=[
                 pb.Holder(
                     node=pb.NodeRef(node_id=ref.node_id, incarnation=ref.incarnation),
@@ -253,10 +254,10 @@ class Repairs:
             ],
         )
 
-    async def _fetch(self, order: Order, request: peer_pb2.FetchReplicaRequest) -> None:
+    async def _fetch(self, order: Order, request: peer_pb2.ReplicateRequest) -> None:
         shard_id = order.shortage.id
         try:
-            answer = await self._outward.fetch_replica(
+            answer = await self._outward.replicate(
                 order.target.node_id, order.target_address, request, self._timeout_s(order.shortage.bytes)
             )
             if answer.digest != request.digest:

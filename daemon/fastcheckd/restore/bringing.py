@@ -13,16 +13,17 @@ from ..config import Config
 from ..counters import Counters
 from ..errors import FastCheckdError
 from ..registry.client import RegistryClient
-from ..store.ram_store import RamStore
+from ..store.replica_store import ReplicaStore
 from ..tasks import settled
-from ..transfer.peer_client import PeerClient
+from ..transfer.client import PeerClient
+from ..transfer.fetch import Fetcher
+from ..transfer.reader import FairTurns, Progress
+from ..transfer.scheduler import Part
 from ..view import ViewFollower
 from .describing import Describer
-from .gathering import FairTurns, Gathering
 from .parts import Bytes
 from .plan import ShardPlan
 from .pulling import Puller, Shard
-from .sharing import Part
 from .tally import Tally
 
 logger = logging.getLogger(__name__)
@@ -36,17 +37,18 @@ class Bringer:
     def __init__(
         self,
         config: Config,
-        store: RamStore,
+        store: ReplicaStore,
         registry: RegistryClient,
-        peers: PeerClient,
+        client: PeerClient,
+        fetcher: Fetcher,
         view: ViewFollower,
         counters: Counters,
     ) -> None:
         self._registry = registry
         self._view = view
-        self._puller = Puller(config, store, peers, counters)
+        self._puller = Puller(config, store, client, fetcher, counters)
         self._turns = FairTurns()
-        self.describer = Describer(config.node_id, store, peers, self._puller)
+        self.describer = Describer(config.node_id, store, fetcher, self._puller)
 
     async def gather(
         self,
@@ -66,7 +68,7 @@ class Bringer:
         """
         wanted = parts or {}
         numbers = [plan.record.shard for plan in plans]
-        gathering = Gathering(numbers, self._turns, tally.came, parts=wanted)
+        progress = Progress(numbers, self._turns, tally.came, parts=wanted)
 
         def shard(record: rpb.ShardRecord, plan: ShardPlan) -> Shard:
             key = pb.ShardKey(job=job, step=step, rank=rank, shard=record.shard)
@@ -75,7 +77,7 @@ class Bringer:
 
         with self._turns.taking_part():
             pulls = [
-                asyncio.create_task(self._puller.pull(shard(p.record, p), nodes, gathering, tally))
+                asyncio.create_task(self._puller.pull(shard(p.record, p), nodes, progress, tally))
                 for p in plans
             ]
             try:

@@ -16,9 +16,9 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..chunks import ChunkTable
 from ..errors import CorruptError, FastCheckdError, LostError
-from ..store.ram_store import RamStore
+from ..store.replica_store import ReplicaStore
 from ..tasks import settled
-from ..transfer.peer_client import PeerClient
+from ..transfer.fetch import Fetcher
 from .plan import ShardPlan, other_sources
 from .pulling import ASK_AGAIN_AFTER_S, Puller
 
@@ -30,10 +30,10 @@ Description = tuple[pb.ShardManifest, ChunkTable]
 class Describer:
     """Asks this node's own store, else all holders at once. Used on the event loop."""
 
-    def __init__(self, node_id: str, store: RamStore, peers: PeerClient, puller: Puller) -> None:
+    def __init__(self, node_id: str, store: ReplicaStore, fetcher: Fetcher, puller: Puller) -> None:
         self._node_id = node_id
         self._store = store
-        self._peers = peers
+        self._fetcher = fetcher
         self._puller = puller
 
     async def describe(
@@ -103,7 +103,7 @@ class Describer:
     ) -> Description | None:
         record = plan.record
         try:
-            manifest, table = await self._peers.get_manifest(source, key, record.digest, record.bytes)
+            manifest, table = await self._fetcher.describe(source, key, record.digest, record.bytes)
             _check(manifest, rank, record, f"node {source.node.node_id}")
         except FastCheckdError as error:
             # Counted when its chunks are asked for: here it was one of several.

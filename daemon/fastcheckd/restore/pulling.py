@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import peer_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
+from ..chunks import ChunkTable
 from ..config import Config
 from ..counters import Counters
-from ..errors import CorruptError, FastCheckdError, LostError, NotHeldError, PeerError
-from ..store.ram_store import RamStore
+from ..errors import CorruptError, FastCheckdError, LostError, NotHeldError
+from ..store.replica_store import ReplicaStore
 from ..tasks import settled, to_its_end
-from ..transfer.peer_client import PeerClient
-from .gathering import Gathering
+from ..transfer.client import PeerClient
+from ..transfer.fetch import Failures, Fetcher
+from ..transfer.frames import CHUNK_BYTES_MIN
+from ..transfer.reader import MemoryTarget, Progress
+from ..transfer.scheduler import Part
 from .plan import ShardPlan, other_sources
-from .sharing import Part
 from .tally import Tally
 
 logger = logging.getLogger(__name__)
@@ -34,27 +37,14 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 LIST_TIMEOUT_S = 2.0
-#: Nodes that one shard is read from at a time; further ones take the place of those that fail.
-SOURCES_AT_ONCE = 4
 #: A node that is just starting refuses connections for a moment, and a channel that saw it does not try again for a
 #: second. Before a shard is called lost, those that were not reached are asked once more after this pause.
 ASK_AGAIN_AFTER_S = 1.5
-#: The same for one that could not be reached while others are read.
-TRY_AGAIN_AFTER_S = 0.5
-
-
-@dataclass
-class _Hunt:
-    """Who was asked for a shard in vain."""
-
-    #: What each of them said.
-    told: list[str] = field(default_factory=list)
-    unreached: list[pb.Holder] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard that is to be brought."""
+    """A shard that is to be brought into memory; see `transfer.fetch.Wanted`."""
 
     key: pb.ShardKey
     plan: ShardPlan
@@ -62,10 +52,35 @@ class Shard:
     #: None: all of it.
     part: Part | None = None
 
+    purpose = peer_pb2.PURPOSE_RESTORE
+
     @property
     def digest(self) -> bytes:
         """As committed."""
         return self.plan.record.digest
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return self.plan.record.bytes
+
+    @property
+    def chunk_count(self) -> int:
+        """About how many chunks are wanted."""
+        return -(-self.bytes // CHUNK_BYTES_MIN) if self.part is None else len(self.part.chunks)
+
+    def bases(self) -> list[peer_pb2.Base]:
+        """None: the memory holds nothing yet."""
+        return []
+
+    async def target(
+        self, manifest: pb.ShardManifest, table: ChunkTable, base_step: int | None
+    ) -> MemoryTarget:
+        """The memory."""
+        return MemoryTarget(self.into, table)
+
+    def missing(self) -> None:
+        """All, or `part`."""
 
     @property
     def wanted_bytes(self) -> int:
@@ -76,14 +91,17 @@ class Shard:
 class Puller:
     """Brings shards to this node. Used on the event loop."""
 
-    def __init__(self, config: Config, store: RamStore, peers: PeerClient, counters: Counters) -> None:
+    def __init__(
+        self, config: Config, store: ReplicaStore, client: PeerClient, fetcher: Fetcher, counters: Counters
+    ) -> None:
         self._config = config
         self._store = store
-        self._peers = peers
+        self._client = client
+        self._fetcher = fetcher
         self._counters = counters
 
     async def pull(
-        self, shard: Shard, nodes: Mapping[str, rpb.NodeRecord], gathering: Gathering, tally: Tally
+        self, shard: Shard, nodes: Mapping[str, rpb.NodeRecord], progress: Progress, tally: Tally
     ) -> pb.ShardManifest:
         """Get one shard into its place, checked; its manifest.
 
@@ -94,25 +112,25 @@ class Puller:
         if manifest is not None:
             tally.local_bytes += shard.wanted_bytes
             return manifest
-        hunt = _Hunt()
+        failures = Failures()
         plan = shard.plan
         known = plan.sources
         for sources in (known[: plan.at_once], known[plan.at_once :]):
-            if (manifest := await self._read(shard, sources, gathering, tally, hunt)) is not None:
+            if (manifest := await self._read(shard, sources, progress, tally, failures)) is not None:
                 return manifest
         others = await self.who_else_has(
             shard.key, shard.digest, other_sources(plan, nodes, self._config.node_id)
         )
-        if (manifest := await self._read(shard, others, gathering, tally, hunt)) is not None:
+        if (manifest := await self._read(shard, others, progress, tally, failures)) is not None:
             return manifest
-        if once_more := list(hunt.unreached):
+        if once_more := list(failures.unreached):
             await asyncio.sleep(ASK_AGAIN_AFTER_S)
-            if (manifest := await self._read(shard, once_more, gathering, tally, hunt)) is not None:
+            if (manifest := await self._read(shard, once_more, progress, tally, failures)) is not None:
                 return manifest
         key = shard.key
         raise LostError(
             f"shard {key.shard} of rank {key.rank}, step {key.step} of job {key.job!r}: no good copy left "
-            f"({'; '.join(dict.fromkeys(hunt.told)) or 'none of its holders is known'})"
+            f"({'; '.join(dict.fromkeys(failures.told)) or 'none of its holders is known'})"
         )
 
     async def _copy_local(self, shard: Shard) -> pb.ShardManifest | None:
@@ -133,88 +151,17 @@ class Puller:
         return None
 
     async def _read(
-        self,
-        shard: Shard,
-        sources: Iterable[pb.Holder],
-        gathering: Gathering,
-        tally: Tally,
-        hunt: _Hunt,
+        self, shard: Shard, sources: Iterable[pb.Holder], progress: Progress, tally: Tally, failures: Failures
     ) -> pb.ShardManifest | None:
-        """Read a shard from several peers together; its manifest, or None when they do not have all of it."""
-        waiting = deque(sources)
-        at_once = min(len(waiting), SOURCES_AT_ONCE)
-        streams = max(1, self._config.lane_streams // max(1, at_once))
-        if shard.part is not None:
-            streams = min(streams, len(shard.part.chunks))
-        number = shard.key.shard
-        reading: set[asyncio.Task[None]] = set()
-        try:
-            while waiting or reading:
-                while waiting and len(reading) < at_once:
-                    source = waiting.popleft()
-                    work = self._read_from(source, shard, gathering, tally, hunt, streams)
-                    reading.add(asyncio.create_task(work, name="read"))
-                ended, reading = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-                for task in ended:
-                    task.result()
-                if (manifest := gathering.manifest(number)) is not None:
-                    self._counters.add("shards_fetched")
-                    return manifest
-        finally:
-            # Nobody may write to the memory any more when this returns.
-            for task in reading:
-                task.cancel()
-            await settled(reading)
-        return None
+        """Fetch a shard from several peers together; its manifest, or None when they do not have all of it."""
 
-    async def _read_from(
-        self,
-        source: pb.Holder,
-        shard: Shard,
-        gathering: Gathering,
-        tally: Tally,
-        hunt: _Hunt,
-        streams: int,
-    ) -> None:
-        """Read what one peer is asked for; its failure is counted and noted in `hunt`.
+        def bad_copy() -> None:
+            tally.bad_copies += 1
 
-        One that cannot be reached, while others read, is tried once more beside them: its link may just be full.
-        """
-        number, name = shard.key.shard, source.node.node_id
-        is_bad = False
-
-        def read() -> Coroutine[Any, Any, None]:
-            part = gathering.source(number, name)
-            return self._peers.read_shard(source, shard.key, shard.digest, shard.into, part, streams=streams)
-
-        try:
-            try:
-                await read()
-            except PeerError as error:
-                if gathering.was_too_slow(number, name) or not gathering.is_read(number):
-                    raise
-                logger.info("%s: %s; trying it once more", _shown(shard.key), error)
-                await asyncio.sleep(TRY_AGAIN_AFTER_S)
-                await read()
-        except CorruptError as error:
-            is_bad = True
-            hunt.told.append(str(error))
-        except (NotHeldError, PeerError) as error:
-            hunt.told.append(str(error))
-            if isinstance(error, PeerError):
-                hunt.unreached.append(source)
-            if gathering.was_too_slow(number, name):
-                logger.warning("%s: node %s was too slow", _shown(shard.key), name)
-            else:
-                is_bad = True
-                self._counters.add("copies_missing")
-                logger.warning("%s: %s; others bring what it did not", _shown(shard.key), error)
-        finally:
-            # Also when it was ended because the others have brought all by now.
-            if bad := gathering.bad_chunks(number, name):
-                is_bad = True
-                hunt.told.append(f"node {name} has sent {bad} bad chunks")
-            tally.bad_copies += is_bad
+        manifest = await self._fetcher.fetch(shard, sources, progress, failures, on_bad_copy=bad_copy)
+        if manifest is not None:
+            self._counters.add("shards_fetched")
+        return manifest
 
     async def who_else_has(
         self, key: pb.ShardKey, digest: bytes, nodes: Sequence[pb.Holder]
@@ -223,7 +170,7 @@ class Puller:
 
         async def has(node: pb.Holder) -> bool:
             try:
-                replicas = await self._peers.list_replicas(
+                replicas = await self._client.list_replicas(
                     node.node.node_id, node.data_address, key.job, key.step, LIST_TIMEOUT_S
                 )
             except FastCheckdError:
@@ -251,7 +198,3 @@ async def together(works: Sequence[Callable[[], Awaitable[R]]], at_once: int) ->
         for task in tasks:
             task.cancel()
         await settled(tasks)
-
-
-def _shown(key: pb.ShardKey) -> str:
-    return f"{key.job}/{key.step}/{key.rank}/{key.shard}"

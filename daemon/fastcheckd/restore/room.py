@@ -25,7 +25,8 @@ from ..store.replica import Replica
 from ..store.replica_store import ReplicaStore
 from ..store.segments import Segment
 from ..tasks import to_its_end
-from ..transfer.peer_client import PeerClient
+from ..transfer.client import PeerClient
+from ..transfer.fetch import Fetcher
 from ..view import ViewFollower
 from .bringing import Bringer
 from .finding import Candidate, Finder
@@ -65,7 +66,8 @@ class RestoreRoom:
         config: Config,
         store: ReplicaStore,
         registry: RegistryClient,
-        peers: PeerClient,
+        client: PeerClient,
+        fetcher: Fetcher,
         view: ViewFollower,
         counters: Counters,
         durations: Durations,
@@ -77,8 +79,8 @@ class RestoreRoom:
         self._counters = counters
         self._durations = durations
         self._on_brought = on_brought
-        self.survey = Survey(peers, view)
-        self._bringer = Bringer(config, store, registry, peers, view, counters)
+        self.survey = Survey(client, view)
+        self._bringer = Bringer(config, store, registry, client, fetcher, view, counters)
         self._finder = Finder(registry, self.survey)
         self.reading = ReadingRoom(config, store, self._finder, self._bringer, counters)
         self._own_copies = OwnCopies(store, executor, self._publish)

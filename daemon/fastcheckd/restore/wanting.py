@@ -15,7 +15,7 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 from ..chunks import ChunkTable
 from ..errors import InvalidRequestError
 from ..store.segments import PAGE_BYTES
-from .sharing import Part
+from ..transfer.scheduler import Part
 
 #: In one request: each costs some microseconds, and its chunks at most once.
 RANGES_MAX = 1 << 18

@@ -11,7 +11,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..errors import FastCheckdError, NoQuorumError, StepGoneError
-from ..transfer.peer_client import PeerClient
+from ..transfer.client import PeerClient
 from ..view import ViewFollower
 from .survey import FoundStep, complete_steps
 

@@ -1,10 +1,10 @@
-"""Carries a save to its holders and through the commit; one that is not sealed yet, as far as it may go.
+"""Carries a save to its holders and through the commit.
 
-Place → wait until the step before is sent → put every shard to every holder at once, against the step before
-where the planner says so → publish the owner's manifests → report until the registry decides. A holder that fails
-gets a rest (quarantine) and its copy goes elsewhere; the split into shards is fixed by the first placement, later
-ones only supply other holders. A registry that does not answer is done without (`without_quorum`): the step is then
-provisional until somebody is there to commit it.
+Place → wait until the step before is replicated → hash → publish the owner's own copy → offer every shard to its
+holders at once, who pull it → report until the registry decides. A holder that fails gets a rest (quarantine) and its
+copy goes elsewhere; the split into shards is fixed by the first placement, later ones only supply other holders. A
+registry that does not answer is done without (`without_quorum`): the step is then provisional until somebody is there
+to commit it.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ import asyncio
 import contextlib
 import logging
 import time
-from concurrent.futures import Executor
+from functools import partial
+
+import psutil
 
 from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import peer_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..chunks import ChunkTable
+from ..codec.encoder import encode
 from ..codec.fitting import Fits
-from ..codec.planner import Planner, Route
 from ..config import Config
 from ..counters import Counters
-from ..digests import shard_digest
 from ..errors import (
     FastCheckdError,
     FencedError,
     HolderLostError,
     JobBudgetError,
     NoQuorumError,
+    NotHeldError,
     OverBudgetError,
     PeerError,
     PlacementError,
@@ -41,24 +44,33 @@ from ..errors import (
 )
 from ..identity import Identity
 from ..registry.client import RegistryClient
-from ..store.ram_store import RamStore
-from ..store.thinning import Thinning
+from ..store.replica_store import ReplicaStore
+from ..tasks import settled, to_its_end
+from ..transfer.client import PeerClient
 from ..transfer.codec_pool import CodecPool
-from ..transfer.peer_client import PeerClient
-from ..transfer.shard_source import BaseSource, ShardSource
+from ..transfer.encoder_cache import EncoderCache, OutgoingShard
+from ..transfer.policy import SAMPLE_SHARE, ReplicationPolicy
+from ..transfer.replication_pacing import ReplicationPacing
 from ..view import ViewFollower
 from .holders import Quarantine, pick_holders
 from .placing import REGISTRY_TIMEOUT_S, RETRY_PAUSE_MAX_S, RETRY_PAUSE_S, Placed, Placing
 from .rhythm import Rhythm
 from .save import Save
-from .shards import Bases, Copy, Preparation, Shard, uses_per_copy
+from .shards import Copy, Shard, complete_digests, uses_per_copy
 
 logger = logging.getLogger(__name__)
 
-#: Rounds of sending before the save fails: nodes die one by one, only a defect fails every round.
-PUT_ATTEMPTS_MAX = 30
+#: Rounds of offers before the save fails: nodes die one by one, only a defect fails every round.
+OFFER_ATTEMPTS_MAX = 30
 #: How long the leader keeps a report waiting before it says for whom.
 REPORT_WAIT_S = 1.0
+#: An offer ends by its outcome or for want of progress, never by this; a call needs some deadline.
+OFFER_TIMEOUT_S = 86400.0
+#: A holder that has to touch fresh memory for the copy is given this much time for it.
+FRESH_MEMORY_BYTES_PER_S = 200_000_000
+#: A holder that may also pull from others than this node shows less progress here.
+OTHER_SOURCES_PATIENCE = 3
+_LOOK_S = 0.25
 
 
 class Replicator:
@@ -69,25 +81,27 @@ class Replicator:
         *,
         config: Config,
         identity: Identity,
-        store: RamStore,
+        store: ReplicaStore,
         registry: RegistryClient,
-        peers: PeerClient,
+        client: PeerClient,
         view: ViewFollower,
         counters: Counters,
-        executor: Executor,
         codec: CodecPool,
-        planner: Planner,
+        encoders: EncoderCache,
+        policy: ReplicationPolicy,
+        pacing: ReplicationPacing,
     ) -> None:
         self._config = config
         self._identity = identity
         self._store = store
         self._registry = registry
-        self._peers = peers
+        self._client = client
         self._view = view
         self._counters = counters
-        self._executor = executor
         self._codec = codec
-        self._planner = planner
+        self._encoders = encoders
+        self._policy = policy
+        self._pacing = pacing
         #: Shards being sent, of all saves.
         self._at_once = 0
         self.rhythm = Rhythm(config.commit_timeout_s / 2)
@@ -107,106 +121,70 @@ class Replicator:
             save.after = None
             save.moved()
             placed = await self._placing.place(save)
-        with contextlib.ExitStack() as thinnings:
-            with Bases(self._store) as bases:
-                shards = self._split(save, placed, bases, thinnings)
-                self._at_once += len(shards)
-                try:
-                    epoch = await self._replicate(save, shards, placed)
-                finally:
-                    self._at_once -= len(shards)
-                    for shard in shards:
-                        shard.source.base = (
-                            None  # not pinned any more; who gets the shard later gets it whole
-                        )
-            self._learn(shards)
-            await self._commit(save, shards, epoch)
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._thin, shards)
+        shards = self._split(save, placed)
+        with contextlib.ExitStack() as stack:
+            await to_its_end(partial(self._complete, save, shards))
+            await self._publish(save, shards)
+            self._prepare_sending(save, shards, stack)
+            self._at_once += len(shards)
+            started, idle_s = time.monotonic(), _idle_s()
+            try:
+                placed = await self._replicate(save, shards, placed)
+            finally:
+                self._at_once -= len(shards)
+            self._learn(shards, time.monotonic() - started, _idle_s() - idle_s)
+            sampling = asyncio.create_task(self._sample(shards), name=f"sample-{save.key}")
+            try:
+                await self._commit(save, shards, placed)
+            finally:
+                await settled({sampling})
+            sampling.result()
+            await to_its_end(partial(self._keep_older, shards))
 
-    async def _commit(self, save: Save, shards: list[Shard], epoch: int) -> None:
+    async def _commit(self, save: Save, shards: list[Shard], placed: Placed) -> None:
         """Report a step whose copies are made until it is committed; raises what stopped it."""
         while True:
             save.replicate_s = time.monotonic() - save.sealed_at
             self._account(save, shards)
-            if self._alone(shards) and not save.reported:
+            if placed.alone and not save.reported:
                 save.reach(tpb.SAVE_STATE_PROVISIONAL)
                 await self._placing.until_heard(save)
             save.reach(tpb.SAVE_STATE_REPLICATED)
             reported = time.monotonic()
             try:
-                await self._report(save, shards, epoch)
+                await self._report(save, shards, placed.response.epoch)
             except HolderLostError as error:
                 logger.warning("%s: %s; placing its shards again", save.key, error)
                 for shard in shards:
                     for node_id in error.node_ids:
                         shard.acknowledged.pop(node_id, None)
-                placed = await self._placing.place(save)
-                epoch = await self._replicate(save, shards, placed)
+                placed = await self._replicate(save, shards, await self._placing.place(save))
                 continue
             save.commit_s = time.monotonic() - reported
             return
-
-    def _learn(self, shards: list[Shard]) -> None:
-        """Tell the planner how its plans went."""
-        for shard in shards:
-            self._counters.add("chunks_encoded", shard.source.encoded_chunks)
-            self._counters.add("encode_cpu_ms", round(1000 * shard.source.encode_s))
-            if (sent := shard.sent()) is not None:
-                self._planner.learn(shard.plan, sent)
-
-    def _thin(self, shards: list[Shard]) -> None:
-        """The step before is older now: keep it as a way back from this one, if that was prepared."""
-        for shard in shards:
-            try:
-                if shard.thinning is not None and shard.thinning.publish(shard.manifest.key.step):
-                    self._counters.add("shards_thinned")
-            except StoreError as error:
-                logger.info("shard %d of the step before stays as it is: %s", shard.index, error)
-
-    def _begin_thinning(self, save: Save, key: pb.ShardKey, base: BaseSource | None) -> Thinning | None:
-        if base is None or self._config.keep_steps == 1:
-            return None  # it will just go
-        older = pb.ShardKey()
-        older.CopyFrom(key)
-        older.step = base.step
-        held = self._store.find(older, pb.REPLICA_KIND_OWNER)
-        if held is None or held.manifest.digest != base.digest:
-            return None
-        try:
-            return self._store.begin_thinning(held)
-        except StoreError as error:
-            logger.info("step %d stays as it is beside step %d: %s", base.step, key.step, error)
-            return None
 
     @staticmethod
     def _account(save: Save, shards: list[Shard]) -> None:
         """What the acknowledged copies took."""
         save.copies = min(len(s.acknowledged) for s in shards)
-        sent_bytes = sum(c.outcome.sent_bytes for s in shards for c in s.acknowledged.values())
-        save.encoded_bytes = sent_bytes // save.copies
+        received_bytes = sum(c.received_bytes for s in shards for c in s.acknowledged.values())
+        save.encoded_bytes = received_bytes // save.copies
         save.codecs = uses_per_copy(shards, save.copies)
-        save.encode_s = sum(s.source.encode_s for s in shards)
+        save.encode_s = sum(s.outgoing.encode_s for s in shards if s.outgoing is not None)
 
-    def _split(
-        self, save: Save, placed: Placed, bases: Bases, thinnings: contextlib.ExitStack
-    ) -> list[Shard]:
-        """Cut the state at chunk ends, one shard for each that the placement has, and plan each.
+    # --- what is sent ----------------------------------------------------------------------------
 
-        Thinnings that are begun are ended with `thinnings`, unless they were published.
-        """
+    def _split(self, save: Save, placed: Placed) -> list[Shard]:
+        """Cut the state at chunk ends, one shard for each that the placement has."""
         content = save.content
-        placement = placed.response
-        copies = min(len(s.holders) for s in placement.shards)
-        stretches = content.cut(len(placement.shards))
-        fits = Fits()
         shards = []
         offset = 0
+        stretches = content.cut(len(placed.response.shards))
         for index, stretch in enumerate(stretches):
             plans = content.plans[stretch.start : stretch.stop]
             table = ChunkTable([plan.bytes for plan in plans])
-            key = pb.ShardKey(job=save.key.job, step=save.key.step, rank=save.key.rank, shard=index)
             manifest = pb.ShardManifest(
-                key=key,
+                key=pb.ShardKey(job=save.key.job, step=save.key.step, rank=save.key.rank, shard=index),
                 shard_count=len(stretches),
                 world_size=save.world_size,
                 owner=self._config.node_id,
@@ -219,65 +197,188 @@ class Replicator:
                 chunk_bytes=self._config.chunk_bytes,
                 chunk_lengths=table.lengths if content.listed else (),
                 lossy=save.lossy,
-                kind=pb.REPLICA_KIND_COPY,
+                kind=pb.REPLICA_KIND_OWNER,
                 save_id=save.save_id,
                 generation=save.generation,
+                begun_after=save.begun_after,
+                provisional=placed.alone,
                 shared=save.shared,
+                # For the next process of this node.
+                shared_digests=save.shared_digests if index == 0 else (),
             )
-            base = bases.find(key, offset, table)
-            holders = pick_holders(index, copies, (), placement)
-            route = Route(key.job, key.rank, index, tuple(sorted(h.node.node_id for h in holders)))
-            sharing = self._at_once + len(stretches)
-            plan = self._planner.plan(
-                route, table.lengths, has_base=base is not None, sharing=sharing, lean=save.lean
+            shard = Shard(manifest, plans, table)
+            older = self._store.history(manifest.key, pb.REPLICA_KIND_OWNER)
+            shard.base = next(
+                (
+                    replica
+                    for replica in older
+                    if replica.key.step < save.key.step
+                    and replica.manifest.offset == offset
+                    and replica.is_whole
+                    and replica.chunks == table
+                ),
+                None,
             )
-            everything = plan.offer_base and plan.fraction == 1.0
-            thinning = self._begin_thinning(save, key, base) if save.lean and everything else None
-            if thinning is not None:
-                thinnings.callback(thinning.abort)
-            view = save.segment.view[offset : offset + table.shard_bytes]
-            source = ShardSource(
-                view,
-                table,
-                step=key.step,
-                plans=plans,
-                base=base if plan.offer_base else None,
-                pool=self._codec,
-                choose=plan.choose,
-                fits=fits,
-                prepare=content.quantise and Preparation(content.quantise, view, plans, base),
-                on_way_back=None if thinning is None else thinning.add,
-            )
-            shards.append(Shard(index, offset, table.shard_bytes, source, manifest, plan, thinning=thinning))
+            shards.append(shard)
             offset += table.shard_bytes
         return shards
 
-    # --- sending ---------------------------------------------------------------------------------
+    def _complete(self, save: Save, shards: list[Shard]) -> None:
+        """Hash all shards; make them lossy first, if the trainer allowed it. Blocks."""
+        for shard in shards:
+            offset = shard.manifest.offset
+            with contextlib.ExitStack() as stack:
+                view = stack.enter_context(save.segment.view[offset : offset + shard.bytes])
+                base = None
+                if shard.base is not None and save.content.quantise is not None:
+                    try:
+                        base = stack.enter_context(self._store.reading(shard.base))
+                    except NotHeldError:  # retention was faster
+                        shard.base = None
+                threads = self._config.worker_threads
+                complete_digests(shard, view, threads, save.content.quantise, base)
 
-    async def _replicate(self, save: Save, shards: list[Shard], placed: Placed) -> int:
-        """Get every shard to as many holders as the placement names; returns the epoch placed by."""
-        copies = min(len(s.holders) for s in placed.response.shards)
-        for attempt in range(PUT_ATTEMPTS_MAX):
-            placement = placed.response
+    async def _publish(self, save: Save, shards: list[Shard]) -> None:
+        """Have the owner's copies findable: holders pull from them, and a restart of this process keeps them.
+
+        Raises:
+            FastCheckdError: this node's store could not, and the save's patience is at its end.
+        """
+
+        def publish() -> None:
             for shard in shards:
-                shard.manifest.provisional = placed.alone
-            puts = [
-                self._put(save, shard, holder, placement.epoch)
+                if shard.own is None:
+                    shard.own = self._store.publish(
+                        shard.manifest, save.segment, shard.manifest.offset, verified=True
+                    )
+
+        while True:
+            try:
+                await to_its_end(publish)
+            except FastCheckdError as error:
+                logger.warning("%s: its own copy cannot be published here: %s", save.key, error)
+                await self._placing.wait_out(save, error)
+            else:
+                return
+
+    def _prepare_sending(self, save: Save, shards: list[Shard], stack: contextlib.ExitStack) -> None:
+        """Say how the shards are to be sent, until `stack` ends."""
+        fits = Fits()
+        sharing = self._at_once + len(shards)
+        for shard in shards:
+            on_encoded = None
+            if save.lean and shard.base is not None and self._config.keep_steps > 1:
+                shard.deltas = self._store.reverse_deltas(shard.base)
+                stack.callback(shard.deltas.abandon)
+                on_encoded = shard.deltas.add
+            course = stack.enter_context(
+                self._pacing.replicating(
+                    shard.bytes * self._config.tolerate,
+                    lambda: self.rhythm.due((save.key.job, save.key.rank), save.sealed_at),
+                )
+            )
+            shard.outgoing = OutgoingShard(
+                shard.plans,
+                fraction=self._policy.fraction(_route(shard), sharing=sharing),
+                alone=self._config.codec == "always",
+                readers=self._config.tolerate,
+                fits=fits,
+                course=course,
+                on_encoded=on_encoded,
+            )
+            stack.enter_context(
+                self._encoders.outgoing(shard.manifest.key, shard.manifest.digest, shard.outgoing)
+            )
+
+    def _learn(self, shards: list[Shard], seconds: float, idle_s: float) -> None:
+        """Tell the policy how the sending went."""
+        encode_s = sum(shard.outgoing.encode_s for shard in shards if shard.outgoing is not None)
+        idle_cores = (idle_s + encode_s) / max(seconds, 1e-6)
+        for shard in shards:
+            out = shard.outgoing
+            if out is None or shard.troubled:
+                continue
+            raw_bytes, encoded_bytes, cpu_s = out.encoding
+            self._policy.encoded(_route(shard), raw_bytes=raw_bytes, encoded_bytes=encoded_bytes, cpu_s=cpu_s)
+            self._policy.sent(
+                _route(shard), sent_bytes=out.sent_bytes, busy_s=out.busy_s, idle_cores=idle_cores
+            )
+
+    async def _sample(self, shards: list[Shard]) -> None:
+        """Encode a few chunks that went raw, to know what encoding the next steps would give."""
+        for shard in shards:
+            if shard.base is None or shard.own is None or not self._policy.wants_sample(_route(shard)):
+                continue
+            try:
+                await asyncio.wrap_future(self._codec.submit(self._encode_some, shard))
+            except (PeerError, StoreError) as error:  # shutting down, or one of the two is not held any more
+                logger.debug("no sample of shard %d: %s", shard.index, error)
+
+    def _encode_some(self, shard: Shard) -> None:
+        """In a thread of the codec pool."""
+        assert shard.base is not None and shard.own is not None
+        own, base = shard.own, shard.base
+        count = max(1, int(SAMPLE_SHARE * len(shard.table)))
+        changed = [i for i in range(len(shard.table)) if own.chunk_digest(i) != base.chunk_digest(i)]
+        raw_bytes = encoded_bytes = 0
+        started_s = time.thread_time()
+        with self._store.reading(own) as newer, self._store.reading(base) as older:
+            for index in changed[:: max(1, len(changed) // count)][:count]:
+                with newer.chunk(index) as new, older.chunk(index) as old:
+                    encoded = encode(
+                        new,
+                        old,
+                        shard.plans[index],
+                        step=own.key.step,
+                        base_step=base.key.step,
+                        digest=own.chunk_digest(index),
+                        base_digest=base.chunk_digest(index),
+                    )
+                    raw_bytes += len(new)
+                    encoded_bytes += len(new) if encoded is None else len(encoded.payload)
+        cpu_s = time.thread_time() - started_s
+        self._policy.encoded(_route(shard), raw_bytes=raw_bytes, encoded_bytes=encoded_bytes, cpu_s=cpu_s)
+
+    def _keep_older(self, shards: list[Shard]) -> None:
+        """Where memory is short, free the segment of the step before. Blocks.
+
+        What was encoded for the holders is kept as reverse deltas, nearly for nothing. Where chunks went as they are,
+        encoding them for this alone would cost as much as another save: then the step stays at its holders only.
+        """
+        for shard in shards:
+            if shard.deltas is None or shard.own is None or shard.base is None:
+                continue
+            try:
+                if shard.deltas.covers(shard.own):
+                    shard.deltas.publish(shard.own)
+                else:
+                    self._store.drop(shard.base)
+                    self._counters.add("own_steps_dropped")
+            except StoreError as error:
+                logger.info("shard %d of the step before stays as it is: %s", shard.index, error)
+
+    # --- offers ----------------------------------------------------------------------------------
+
+    async def _replicate(self, save: Save, shards: list[Shard], placed: Placed) -> Placed:
+        """Get every shard to as many holders as the placement names; returns the placement that did it."""
+        copies = min(len(s.holders) for s in placed.response.shards)
+        for attempt in range(OFFER_ATTEMPTS_MAX):
+            offers = [
+                self._offer(save, shard, holder, placed)
                 for shard in shards
                 for holder in pick_holders(
-                    shard.index, copies - len(shard.acknowledged), shard.acknowledged, placement
+                    shard.index, copies - len(shard.acknowledged), shard.acknowledged, placed.response
                 )
             ]
-            errors = [error for error in await asyncio.gather(*puts) if error is not None]
+            errors = [error for error in await asyncio.gather(*offers) if error is not None]
             short = [s for s in shards if len(s.acknowledged) < copies]
             if not short:
-                await self._publish_rest(save, shards)
                 held_by = {s.index: [c.holder for c in s.acknowledged.values()] for s in shards}
                 self._placing.remember(save, placed, held_by)
-                return placement.epoch
+                return placed
             error = errors[0] if errors else PlacementError(f"nobody is left to hold shard {short[0].index}")
             save.stalled(error)
-            if attempt + 1 == PUT_ATTEMPTS_MAX or save.idle_s() > self._config.commit_timeout_s:
+            if attempt + 1 == OFFER_ATTEMPTS_MAX or save.idle_s() > self._config.commit_timeout_s:
                 raise error
             save.resent_shards += len(short)
             self._counters.add("shards_resent", len(short))
@@ -285,93 +386,78 @@ class Replicator:
             placed = await self._placing.place(save)
         raise AssertionError("unreachable")
 
-    @staticmethod
-    def _alone(shards: list[Shard]) -> bool:
-        """Whether the last placement was this node's own."""
-        return any(shard.manifest.provisional for shard in shards)
-
-    async def _put(self, save: Save, shard: Shard, holder: pb.Holder, epoch: int) -> FastCheckdError | None:
-        """Send one copy; a failure is returned, and the holder rests, so that the others go on."""
-        started = time.monotonic()
-        put = asyncio.create_task(
-            self._peers.put_shard(
-                holder,
-                epoch=epoch,
-                owner=self._identity.ref(),
-                manifest=shard.manifest,
-                source=shard.source,
-                progress=save.moved,
-                obsolete_steps=save.obsolete() if shard.manifest.provisional else (),
-                due=lambda: self.rhythm.due((save.key.job, save.key.rank), save.sealed_at),
-            )
-        )
-        gone = asyncio.create_task(self._view.until_gone(holder.node))
+    async def _offer(
+        self, save: Save, shard: Shard, holder: pb.Holder, placed: Placed
+    ) -> FastCheckdError | None:
+        """Have one copy made; a failure is returned, and the holder rests, so that the others go on."""
         node_id = holder.node.node_id
+        request = peer_pb2.ReplicateRequest(
+            cluster_id=self._config.cluster_id,
+            epoch=placed.response.epoch,
+            holder_incarnation=holder.node.incarnation,
+            key=shard.manifest.key,
+            digest=shard.manifest.digest,
+            bytes=shard.bytes,
+            sources=[self._self_as_source(), *(copy.holder for copy in shard.acknowledged.values())],
+            provisional=placed.alone,
+            obsolete_steps=save.obsolete() if placed.alone else (),
+        )
+        offer = asyncio.create_task(self._client.replicate(holder, request, OFFER_TIMEOUT_S))
+        gone = asyncio.create_task(self._view.until_gone(holder.node))
+        idle = asyncio.create_task(self._until_idle(save, shard, node_id, len(request.sources)))
         try:
-            await asyncio.wait({put, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not put.done():
-                raise PeerError(f"node {node_id} went DOWN while it was sent shard {shard.index}")
-            outcome = put.result()
-            seconds = time.monotonic() - started
+            await asyncio.wait({offer, gone, idle}, return_when=asyncio.FIRST_COMPLETED)
+            if not offer.done():
+                raise PeerError(
+                    f"node {node_id} went DOWN while it fetched shard {shard.index}"
+                    if gone.done()
+                    else f"node {node_id} has fetched nothing of shard {shard.index} for {idle.result():g} s"
+                )
+            answer = offer.result()
         except FastCheckdError as error:
             shard.troubled = True
             if isinstance(error, OverBudgetError):
                 self.short_of_room.add((save.key.job, save.key.rank))
             logger.warning("%s: shard %d to %s failed: %s", save.key, shard.index, node_id, error)
             # An old epoch is our lag, not the holder's fault; placed alone, it means another life of the holder.
-            if shard.manifest.provisional or not isinstance(error, FencedError):
+            if placed.alone or not isinstance(error, FencedError):
                 # It has room for other jobs.
                 whose = save.key.job if isinstance(error, JobBudgetError) else ""
                 self._quarantine.add(node_id, whose)
                 self._counters.add("peers_quarantined")
             return error
         finally:
-            for task in (put, gone):
+            for task in (offer, gone, idle):
                 task.cancel()
-            await asyncio.gather(put, gone, return_exceptions=True)
+            await asyncio.gather(offer, gone, idle, return_exceptions=True)
         save.moved()
-        self._counters.add("bytes_replicated", outcome.raw_bytes)
-        self._counters.add("bytes_saved", max(0, outcome.raw_bytes - outcome.sent_bytes))
-        shard.acknowledged[node_id] = Copy(holder, outcome, seconds)
-        try:
-            await self._publish_own(save, shard)
-        except FastCheckdError as error:  # not the holder's fault; tried again before the step is reported
-            save.stalled(error)
+        self._counters.add("bytes_replicated", shard.bytes)
+        self._counters.add("bytes_saved", max(0, shard.bytes - answer.received_bytes))
+        shard.acknowledged[node_id] = Copy(holder, answer.received_bytes, tuple(answer.codecs))
         return None
 
-    async def _publish_own(self, save: Save, shard: Shard) -> None:
-        """Make the owner's copy findable: from here on a restart of this process keeps it."""
-        async with shard.publishing:
-            if not shard.published:
-                await asyncio.get_running_loop().run_in_executor(self._executor, self._publish, save, shard)
-                shard.published = True
+    def _self_as_source(self) -> pb.Holder:
+        return pb.Holder(
+            node=self._identity.ref(),
+            data_address=self._config.data_address,
+            lane_address=self._config.lane_address,
+        )
 
-    async def _publish_rest(self, save: Save, shards: list[Shard]) -> None:
-        """Have all of the owner's copies findable: without them a step would have a copy less than it says.
-
-        Raises:
-            FastCheckdError: this node's store could not, and the save's patience is at its end.
-        """
+    async def _until_idle(self, save: Save, shard: Shard, node_id: str, sources: int) -> float:
+        """Return when a holder has fetched nothing for too long: that long, in seconds."""
+        assert shard.outgoing is not None
+        begun_at = seen_at = time.monotonic()
+        patience_s = self._config.transfer_timeout_s * (1 if sources == 1 else OTHER_SOURCES_PATIENCE)
+        first_s = patience_s + shard.bytes / FRESH_MEMORY_BYTES_PER_S
         while True:
-            try:
-                for shard in shards:
-                    await self._publish_own(save, shard)
-            except FastCheckdError as error:
-                logger.warning("%s: its own copy cannot be published here: %s", save.key, error)
-                await self._placing.wait_out(save, error)
-            else:
-                return
-
-    def _publish(self, save: Save, shard: Shard) -> None:
-        manifest = pb.ShardManifest()
-        manifest.CopyFrom(shard.manifest)
-        manifest.kind = pb.REPLICA_KIND_OWNER
-        manifest.begun_after = save.begun_after
-        if shard.index == 0:  # for the next life of this process
-            manifest.shared_digests.extend(save.shared_digests)
-        manifest.chunk_digests = shard.source.complete()
-        manifest.digest = shard_digest(manifest.chunk_digests)
-        self._store.publish(manifest, save.segment, shard.offset, verified=True)
+            await asyncio.sleep(_LOOK_S)
+            moved_at = shard.outgoing.moved_at(node_id)
+            if moved_at > seen_at:
+                seen_at = moved_at
+                save.moved()
+            allowed_s = patience_s if seen_at > begun_at else first_s
+            if time.monotonic() - seen_at > allowed_s:
+                return allowed_s
 
     # --- committing ------------------------------------------------------------------------------
 
@@ -388,9 +474,9 @@ class Replicator:
                 shards=[
                     rpb.ShardRecord(
                         shard=s.index,
-                        offset=s.offset,
+                        offset=s.manifest.offset,
                         bytes=s.bytes,
-                        digest=shard_digest(s.source.complete()),
+                        digest=s.manifest.digest,
                         # In one order, whoever acknowledged first: the same holders are the same record.
                         holders=[s.acknowledged[node_id].node for node_id in sorted(s.acknowledged)],
                     )
@@ -452,3 +538,15 @@ class Replicator:
                 self._counters.add("replicas_disagreed")
                 raise ReplicasDisagreeError(response.error.message, response.disagreements)
             raise from_code(response.error.code, response.error.message)
+
+
+def _route(shard: Shard) -> tuple[str, int, int]:
+    """What is alike enough from step to step to be compared."""
+    key = shard.manifest.key
+    return key.job, key.rank, key.shard
+
+
+def _idle_s() -> float:
+    """Core seconds that nothing used so far on this machine."""
+    times = psutil.cpu_times()
+    return float(times.idle + getattr(times, "iowait", 0.0))

@@ -1,27 +1,21 @@
-"""The shards of a save under way: which bytes, against which base, planned how, and who has them.
-
-A base is the newest earlier step that this node still holds with the same chunks. It stays pinned while
-shards are sent, so that neither retention nor a recycled segment takes it away.
-"""
+"""The shards of a save under way: which bytes, how they are sent, and who has them."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
 from ..chunks import ChunkTable
 from ..codec.chunk_plan import ChunkPlan
-from ..codec.planner import Plan, Sent
-from ..errors import NotHeldError
-from ..store.ram_store import HeldShard, RamStore
-from ..store.thinning import Thinning
-from ..transfer.put_tally import PutOutcome
-from ..transfer.shard_source import BaseSource, ShardSource
+from ..digests import DIGEST_BYTES, chunk_digest, shard_digest
+from ..store.replica import Replica
+from ..store.replica_store import OpenReplica
+from ..store.reverse_deltas import ReverseDeltas
+from ..tasks import spread
+from ..transfer.encoder_cache import OutgoingShard
 from .content import Quantise
 
 
@@ -30,13 +24,13 @@ class Copy:
     """A copy that its holder acknowledged."""
 
     holder: pb.Holder
-    outcome: PutOutcome
-    #: From asking to acknowledgement, without the time that the trainer was waited for.
-    seconds: float
+    #: Payload bytes that came over the lane for it.
+    received_bytes: int
+    codecs: tuple[pb.CodecUse, ...]
 
     @property
     def node(self) -> pb.NodeRef:
-        """The life that holds it."""
+        """The incarnation that holds it."""
         return self.holder.node
 
 
@@ -44,86 +38,60 @@ class Copy:
 class Shard:
     """One shard of the save and the copies of it that are acknowledged."""
 
-    index: int
-    offset: int
-    bytes: int
-    source: ShardSource
     manifest: pb.ShardManifest
-    plan: Plan
-    #: Copies acknowledged, by node id.
+    #: What each of its chunks consists of.
+    plans: tuple[ChunkPlan, ...]
+    table: ChunkTable
+    #: The owner's newest older step of it that is cut alike and lies here as it is.
+    base: Replica | None = None
+    #: The owner's own copy, once it is published.
+    own: Replica | None = None
+    outgoing: OutgoingShard | None = None
+    #: Where memory is short: the base on its way to being kept as reverse deltas.
+    deltas: ReverseDeltas | None = None
+    #: By node id.
     acknowledged: dict[str, Copy] = field(default_factory=dict)
-    #: On the way to keeping the base as a way back from this step.
-    thinning: Thinning | None = None
-    #: The owner's own copy is findable.
-    published: bool = False
-    publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    #: A put of it has failed.
+    #: An offer of it has failed.
     troubled: bool = False
 
-    def sent(self) -> Sent | None:
-        """How the sending went; None if it was not all one way."""
-        copies = list(self.acknowledged.values())
-        if self.troubled or not copies:
-            return None
-        return Sent(
-            seconds=max(copy.seconds for copy in copies),
-            sent_bytes=sum(copy.outcome.sent_bytes for copy in copies) // len(copies),
-            send_s=max(copy.outcome.send_s for copy in copies),
-            encode_s=self.source.encode_s,
-            patched=all(copy.outcome.base_step is not None for copy in copies),
-            fresh_memory=any(copy.outcome.fresh_memory for copy in copies),
-        )
+    @property
+    def index(self) -> int:
+        """Its number within the rank's state."""
+        return self.manifest.key.shard
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return self.manifest.bytes
 
 
-class Bases(contextlib.ExitStack):
-    """Finds bases and keeps them pinned while inside."""
+def complete_digests(
+    shard: Shard, view: memoryview, threads: int, quantise: Quantise | None, base: OpenReplica | None
+) -> None:
+    """Make a shard's bytes lossy if the trainer allowed it, hash its chunks, and enter the digests in its manifest.
 
-    def __init__(self, store: RamStore) -> None:
-        super().__init__()
-        self._store = store
+    Blocks, on so many threads.
 
-    def find(self, key: pb.ShardKey, offset: int, table: ChunkTable) -> BaseSource | None:
-        """The newest earlier step of a shard that lies here in full, cut alike, as this node's own."""
-        held = [
-            h
-            for h in self._store.held(key.job)
-            if h.kind == pb.REPLICA_KIND_OWNER
-            and (h.key.rank, h.key.shard) == (key.rank, key.shard)
-            and h.key.step < key.step
-            and h.manifest.offset == offset
-            and h.is_full
-        ]
-        for candidate in sorted(held, key=lambda h: -h.key.step):
-            if ChunkTable.of(candidate.manifest) == table and (found := self._pin(candidate, table)):
-                return found
-        return None
+    Args:
+        view: the shard's staged bytes.
+        quantise: what makes a chunk lossy, against the base's if there is one.
+    """
+    digests = bytearray(DIGEST_BYTES * len(shard.table))
 
-    def _pin(self, held: HeldShard, table: ChunkTable) -> BaseSource | None:
-        try:
-            self.enter_context(self._store.pinned(held))
-        except NotHeldError:
-            return None  # retention was faster
-        manifest = held.manifest
-        return BaseSource(held.key.step, manifest.digest, manifest.chunk_digests, held.view, table)
+    def work(index: int) -> None:
+        start, stop = shard.table.range(index)
+        with view[start:stop] as chunk:
+            if quantise is not None:
+                if base is None:
+                    quantise(chunk, None, shard.plans[index])
+                else:
+                    with base.chunk(index) as older:
+                        quantise(chunk, older, shard.plans[index])
+            digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)] = chunk_digest(chunk)
 
-
-class Preparation:
-    """Makes a shard's staged bytes lossy, chunk by chunk, each once: that is seen to by `ShardSource`."""
-
-    def __init__(
-        self, quantise: Quantise, view: memoryview, plans: Sequence[ChunkPlan], base: BaseSource | None
-    ) -> None:
-        self._quantise = quantise
-        self._view = view
-        self._plans = plans
-        self._table = ChunkTable([plan.bytes for plan in plans])
-        self._base = base
-
-    def __call__(self, index: int) -> None:
-        """Turn one chunk into what its coding can say."""
-        start, stop = self._table.range(index)
-        base = None if self._base is None else self._base.view[start:stop]
-        self._quantise(self._view[start:stop], base, self._plans[index])
+    spread(range(len(shard.table)), threads, work)
+    shard.manifest.chunk_digests = bytes(digests)
+    shard.manifest.digest = shard_digest(shard.manifest.chunk_digests)
 
 
 def uses_per_copy(shards: Iterable[Shard], copies: int) -> list[pb.CodecUse]:
@@ -132,7 +100,7 @@ def uses_per_copy(shards: Iterable[Shard], copies: int) -> list[pb.CodecUse]:
     encoded: Counter[str] = Counter()
     for shard in shards:
         for copy in shard.acknowledged.values():
-            for use in copy.outcome.uses:
+            for use in copy.codecs:
                 raw[use.codec] += use.raw_bytes
                 encoded[use.codec] += use.encoded_bytes
     return [

@@ -1,7 +1,7 @@
 """PeerService on the data process: what other nodes' data processes may ask of this one.
 
-It translates: puts go to the put desk, gets become tickets for the lane, the rest is looked up in the
-store. Calls that touch files or hash go to a thread, so the event loop stays quick.
+It translates: offers go to the receiver, openings become tickets for the lane, the rest is looked up in the store.
+Calls that touch files or hash go to a thread, so the event loop stays quick.
 """
 
 from __future__ import annotations
@@ -10,26 +10,28 @@ import asyncio
 import contextlib
 import heapq
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc.aio
 
+from fastcheck_proto.conventions import STEP_MAX
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
 
 from ..certificates import Certificates
 from ..counters import Counters
-from ..errors import FastCheckdError, InvalidRequestError, NoLeaseError, NotHeldError
-from ..health.lease import LeaseHolder
+from ..errors import FastCheckdError, InvalidRequestError, NotHeldError, PeerError
 from ..maintenance.maintenance import Maintenance
 from ..rpc import answers
-from ..store.ram_store import HeldShard, RamStore
-from ..transfer.frames import STREAMS_MAX
-from ..transfer.put_checks import check_cluster, check_key
-from ..transfer.put_desk import PutDesk
-from ..transfer.tickets import GetGrant, TicketOffice
-from .peer_maintenance import PeerMaintenance
+from ..store.replica import Replica
+from ..store.replica_store import ReplicaStore
+from ..transfer.checks import check_key, check_open
+from ..transfer.client import shown
+from ..transfer.encoder_cache import EncoderCache
+from ..transfer.receiver import Receiver
+from ..transfer.tickets import Grant, TicketOffice
 
 logger = logging.getLogger(__name__)
 
@@ -39,27 +41,27 @@ JOBS_MAX = 32
 _KINDS = (pb.REPLICA_KIND_COPY, pb.REPLICA_KIND_OWNER)
 
 
-class PeerService(PeerMaintenance, peer_pb2_grpc.PeerServiceServicer):
+class PeerService(peer_pb2_grpc.PeerServiceServicer):
     """The face that other nodes see."""
 
     def __init__(
         self,
         *,
         cluster_id: str,
-        desk: PutDesk,
-        store: RamStore,
+        receiver: Receiver,
+        store: ReplicaStore,
+        encoders: EncoderCache,
         tickets: TicketOffice,
         counters: Counters,
-        lease: LeaseHolder,
         maintenance: Maintenance | None = None,
         lane_report: Callable[[], peer_pb2.LaneReport] | None = None,
         certificates: Certificates | None = None,
         saves: Callable[[], list[peer_pb2.JobSaves]] = list,
     ) -> None:
         self._cluster_id = cluster_id
-        self._lease = lease
-        self._desk = desk
+        self._receiver = receiver
         self._store = store
+        self._encoders = encoders
         self._tickets = tickets
         self._counters = counters
         self._maintenance = maintenance
@@ -70,62 +72,37 @@ class PeerService(PeerMaintenance, peer_pb2_grpc.PeerServiceServicer):
         self._checking = asyncio.Semaphore(1)
 
     @answers
-    async def BeginPut(
-        self, request: peer_pb2.BeginPutRequest, context: Context
-    ) -> peer_pb2.BeginPutResponse:
-        """Reserve memory for a copy."""
-        if not request.manifest.provisional:
-            await self._await_lease()
-        beginning = asyncio.get_running_loop().run_in_executor(None, self._desk.begin, request)
-        try:
-            return await asyncio.shield(beginning)
-        except asyncio.CancelledError:
-            # The caller is gone and will never learn the id: its reservation would lie until it expires.
-            beginning.add_done_callback(self._abort_orphan)
-            raise
+    async def Replicate(
+        self, request: peer_pb2.ReplicateRequest, context: Context
+    ) -> peer_pb2.ReplicateResponse:
+        """Pull a copy of a shard."""
+        return await self._receiver.replicate(request)
 
     @answers
-    async def FinishPut(
-        self, request: peer_pb2.FinishPutRequest, context: Context
-    ) -> peer_pb2.FinishPutResponse:
-        """Check, make visible, acknowledge."""
-        if self._desk.needs_lease(request.transfer_id):
-            await self._await_lease()
-        return await asyncio.to_thread(self._desk.finish, request)
-
-    @answers
-    async def AbortPut(
-        self, request: peer_pb2.AbortPutRequest, context: Context
-    ) -> peer_pb2.AbortPutResponse:
-        """Give a reservation back."""
-        await asyncio.to_thread(self._desk.abort, request.transfer_id)
-        return peer_pb2.AbortPutResponse()
-
-    @answers
-    async def BeginGet(
-        self, request: peer_pb2.BeginGetRequest, context: Context
-    ) -> peer_pb2.BeginGetResponse:
+    async def Open(self, request: peer_pb2.OpenRequest, context: Context) -> peer_pb2.OpenResponse:
         """Open a replica for reading; whichever kind has the digest that is wanted."""
-        check_cluster(request.cluster_id, self._cluster_id)
-        check_key(request.key)
-        if request.streams > STREAMS_MAX:
-            raise InvalidRequestError(f"streams {request.streams} is more than {STREAMS_MAX}")
-        held = self._wanted(request)
-        if not held.is_full and request.streams:
-            held = await asyncio.to_thread(self._store.full, held)
-        grant = GetGrant(
-            manifest=held.manifest,
-            streams=request.streams,
-            opened=lambda: self._opened(request),
-            background=request.background,
+        check_open(request, self._cluster_id)
+        replica = self._wanted(request)
+        response = peer_pb2.OpenResponse(manifest=replica.manifest)
+        if not request.streams:
+            return response
+        base = self._base(request, replica)
+        if base is not None:
+            response.base_step = base.key.step
+        replicates = request.purpose == peer_pb2.PURPOSE_REPLICATE
+        grant = Grant(
+            opened=partial(self._encoders.opened, replica, base, replicates=replicates),
+            purpose=request.purpose,
+            reader=request.reader,
             accept_encoded=request.accept_encoded,
+            lean=request.lean,
         )
         try:
-            tickets = [self._tickets.issue(grant) for _ in range(request.streams)]
+            response.tickets.extend(self._tickets.issue(grant) for _ in range(request.streams))
         except FastCheckdError:
             self._tickets.revoke(grant)
             raise
-        return peer_pb2.BeginGetResponse(manifest=held.manifest, tickets=tickets)
+        return response
 
     @answers
     async def ListReplicas(
@@ -176,6 +153,17 @@ class PeerService(PeerMaintenance, peer_pb2_grpc.PeerServiceServicer):
         return peer_pb2.ReportCorruptResponse(dropped=dropped)
 
     @answers
+    async def VerifyReplicas(
+        self, request: peer_pb2.VerifyReplicasRequest, context: Context
+    ) -> peer_pb2.VerifyReplicasResponse:
+        """Check replicas now; bad ones are dropped."""
+        if request.HasField("step") and request.step > STEP_MAX:
+            raise InvalidRequestError(f"step {request.step} is more than {STEP_MAX}")
+        if self._maintenance is None:  # a holder in a test
+            raise PeerError("this node does not check its replicas: ask another one")
+        return await self._maintenance.verify(request.job, request.step if request.HasField("step") else None)
+
+    @answers
     async def GetStats(
         self, request: peer_pb2.GetStatsRequest, context: Context
     ) -> peer_pb2.GetStatsResponse:
@@ -206,36 +194,25 @@ class PeerService(PeerMaintenance, peer_pb2_grpc.PeerServiceServicer):
             seconds_left=newest.seconds_left, lifetime_seconds=newest.lifetime_s
         )
 
-    async def _await_lease(self) -> None:
-        """Give a lease that is on its way a moment, in no thread. Whether there is one then, the desk decides."""
-        with contextlib.suppress(NoLeaseError):
-            await self._lease.until_held()
-
-    def _found(self, key: pb.ShardKey) -> list[HeldShard]:
+    def _found(self, key: pb.ShardKey) -> list[Replica]:
         found = (self._store.find(key, kind) for kind in _KINDS)
         return [held for held in found if held is not None]
 
-    def _wanted(self, request: peer_pb2.BeginGetRequest) -> HeldShard:
-        """The replica to be read, of whichever kind; NotHeldError."""
-        for held in self._found(request.key):
-            if held.manifest.digest == request.digest:
-                return held
-        raise NotHeldError(f"this node has no {_shown(request.key)} with that digest: ask another holder")
+    def _wanted(self, request: peer_pb2.OpenRequest) -> Replica:
+        """The replica to be read, of whichever kind, one with raw chunks before others; NotHeldError."""
+        found = [r for r in self._found(request.key) if r.manifest.digest == request.digest]
+        if not found:
+            raise NotHeldError(f"this node has no {shown(request.key)} with that digest: ask another holder")
+        return next((replica for replica in found if replica.is_whole), found[0])
 
-    @contextlib.contextmanager
-    def _opened(self, request: peer_pb2.BeginGetRequest) -> Iterator[memoryview]:
-        """The replica's bytes while they stay put; NotHeldError when it is gone.
-
-        Slow when a newer step was put since BeginGet.
-        """
-        with self._store.reading(self._wanted(request)) as held, held.view as view:
-            yield view
-
-    def _abort_orphan(self, beginning: asyncio.Future[peer_pb2.BeginPutResponse]) -> None:
-        if beginning.cancelled() or beginning.exception() is not None:
-            return  # nothing was reserved, and the refusal is counted
-        asyncio.get_running_loop().run_in_executor(None, self._desk.abort, beginning.result().transfer_id)
-
-
-def _shown(key: pb.ShardKey) -> str:
-    return f"{key.job} step {key.step} rank {key.rank} shard {key.shard}"
+    def _base(self, request: peer_pb2.OpenRequest, replica: Replica) -> Replica | None:
+        """The first of the reader's steps that is here as well, with its chunks as they are, cut alike."""
+        key = pb.ShardKey()
+        key.CopyFrom(request.key)
+        for base in request.bases:
+            key.step = base.step
+            for found in self._found(key):
+                same = found.manifest.digest == base.digest and found.chunks == replica.chunks
+                if same and found.is_whole and base.step < request.key.step:
+                    return found
+        return None

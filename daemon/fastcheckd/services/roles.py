@@ -60,7 +60,7 @@ RULES: dict[str, dict[str, frozenset[str]]] = {
     ),
     "fastcheck.v1.PeerService": dict.fromkeys(
         (
-            "BeginPut", "FinishPut", "AbortPut", "BeginGet", "ListReplicas", "ReportCorrupt", "FetchReplica",
+            "Replicate", "Open", "ListReplicas", "ReportCorrupt",
             "VerifyReplicas", "GetStats",
         ),
         _NODES,

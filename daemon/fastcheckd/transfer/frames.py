@@ -26,18 +26,13 @@ CHUNK_BYTES_MAX = CHUNK_LENGTH_MAX
 #: What a codec may add to a chunk that does not compress.
 CODEC_OVERHEAD_BYTES_MAX = OVERHEAD_BYTES_MAX
 ERROR_BYTES_MAX = 1024
-#: Most indexes that a RESULT lists; the header still counts all bad chunks. A WANT names no more than that.
-RESULT_INDEXES_MAX = 1024
+#: Most chunks that one WANT names.
 WANT_INDEXES_MAX = 1024
-#: Stride of a get whose reader asks for chunks one run after the other.
-ON_DEMAND = 0
 #: Connections of one transfer.
 STREAMS_MAX = 16
-#: Times that bad chunks are sent again on a connection.
-RESENDS_MAX = 2
 
 _HELLO_MAGIC = b"FCLANE1\n"
-_HELLO_VERSION = 1
+_HELLO_VERSION = 2
 _FRAME_MAGIC = b"FCFR"
 _FRAME_VERSION = 1
 _HELLO = struct.Struct("<8sHHIII32s")
@@ -51,12 +46,14 @@ assert _HELLO.size == _FRAME.size == _BODY_BYTES
 class Kind(IntEnum):
     """What a frame is."""
 
+    #: From the source: one chunk.
     DATA = 1
+    #: From the reader: it has all that it wants.
     END = 2
-    RESULT = 3
-    ERROR = 4
-    #: From the reader of a get on demand: send these chunks.
-    WANT = 5
+    #: From either: why it hangs up.
+    ERROR = 3
+    #: From the reader: send these chunks.
+    WANT = 4
 
 
 class Codec(IntEnum):
@@ -69,19 +66,14 @@ class Codec(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First words of a connection: the ticket, and which chunks travel here.
+    """First words of a connection: the reader's ticket."""
 
-    A stride of ON_DEMAND says that the reader of a get will ask for them.
-    """
-
-    first: int
-    stride: int
     ticket: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """One frame's header; for END and WANT `chunk` is a number of chunks, for RESULT the number of bad ones."""
+    """One frame's header; for a WANT `chunk` is a number of chunks."""
 
     kind: Kind
     chunk: int = 0
@@ -94,7 +86,7 @@ class FrameHeader:
 
 def pack_hello(hello: Hello) -> bytes:
     """The 64 bytes of a hello."""
-    body = _HELLO.pack(_HELLO_MAGIC, _HELLO_VERSION, 0, hello.first, hello.stride, 0, hello.ticket)
+    body = _HELLO.pack(_HELLO_MAGIC, _HELLO_VERSION, 0, 0, 0, 0, hello.ticket)
     return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
 
 
@@ -105,12 +97,10 @@ def parse_hello(data: bytes | bytearray | memoryview) -> Hello:
         FrameError: it is anything else than a well-formed hello of this version.
     """
     body = _checked_body(data, _HELLO_MAGIC, "hello")
-    _, version, reserved_a, first, stride, reserved_b, ticket = _HELLO.unpack(body)
+    _, version, *reserved, ticket = _HELLO.unpack(body)
     _need(version == _HELLO_VERSION, f"hello has version {version}, this side speaks {_HELLO_VERSION}")
-    _need(reserved_a == 0 and reserved_b == 0, "hello has reserved bits set")
-    _need(stride <= STREAMS_MAX, f"hello's stride {stride} is not from 0 to {STREAMS_MAX}")
-    _need(first < max(stride, 1), f"hello's first chunk {first} is not below its stride {stride}")
-    return Hello(first=first, stride=stride, ticket=ticket)
+    _need(not any(reserved), "hello has reserved bits set")
+    return Hello(ticket)
 
 
 def pack_frame(header: FrameHeader) -> bytes:
@@ -160,45 +150,20 @@ def parse_frame(data: bytes | bytearray | memoryview) -> FrameHeader:
     return header
 
 
-def check_data_frame(header: FrameHeader, *, table: ChunkTable, first: int, stride: int) -> None:
-    """Check that a DATA frame is one of this connection's chunks, with the size and place it must have.
+def check_data_frame(header: FrameHeader, table: ChunkTable) -> None:
+    """Check that a DATA frame is one of the shard's chunks, with the size and place it must have.
 
     Raises:
         FrameError: it is not.
     """
     _need(header.kind == Kind.DATA, f"a DATA frame was due, not {header.kind.name}")
     _need(header.chunk < len(table), f"chunk {header.chunk} does not exist: the shard has {len(table)}")
-    ours = header.chunk >= first and (header.chunk - first) % stride == 0
-    _need(ours, f"chunk {header.chunk} does not belong to this connection ({first}, then every {stride})")
     start, stop = table.range(header.chunk)
     _need(header.offset == start, f"chunk {header.chunk} is at {start}, not at {header.offset}")
     _need(
         header.raw_bytes == stop - start,
         f"chunk {header.chunk} has {stop - start} bytes, not {header.raw_bytes}",
     )
-
-
-def pack_result(bad_chunks: Sequence[int]) -> tuple[bytes, bytes]:
-    """Header and payload of a RESULT; of very many bad chunks only the first are listed."""
-    listed = bad_chunks[:RESULT_INDEXES_MAX]
-    payload = struct.pack(f"<{len(listed)}I", *listed)
-    size = len(payload)
-    header = FrameHeader(kind=Kind.RESULT, chunk=len(bad_chunks), raw_bytes=size, encoded_bytes=size)
-    return pack_frame(header), payload
-
-
-def parse_result(payload: bytes | bytearray, chunks: range) -> list[int]:
-    """Indexes that a RESULT lists, each one of the connection's `chunks`, none twice.
-
-    Raises:
-        FrameError: an index does not belong to the connection or is repeated.
-    """
-    listed = list(struct.unpack(f"<{len(payload) // 4}I", payload))
-    _need(
-        len(set(listed)) == len(listed) and all(index in chunks for index in listed),
-        "RESULT names chunks that did not travel on this connection",
-    )
-    return listed
 
 
 def pack_want(chunks: Sequence[int]) -> tuple[bytes, bytes]:
@@ -256,10 +221,7 @@ def _check_bounds(header: FrameHeader) -> None:
     plain = header.codec == Codec.RAW and header.offset == 0 and header.digest == _NO_DIGEST
     _need(plain and raw == encoded, f"{header.kind.name} frame has fields set that it must not have")
     if header.kind == Kind.END:
-        _need(raw == 0, "END has no payload")
-    elif header.kind == Kind.RESULT:
-        listed = min(header.chunk, RESULT_INDEXES_MAX)
-        _need(raw == 4 * listed, f"RESULT of {header.chunk} bad chunks lists {raw} bytes of indexes")
+        _need(raw == 0 and header.chunk == 0, "END has no payload")
     elif header.kind == Kind.WANT:
         _need(
             1 <= header.chunk <= WANT_INDEXES_MAX and raw == 4 * header.chunk,

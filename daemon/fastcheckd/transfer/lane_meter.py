@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from .lane import Lane
+from .channel import Channel
 
 #: What a segment costs besides its payload, on average: Ethernet, IP and TCP with time stamps in packets of 1500 bytes.
 #: Where the card cuts packets the system may count less; then others are taken for a little more silent than they are.
@@ -32,15 +32,15 @@ class LaneMeter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: set[Lane] = set()
+        self._open: set[Channel] = set()
         self._closed = WireBytes()
 
-    def add(self, lane: Lane) -> None:
+    def add(self, lane: Channel) -> None:
         """A lane begins."""
         with self._lock:
             self._open.add(lane)
 
-    def remove(self, lane: Lane) -> None:
+    def remove(self, lane: Channel) -> None:
         """It is about to be closed; what its buffer still holds is not counted. Harmless when repeated."""
         with self._lock:
             if lane in self._open:

@@ -6,16 +6,44 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 #: A stream that waits for the foreground moves a piece after this share of the time in which a transfer is believed
 #: dead. More often, and pieces of MiB on many connections are most of a slow link.
 TRICKLE_SHARE = 0.5
 #: Longest time for which a gate sleeps before it looks again.
 LOOK_INTERVAL_S = 0.05
+
+
+class ChunkGate(Protocol):
+    """Holds up the chunks of transfers that can wait. Asked by the threads that move them."""
+
+    def begin(self, stream: object) -> None:
+        """A connection begins."""
+
+    def end(self, stream: object) -> None:
+        """It has ended."""
+
+    def wait(self, stream: object, size_bytes: int, still_wanted: Callable[[], None]) -> None:
+        """Return when the next piece may move; `still_wanted` raises when it need not any more."""
+
+
+@contextlib.contextmanager
+def passing(gate: ChunkGate | None, stream: object) -> Iterator[None]:
+    """While a connection's chunks are held up by the gate, if there is one."""
+    if gate is None:
+        yield
+        return
+    gate.begin(stream)
+    try:
+        yield
+    finally:
+        gate.end(stream)
 
 
 class Pacer:

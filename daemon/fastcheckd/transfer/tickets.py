@@ -1,7 +1,7 @@
 """One-time tickets: the only key to the bulk lane.
 
-The gRPC face decides who may put or get what and issues tickets for it; the lane redeems them and
-asks nothing else. What a ticket is good for is a grant. Nothing here does I/O.
+`Open` decides who may read what and issues tickets for it; the lane redeems them and asks nothing else. What a ticket
+is good for is a grant. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -13,41 +13,29 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import peer_pb2
 
 from ..errors import FrameError, PeerError
+from .encoder_cache import ShardEncoder
 from .frames import TICKET_BYTES
-from .incoming import IncomingShard
 
 TICKET_LIFE_S = 30.0
 TICKETS_MAX = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class PutGrant:
-    """A peer may send the chunks of one incoming shard, over `streams` connections."""
+class Grant:
+    """A peer may read one replica, over as many connections as it has tickets."""
 
-    incoming: IncomingShard
-    streams: int
-    #: Tells the desk that a connection failed, so that the transfer cannot succeed any more.
-    fail: Callable[[], None]
-
-
-@dataclass(frozen=True, eq=False)
-class GetGrant:
-    """A peer may read one held shard, over `streams` connections."""
-
-    manifest: pb.ShardManifest
-    streams: int
-    #: Gives the shard's bytes, pinned until the context ends; NotHeldError when it is gone by then.
-    opened: Callable[[], AbstractContextManager[memoryview]]
-    #: Nobody waits for the bytes.
-    background: bool = False
-    #: The reader takes chunks that are encoded without a base.
+    #: Opens the replica, and the base that its chunks may be encoded against; NotHeldError when it is gone by then.
+    opened: Callable[[], AbstractContextManager[ShardEncoder]]
+    purpose: peer_pb2.Purpose.ValueType
+    #: Node that reads, as it calls itself.
+    reader: str = ""
+    #: It takes encoded chunks.
     accept_encoded: bool = False
-
-
-Grant = PutGrant | GetGrant
+    #: It is short of memory.
+    lean: bool = False
 
 
 class TicketOffice:

@@ -10,6 +10,7 @@ import collections.abc
 import fastcheck_proto.v1.common_pb2
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import sys
 import typing
@@ -21,36 +22,61 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _Purpose:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PurposeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Purpose.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PURPOSE_UNSPECIFIED: _Purpose.ValueType  # 0
+    PURPOSE_RESTORE: _Purpose.ValueType  # 1
+    """A trainer waits for the bytes."""
+    PURPOSE_REPLICATE: _Purpose.ValueType  # 2
+    """A step waits for its copies."""
+    PURPOSE_REPAIR: _Purpose.ValueType  # 3
+    """Nobody waits: a lost copy is replaced."""
+
+class Purpose(_Purpose, metaclass=_PurposeEnumTypeWrapper): ...
+
+PURPOSE_UNSPECIFIED: Purpose.ValueType  # 0
+PURPOSE_RESTORE: Purpose.ValueType  # 1
+"""A trainer waits for the bytes."""
+PURPOSE_REPLICATE: Purpose.ValueType  # 2
+"""A step waits for its copies."""
+PURPOSE_REPAIR: Purpose.ValueType  # 3
+"""Nobody waits: a lost copy is replaced."""
+Global___Purpose: typing_extensions.TypeAlias = Purpose
+
 @typing.final
-class BeginPutRequest(google.protobuf.message.Message):
+class ReplicateRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CLUSTER_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     HOLDER_INCARNATION_FIELD_NUMBER: builtins.int
-    OWNER_FIELD_NUMBER: builtins.int
-    MANIFEST_FIELD_NUMBER: builtins.int
-    STREAMS_FIELD_NUMBER: builtins.int
-    BASES_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
+    REPAIR_FIELD_NUMBER: builtins.int
     PROVISIONAL_FIELD_NUMBER: builtins.int
     OBSOLETE_STEPS_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
     epoch: builtins.int
-    """Epoch and incarnation that the sender placed by: a stale one is refused."""
+    """Epoch and incarnation that the offer was made by: a stale one is refused."""
     holder_incarnation: builtins.int
-    streams: builtins.int
-    """Connections that the sender will open, each with its own ticket."""
+    digest: builtins.bytes
+    """Digest and size of the shard: another one under the same key is not it."""
+    bytes: builtins.int
+    repair: builtins.bool
+    """The leader replaces a lost copy. Nobody waits for it: loads, saves and their copies go first."""
     provisional: builtins.bool
     """The sender has no registry to ask: it places by what it knew last. `epoch` may then be old."""
     @property
-    def owner(self) -> fastcheck_proto.v1.common_pb2.NodeRef: ...
+    def key(self) -> fastcheck_proto.v1.common_pb2.ShardKey: ...
     @property
-    def manifest(self) -> fastcheck_proto.v1.common_pb2.ShardManifest:
-        """Without chunk_digests and digest, which are not known yet."""
-
-    @property
-    def bases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Base]:
-        """Earlier steps of the same shard that the sender can encode against, the best first."""
+    def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.Holder]:
+        """Who has it, the best first; at most 16."""
 
     @property
     def obsolete_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -64,17 +90,95 @@ class BeginPutRequest(google.protobuf.message.Message):
         cluster_id: builtins.str = ...,
         epoch: builtins.int = ...,
         holder_incarnation: builtins.int = ...,
-        owner: fastcheck_proto.v1.common_pb2.NodeRef | None = ...,
-        manifest: fastcheck_proto.v1.common_pb2.ShardManifest | None = ...,
-        streams: builtins.int = ...,
-        bases: collections.abc.Iterable[Global___Base] | None = ...,
+        key: fastcheck_proto.v1.common_pb2.ShardKey | None = ...,
+        digest: builtins.bytes = ...,
+        bytes: builtins.int = ...,
+        sources: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.Holder] | None = ...,
+        repair: builtins.bool = ...,
         provisional: builtins.bool = ...,
         obsolete_steps: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["manifest", b"manifest", "owner", b"owner"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bases", b"bases", "cluster_id", b"cluster_id", "epoch", b"epoch", "holder_incarnation", b"holder_incarnation", "manifest", b"manifest", "obsolete_steps", b"obsolete_steps", "owner", b"owner", "provisional", b"provisional", "streams", b"streams"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "cluster_id", b"cluster_id", "digest", b"digest", "epoch", b"epoch", "holder_incarnation", b"holder_incarnation", "key", b"key", "obsolete_steps", b"obsolete_steps", "provisional", b"provisional", "repair", b"repair", "sources", b"sources"]) -> None: ...
 
-Global___BeginPutRequest: typing_extensions.TypeAlias = BeginPutRequest
+Global___ReplicateRequest: typing_extensions.TypeAlias = ReplicateRequest
+
+@typing.final
+class ReplicateResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: builtins.int
+    WAS_HERE_FIELD_NUMBER: builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: builtins.int
+    CODECS_FIELD_NUMBER: builtins.int
+    digest: builtins.bytes
+    """Digest of what is held now, computed by the holder."""
+    was_here: builtins.bool
+    """It was here already."""
+    received_bytes: builtins.int
+    """What came over the lane for it, repeats included, and how."""
+    @property
+    def codecs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.CodecUse]: ...
+    def __init__(
+        self,
+        *,
+        digest: builtins.bytes = ...,
+        was_here: builtins.bool = ...,
+        received_bytes: builtins.int = ...,
+        codecs: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.CodecUse] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["codecs", b"codecs", "digest", b"digest", "received_bytes", b"received_bytes", "was_here", b"was_here"]) -> None: ...
+
+Global___ReplicateResponse: typing_extensions.TypeAlias = ReplicateResponse
+
+@typing.final
+class OpenRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLUSTER_ID_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    STREAMS_FIELD_NUMBER: builtins.int
+    PURPOSE_FIELD_NUMBER: builtins.int
+    BASES_FIELD_NUMBER: builtins.int
+    ACCEPT_ENCODED_FIELD_NUMBER: builtins.int
+    LEAN_FIELD_NUMBER: builtins.int
+    READER_FIELD_NUMBER: builtins.int
+    cluster_id: builtins.str
+    digest: builtins.bytes
+    """Digest of the shard that is wanted."""
+    streams: builtins.int
+    """Connections that the reader will open, each with a ticket of its own. 0: only the manifest is wanted."""
+    purpose: Global___Purpose.ValueType
+    accept_encoded: builtins.bool
+    """The reader can decode: chunks may come encoded."""
+    lean: builtins.bool
+    """The reader is short of memory: whatever can be encoded against the base should be."""
+    reader: builtins.str
+    """Node that reads."""
+    @property
+    def key(self) -> fastcheck_proto.v1.common_pb2.ShardKey: ...
+    @property
+    def bases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Base]:
+        """Steps of the same shard that the reader has and chunks may be encoded against, the best first; at most 4."""
+
+    def __init__(
+        self,
+        *,
+        cluster_id: builtins.str = ...,
+        key: fastcheck_proto.v1.common_pb2.ShardKey | None = ...,
+        digest: builtins.bytes = ...,
+        streams: builtins.int = ...,
+        purpose: Global___Purpose.ValueType = ...,
+        bases: collections.abc.Iterable[Global___Base] | None = ...,
+        accept_encoded: builtins.bool = ...,
+        lean: builtins.bool = ...,
+        reader: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accept_encoded", b"accept_encoded", "bases", b"bases", "cluster_id", b"cluster_id", "digest", b"digest", "key", b"key", "lean", b"lean", "purpose", b"purpose", "reader", b"reader", "streams", b"streams"]) -> None: ...
+
+Global___OpenRequest: typing_extensions.TypeAlias = OpenRequest
 
 @typing.final
 class Base(google.protobuf.message.Message):
@@ -97,138 +201,14 @@ class Base(google.protobuf.message.Message):
 Global___Base: typing_extensions.TypeAlias = Base
 
 @typing.final
-class BeginPutResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TRANSFER_ID_FIELD_NUMBER: builtins.int
-    TICKETS_FIELD_NUMBER: builtins.int
-    BASE_STEP_FIELD_NUMBER: builtins.int
-    FRESH_MEMORY_FIELD_NUMBER: builtins.int
-    transfer_id: builtins.str
-    base_step: builtins.int
-    """The offered step that this node holds and will change in place. Unset: send without a base."""
-    fresh_memory: builtins.bool
-    """The copy goes into memory that was never used before, which is several times slower than any later one."""
-    @property
-    def tickets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
-    def __init__(
-        self,
-        *,
-        transfer_id: builtins.str = ...,
-        tickets: collections.abc.Iterable[builtins.bytes] | None = ...,
-        base_step: builtins.int | None = ...,
-        fresh_memory: builtins.bool = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_base_step", b"_base_step", "base_step", b"base_step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_base_step", b"_base_step", "base_step", b"base_step", "fresh_memory", b"fresh_memory", "tickets", b"tickets", "transfer_id", b"transfer_id"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_base_step", b"_base_step"]) -> typing.Literal["base_step"] | None: ...
-
-Global___BeginPutResponse: typing_extensions.TypeAlias = BeginPutResponse
-
-@typing.final
-class FinishPutRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TRANSFER_ID_FIELD_NUMBER: builtins.int
-    CHUNK_DIGESTS_FIELD_NUMBER: builtins.int
-    DIGEST_FIELD_NUMBER: builtins.int
-    transfer_id: builtins.str
-    chunk_digests: builtins.bytes
-    digest: builtins.bytes
-    def __init__(
-        self,
-        *,
-        transfer_id: builtins.str = ...,
-        chunk_digests: builtins.bytes = ...,
-        digest: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_digests", b"chunk_digests", "digest", b"digest", "transfer_id", b"transfer_id"]) -> None: ...
-
-Global___FinishPutRequest: typing_extensions.TypeAlias = FinishPutRequest
-
-@typing.final
-class FinishPutResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    DIGEST_FIELD_NUMBER: builtins.int
-    digest: builtins.bytes
-    """Digest of what is held now, computed by the holder."""
-    def __init__(
-        self,
-        *,
-        digest: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest"]) -> None: ...
-
-Global___FinishPutResponse: typing_extensions.TypeAlias = FinishPutResponse
-
-@typing.final
-class AbortPutRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TRANSFER_ID_FIELD_NUMBER: builtins.int
-    transfer_id: builtins.str
-    def __init__(
-        self,
-        *,
-        transfer_id: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["transfer_id", b"transfer_id"]) -> None: ...
-
-Global___AbortPutRequest: typing_extensions.TypeAlias = AbortPutRequest
-
-@typing.final
-class AbortPutResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-
-Global___AbortPutResponse: typing_extensions.TypeAlias = AbortPutResponse
-
-@typing.final
-class BeginGetRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    CLUSTER_ID_FIELD_NUMBER: builtins.int
-    KEY_FIELD_NUMBER: builtins.int
-    DIGEST_FIELD_NUMBER: builtins.int
-    STREAMS_FIELD_NUMBER: builtins.int
-    BACKGROUND_FIELD_NUMBER: builtins.int
-    ACCEPT_ENCODED_FIELD_NUMBER: builtins.int
-    cluster_id: builtins.str
-    digest: builtins.bytes
-    """Digest of the shard that is wanted: another one under the same key is not it."""
-    streams: builtins.int
-    """0: only the manifest is wanted."""
-    background: builtins.bool
-    """A copy is made anew; nobody waits for the bytes, so the holder's own work goes before them."""
-    accept_encoded: builtins.bool
-    """The reader can decode: chunks may come encoded, without a base."""
-    @property
-    def key(self) -> fastcheck_proto.v1.common_pb2.ShardKey: ...
-    def __init__(
-        self,
-        *,
-        cluster_id: builtins.str = ...,
-        key: fastcheck_proto.v1.common_pb2.ShardKey | None = ...,
-        digest: builtins.bytes = ...,
-        streams: builtins.int = ...,
-        background: builtins.bool = ...,
-        accept_encoded: builtins.bool = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accept_encoded", b"accept_encoded", "background", b"background", "cluster_id", b"cluster_id", "digest", b"digest", "key", b"key", "streams", b"streams"]) -> None: ...
-
-Global___BeginGetRequest: typing_extensions.TypeAlias = BeginGetRequest
-
-@typing.final
-class BeginGetResponse(google.protobuf.message.Message):
+class OpenResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MANIFEST_FIELD_NUMBER: builtins.int
     TICKETS_FIELD_NUMBER: builtins.int
+    BASE_STEP_FIELD_NUMBER: builtins.int
+    base_step: builtins.int
+    """The step among `bases` that chunks may come encoded against. Unset: none."""
     @property
     def manifest(self) -> fastcheck_proto.v1.common_pb2.ShardManifest: ...
     @property
@@ -238,11 +218,13 @@ class BeginGetResponse(google.protobuf.message.Message):
         *,
         manifest: fastcheck_proto.v1.common_pb2.ShardManifest | None = ...,
         tickets: collections.abc.Iterable[builtins.bytes] | None = ...,
+        base_step: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["manifest", b"manifest", "tickets", b"tickets"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_base_step", b"_base_step", "base_step", b"base_step", "manifest", b"manifest"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_base_step", b"_base_step", "base_step", b"base_step", "manifest", b"manifest", "tickets", b"tickets"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_base_step", b"_base_step"]) -> typing.Literal["base_step"] | None: ...
 
-Global___BeginGetResponse: typing_extensions.TypeAlias = BeginGetResponse
+Global___OpenResponse: typing_extensions.TypeAlias = OpenResponse
 
 @typing.final
 class ListReplicasRequest(google.protobuf.message.Message):
@@ -355,65 +337,6 @@ class Replica(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "codecs", b"codecs", "digest", b"digest", "generation", b"generation", "key", b"key", "kind", b"kind", "lossy", b"lossy", "offset", b"offset", "owner", b"owner", "provisional", b"provisional", "save_id", b"save_id", "session", b"session", "shard_count", b"shard_count", "shared", b"shared", "state_bytes", b"state_bytes", "stored_bytes", b"stored_bytes", "verified_at_ms", b"verified_at_ms", "world_size", b"world_size"]) -> None: ...
 
 Global___Replica: typing_extensions.TypeAlias = Replica
-
-@typing.final
-class FetchReplicaRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    CLUSTER_ID_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
-    HOLDER_INCARNATION_FIELD_NUMBER: builtins.int
-    KEY_FIELD_NUMBER: builtins.int
-    DIGEST_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
-    SOURCES_FIELD_NUMBER: builtins.int
-    cluster_id: builtins.str
-    epoch: builtins.int
-    """Epoch and incarnation that the leader decided by: a stale one is refused."""
-    holder_incarnation: builtins.int
-    digest: builtins.bytes
-    bytes: builtins.int
-    @property
-    def key(self) -> fastcheck_proto.v1.common_pb2.ShardKey: ...
-    @property
-    def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.Holder]:
-        """Where to get it, the best first."""
-
-    def __init__(
-        self,
-        *,
-        cluster_id: builtins.str = ...,
-        epoch: builtins.int = ...,
-        holder_incarnation: builtins.int = ...,
-        key: fastcheck_proto.v1.common_pb2.ShardKey | None = ...,
-        digest: builtins.bytes = ...,
-        bytes: builtins.int = ...,
-        sources: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.Holder] | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "cluster_id", b"cluster_id", "digest", b"digest", "epoch", b"epoch", "holder_incarnation", b"holder_incarnation", "key", b"key", "sources", b"sources"]) -> None: ...
-
-Global___FetchReplicaRequest: typing_extensions.TypeAlias = FetchReplicaRequest
-
-@typing.final
-class FetchReplicaResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    DIGEST_FIELD_NUMBER: builtins.int
-    WAS_HERE_FIELD_NUMBER: builtins.int
-    digest: builtins.bytes
-    """Digest of what is held now, computed here."""
-    was_here: builtins.bool
-    """It was here already."""
-    def __init__(
-        self,
-        *,
-        digest: builtins.bytes = ...,
-        was_here: builtins.bool = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "was_here", b"was_here"]) -> None: ...
-
-Global___FetchReplicaResponse: typing_extensions.TypeAlias = FetchReplicaResponse
 
 @typing.final
 class VerifyReplicasRequest(google.protobuf.message.Message):

@@ -39,25 +39,15 @@ class PeerServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.BeginPut = channel.unary_unary(
-                '/fastcheck.v1.PeerService/BeginPut',
-                request_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.BeginPutRequest.SerializeToString,
-                response_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.BeginPutResponse.FromString,
+        self.Replicate = channel.unary_unary(
+                '/fastcheck.v1.PeerService/Replicate',
+                request_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.ReplicateRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.ReplicateResponse.FromString,
                 _registered_method=True)
-        self.FinishPut = channel.unary_unary(
-                '/fastcheck.v1.PeerService/FinishPut',
-                request_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.FinishPutRequest.SerializeToString,
-                response_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.FinishPutResponse.FromString,
-                _registered_method=True)
-        self.AbortPut = channel.unary_unary(
-                '/fastcheck.v1.PeerService/AbortPut',
-                request_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.AbortPutRequest.SerializeToString,
-                response_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.AbortPutResponse.FromString,
-                _registered_method=True)
-        self.BeginGet = channel.unary_unary(
-                '/fastcheck.v1.PeerService/BeginGet',
-                request_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.BeginGetRequest.SerializeToString,
-                response_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.BeginGetResponse.FromString,
+        self.Open = channel.unary_unary(
+                '/fastcheck.v1.PeerService/Open',
+                request_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.OpenRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.OpenResponse.FromString,
                 _registered_method=True)
         self.ListReplicas = channel.unary_unary(
                 '/fastcheck.v1.PeerService/ListReplicas',
@@ -68,11 +58,6 @@ class PeerServiceStub(object):
                 '/fastcheck.v1.PeerService/ReportCorrupt',
                 request_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.ReportCorruptRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.ReportCorruptResponse.FromString,
-                _registered_method=True)
-        self.FetchReplica = channel.unary_unary(
-                '/fastcheck.v1.PeerService/FetchReplica',
-                request_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.FetchReplicaRequest.SerializeToString,
-                response_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.FetchReplicaResponse.FromString,
                 _registered_method=True)
         self.VerifyReplicas = channel.unary_unary(
                 '/fastcheck.v1.PeerService/VerifyReplicas',
@@ -89,28 +74,14 @@ class PeerServiceStub(object):
 class PeerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def BeginPut(self, request, context):
-        """Reserves room for a copy of a shard and hands out tickets for the lane.
+    def Replicate(self, request, context):
+        """An offer: answers when this node holds a checked copy of the shard, which it pulls from the sources.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def FinishPut(self, request, context):
-        """All chunks are sent: check, make visible, acknowledge with what is held.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def AbortPut(self, request, context):
-        """Gives the reservation back.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def BeginGet(self, request, context):
+    def Open(self, request, context):
         """Opens a replica for reading over the lane.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -126,14 +97,6 @@ class PeerServiceServicer(object):
 
     def ReportCorrupt(self, request, context):
         """A reader found bytes from here that do not match: check them, drop them if so.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FetchReplica(self, request, context):
-        """The leader has this node make a copy of a committed shard for itself, from those that still have one.
-        Answers when the copy is held and checked; at once if it is there already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,25 +119,15 @@ class PeerServiceServicer(object):
 
 def add_PeerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'BeginPut': grpc.unary_unary_rpc_method_handler(
-                    servicer.BeginPut,
-                    request_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.BeginPutRequest.FromString,
-                    response_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.BeginPutResponse.SerializeToString,
+            'Replicate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Replicate,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.ReplicateRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.ReplicateResponse.SerializeToString,
             ),
-            'FinishPut': grpc.unary_unary_rpc_method_handler(
-                    servicer.FinishPut,
-                    request_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.FinishPutRequest.FromString,
-                    response_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.FinishPutResponse.SerializeToString,
-            ),
-            'AbortPut': grpc.unary_unary_rpc_method_handler(
-                    servicer.AbortPut,
-                    request_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.AbortPutRequest.FromString,
-                    response_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.AbortPutResponse.SerializeToString,
-            ),
-            'BeginGet': grpc.unary_unary_rpc_method_handler(
-                    servicer.BeginGet,
-                    request_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.BeginGetRequest.FromString,
-                    response_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.BeginGetResponse.SerializeToString,
+            'Open': grpc.unary_unary_rpc_method_handler(
+                    servicer.Open,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.OpenRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.OpenResponse.SerializeToString,
             ),
             'ListReplicas': grpc.unary_unary_rpc_method_handler(
                     servicer.ListReplicas,
@@ -185,11 +138,6 @@ def add_PeerServiceServicer_to_server(servicer, server):
                     servicer.ReportCorrupt,
                     request_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.ReportCorruptRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.ReportCorruptResponse.SerializeToString,
-            ),
-            'FetchReplica': grpc.unary_unary_rpc_method_handler(
-                    servicer.FetchReplica,
-                    request_deserializer=fastcheck__proto_dot_v1_dot_peer__pb2.FetchReplicaRequest.FromString,
-                    response_serializer=fastcheck__proto_dot_v1_dot_peer__pb2.FetchReplicaResponse.SerializeToString,
             ),
             'VerifyReplicas': grpc.unary_unary_rpc_method_handler(
                     servicer.VerifyReplicas,
@@ -212,7 +160,7 @@ class PeerService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def BeginPut(request,
+    def Replicate(request,
             target,
             options=(),
             channel_credentials=None,
@@ -225,9 +173,9 @@ class PeerService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fastcheck.v1.PeerService/BeginPut',
-            fastcheck__proto_dot_v1_dot_peer__pb2.BeginPutRequest.SerializeToString,
-            fastcheck__proto_dot_v1_dot_peer__pb2.BeginPutResponse.FromString,
+            '/fastcheck.v1.PeerService/Replicate',
+            fastcheck__proto_dot_v1_dot_peer__pb2.ReplicateRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_peer__pb2.ReplicateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -239,7 +187,7 @@ class PeerService(object):
             _registered_method=True)
 
     @staticmethod
-    def FinishPut(request,
+    def Open(request,
             target,
             options=(),
             channel_credentials=None,
@@ -252,63 +200,9 @@ class PeerService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fastcheck.v1.PeerService/FinishPut',
-            fastcheck__proto_dot_v1_dot_peer__pb2.FinishPutRequest.SerializeToString,
-            fastcheck__proto_dot_v1_dot_peer__pb2.FinishPutResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AbortPut(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fastcheck.v1.PeerService/AbortPut',
-            fastcheck__proto_dot_v1_dot_peer__pb2.AbortPutRequest.SerializeToString,
-            fastcheck__proto_dot_v1_dot_peer__pb2.AbortPutResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def BeginGet(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fastcheck.v1.PeerService/BeginGet',
-            fastcheck__proto_dot_v1_dot_peer__pb2.BeginGetRequest.SerializeToString,
-            fastcheck__proto_dot_v1_dot_peer__pb2.BeginGetResponse.FromString,
+            '/fastcheck.v1.PeerService/Open',
+            fastcheck__proto_dot_v1_dot_peer__pb2.OpenRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_peer__pb2.OpenResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -363,33 +257,6 @@ class PeerService(object):
             '/fastcheck.v1.PeerService/ReportCorrupt',
             fastcheck__proto_dot_v1_dot_peer__pb2.ReportCorruptRequest.SerializeToString,
             fastcheck__proto_dot_v1_dot_peer__pb2.ReportCorruptResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FetchReplica(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fastcheck.v1.PeerService/FetchReplica',
-            fastcheck__proto_dot_v1_dot_peer__pb2.FetchReplicaRequest.SerializeToString,
-            fastcheck__proto_dot_v1_dot_peer__pb2.FetchReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,67 +27,35 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
-_PeerServiceBeginPutType = typing_extensions.TypeVar(
-    '_PeerServiceBeginPutType',
+_PeerServiceReplicateType = typing_extensions.TypeVar(
+    '_PeerServiceReplicateType',
     grpc.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.BeginPutRequest,
-        fastcheck_proto.v1.peer_pb2.BeginPutResponse,
+        fastcheck_proto.v1.peer_pb2.ReplicateRequest,
+        fastcheck_proto.v1.peer_pb2.ReplicateResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.BeginPutRequest,
-        fastcheck_proto.v1.peer_pb2.BeginPutResponse,
+        fastcheck_proto.v1.peer_pb2.ReplicateRequest,
+        fastcheck_proto.v1.peer_pb2.ReplicateResponse,
     ],
     default=grpc.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.BeginPutRequest,
-        fastcheck_proto.v1.peer_pb2.BeginPutResponse,
+        fastcheck_proto.v1.peer_pb2.ReplicateRequest,
+        fastcheck_proto.v1.peer_pb2.ReplicateResponse,
     ],
 )
 
-_PeerServiceFinishPutType = typing_extensions.TypeVar(
-    '_PeerServiceFinishPutType',
+_PeerServiceOpenType = typing_extensions.TypeVar(
+    '_PeerServiceOpenType',
     grpc.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.FinishPutRequest,
-        fastcheck_proto.v1.peer_pb2.FinishPutResponse,
+        fastcheck_proto.v1.peer_pb2.OpenRequest,
+        fastcheck_proto.v1.peer_pb2.OpenResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.FinishPutRequest,
-        fastcheck_proto.v1.peer_pb2.FinishPutResponse,
+        fastcheck_proto.v1.peer_pb2.OpenRequest,
+        fastcheck_proto.v1.peer_pb2.OpenResponse,
     ],
     default=grpc.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.FinishPutRequest,
-        fastcheck_proto.v1.peer_pb2.FinishPutResponse,
-    ],
-)
-
-_PeerServiceAbortPutType = typing_extensions.TypeVar(
-    '_PeerServiceAbortPutType',
-    grpc.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.AbortPutRequest,
-        fastcheck_proto.v1.peer_pb2.AbortPutResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.AbortPutRequest,
-        fastcheck_proto.v1.peer_pb2.AbortPutResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.AbortPutRequest,
-        fastcheck_proto.v1.peer_pb2.AbortPutResponse,
-    ],
-)
-
-_PeerServiceBeginGetType = typing_extensions.TypeVar(
-    '_PeerServiceBeginGetType',
-    grpc.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.BeginGetRequest,
-        fastcheck_proto.v1.peer_pb2.BeginGetResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.BeginGetRequest,
-        fastcheck_proto.v1.peer_pb2.BeginGetResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.BeginGetRequest,
-        fastcheck_proto.v1.peer_pb2.BeginGetResponse,
+        fastcheck_proto.v1.peer_pb2.OpenRequest,
+        fastcheck_proto.v1.peer_pb2.OpenResponse,
     ],
 )
 
@@ -123,22 +91,6 @@ _PeerServiceReportCorruptType = typing_extensions.TypeVar(
     ],
 )
 
-_PeerServiceFetchReplicaType = typing_extensions.TypeVar(
-    '_PeerServiceFetchReplicaType',
-    grpc.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.FetchReplicaRequest,
-        fastcheck_proto.v1.peer_pb2.FetchReplicaResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.FetchReplicaRequest,
-        fastcheck_proto.v1.peer_pb2.FetchReplicaResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.FetchReplicaRequest,
-        fastcheck_proto.v1.peer_pb2.FetchReplicaResponse,
-    ],
-)
-
 _PeerServiceVerifyReplicasType = typing_extensions.TypeVar(
     '_PeerServiceVerifyReplicasType',
     grpc.UnaryUnaryMultiCallable[
@@ -171,24 +123,16 @@ _PeerServiceGetStatsType = typing_extensions.TypeVar(
     ],
 )
 
-class PeerServiceStub(typing.Generic[_PeerServiceBeginPutType, _PeerServiceFinishPutType, _PeerServiceAbortPutType, _PeerServiceBeginGetType, _PeerServiceListReplicasType, _PeerServiceReportCorruptType, _PeerServiceFetchReplicaType, _PeerServiceVerifyReplicasType, _PeerServiceGetStatsType]):
+class PeerServiceStub(typing.Generic[_PeerServiceReplicateType, _PeerServiceOpenType, _PeerServiceListReplicasType, _PeerServiceReportCorruptType, _PeerServiceVerifyReplicasType, _PeerServiceGetStatsType]):
     @typing.overload
     def __init__(self: PeerServiceStub[
         grpc.UnaryUnaryMultiCallable[
-            fastcheck_proto.v1.peer_pb2.BeginPutRequest,
-            fastcheck_proto.v1.peer_pb2.BeginPutResponse,
+            fastcheck_proto.v1.peer_pb2.ReplicateRequest,
+            fastcheck_proto.v1.peer_pb2.ReplicateResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
-            fastcheck_proto.v1.peer_pb2.FinishPutRequest,
-            fastcheck_proto.v1.peer_pb2.FinishPutResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            fastcheck_proto.v1.peer_pb2.AbortPutRequest,
-            fastcheck_proto.v1.peer_pb2.AbortPutResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            fastcheck_proto.v1.peer_pb2.BeginGetRequest,
-            fastcheck_proto.v1.peer_pb2.BeginGetResponse,
+            fastcheck_proto.v1.peer_pb2.OpenRequest,
+            fastcheck_proto.v1.peer_pb2.OpenResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.peer_pb2.ListReplicasRequest,
@@ -197,10 +141,6 @@ class PeerServiceStub(typing.Generic[_PeerServiceBeginPutType, _PeerServiceFinis
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.peer_pb2.ReportCorruptRequest,
             fastcheck_proto.v1.peer_pb2.ReportCorruptResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            fastcheck_proto.v1.peer_pb2.FetchReplicaRequest,
-            fastcheck_proto.v1.peer_pb2.FetchReplicaResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.peer_pb2.VerifyReplicasRequest,
@@ -215,20 +155,12 @@ class PeerServiceStub(typing.Generic[_PeerServiceBeginPutType, _PeerServiceFinis
     @typing.overload
     def __init__(self: PeerServiceStub[
         grpc.aio.UnaryUnaryMultiCallable[
-            fastcheck_proto.v1.peer_pb2.BeginPutRequest,
-            fastcheck_proto.v1.peer_pb2.BeginPutResponse,
+            fastcheck_proto.v1.peer_pb2.ReplicateRequest,
+            fastcheck_proto.v1.peer_pb2.ReplicateResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
-            fastcheck_proto.v1.peer_pb2.FinishPutRequest,
-            fastcheck_proto.v1.peer_pb2.FinishPutResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            fastcheck_proto.v1.peer_pb2.AbortPutRequest,
-            fastcheck_proto.v1.peer_pb2.AbortPutResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            fastcheck_proto.v1.peer_pb2.BeginGetRequest,
-            fastcheck_proto.v1.peer_pb2.BeginGetResponse,
+            fastcheck_proto.v1.peer_pb2.OpenRequest,
+            fastcheck_proto.v1.peer_pb2.OpenResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.peer_pb2.ListReplicasRequest,
@@ -237,10 +169,6 @@ class PeerServiceStub(typing.Generic[_PeerServiceBeginPutType, _PeerServiceFinis
         grpc.aio.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.peer_pb2.ReportCorruptRequest,
             fastcheck_proto.v1.peer_pb2.ReportCorruptResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            fastcheck_proto.v1.peer_pb2.FetchReplicaRequest,
-            fastcheck_proto.v1.peer_pb2.FetchReplicaResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             fastcheck_proto.v1.peer_pb2.VerifyReplicasRequest,
@@ -252,16 +180,10 @@ class PeerServiceStub(typing.Generic[_PeerServiceBeginPutType, _PeerServiceFinis
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
-    BeginPut: _PeerServiceBeginPutType
-    """Reserves room for a copy of a shard and hands out tickets for the lane."""
+    Replicate: _PeerServiceReplicateType
+    """An offer: answers when this node holds a checked copy of the shard, which it pulls from the sources."""
 
-    FinishPut: _PeerServiceFinishPutType
-    """All chunks are sent: check, make visible, acknowledge with what is held."""
-
-    AbortPut: _PeerServiceAbortPutType
-    """Gives the reservation back."""
-
-    BeginGet: _PeerServiceBeginGetType
+    Open: _PeerServiceOpenType
     """Opens a replica for reading over the lane."""
 
     ListReplicas: _PeerServiceListReplicasType
@@ -269,11 +191,6 @@ class PeerServiceStub(typing.Generic[_PeerServiceBeginPutType, _PeerServiceFinis
 
     ReportCorrupt: _PeerServiceReportCorruptType
     """A reader found bytes from here that do not match: check them, drop them if so."""
-
-    FetchReplica: _PeerServiceFetchReplicaType
-    """The leader has this node make a copy of a committed shard for itself, from those that still have one.
-    Answers when the copy is held and checked; at once if it is there already.
-    """
 
     VerifyReplicas: _PeerServiceVerifyReplicasType
     """Checks replicas against their digests now, a job's or all; bad ones are dropped."""
@@ -283,20 +200,12 @@ class PeerServiceStub(typing.Generic[_PeerServiceBeginPutType, _PeerServiceFinis
 
 PeerServiceAsyncStub: typing_extensions.TypeAlias = PeerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.BeginPutRequest,
-        fastcheck_proto.v1.peer_pb2.BeginPutResponse,
+        fastcheck_proto.v1.peer_pb2.ReplicateRequest,
+        fastcheck_proto.v1.peer_pb2.ReplicateResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.FinishPutRequest,
-        fastcheck_proto.v1.peer_pb2.FinishPutResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.AbortPutRequest,
-        fastcheck_proto.v1.peer_pb2.AbortPutResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.BeginGetRequest,
-        fastcheck_proto.v1.peer_pb2.BeginGetResponse,
+        fastcheck_proto.v1.peer_pb2.OpenRequest,
+        fastcheck_proto.v1.peer_pb2.OpenResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.peer_pb2.ListReplicasRequest,
@@ -305,10 +214,6 @@ PeerServiceAsyncStub: typing_extensions.TypeAlias = PeerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.peer_pb2.ReportCorruptRequest,
         fastcheck_proto.v1.peer_pb2.ReportCorruptResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        fastcheck_proto.v1.peer_pb2.FetchReplicaRequest,
-        fastcheck_proto.v1.peer_pb2.FetchReplicaResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         fastcheck_proto.v1.peer_pb2.VerifyReplicasRequest,
@@ -322,35 +227,19 @@ PeerServiceAsyncStub: typing_extensions.TypeAlias = PeerServiceStub[
 
 class PeerServiceServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
-    def BeginPut(
+    def Replicate(
         self,
-        request: fastcheck_proto.v1.peer_pb2.BeginPutRequest,
+        request: fastcheck_proto.v1.peer_pb2.ReplicateRequest,
         context: _ServicerContext,
-    ) -> typing.Union[fastcheck_proto.v1.peer_pb2.BeginPutResponse, collections.abc.Awaitable[fastcheck_proto.v1.peer_pb2.BeginPutResponse]]:
-        """Reserves room for a copy of a shard and hands out tickets for the lane."""
+    ) -> typing.Union[fastcheck_proto.v1.peer_pb2.ReplicateResponse, collections.abc.Awaitable[fastcheck_proto.v1.peer_pb2.ReplicateResponse]]:
+        """An offer: answers when this node holds a checked copy of the shard, which it pulls from the sources."""
 
     @abc.abstractmethod
-    def FinishPut(
+    def Open(
         self,
-        request: fastcheck_proto.v1.peer_pb2.FinishPutRequest,
+        request: fastcheck_proto.v1.peer_pb2.OpenRequest,
         context: _ServicerContext,
-    ) -> typing.Union[fastcheck_proto.v1.peer_pb2.FinishPutResponse, collections.abc.Awaitable[fastcheck_proto.v1.peer_pb2.FinishPutResponse]]:
-        """All chunks are sent: check, make visible, acknowledge with what is held."""
-
-    @abc.abstractmethod
-    def AbortPut(
-        self,
-        request: fastcheck_proto.v1.peer_pb2.AbortPutRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[fastcheck_proto.v1.peer_pb2.AbortPutResponse, collections.abc.Awaitable[fastcheck_proto.v1.peer_pb2.AbortPutResponse]]:
-        """Gives the reservation back."""
-
-    @abc.abstractmethod
-    def BeginGet(
-        self,
-        request: fastcheck_proto.v1.peer_pb2.BeginGetRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[fastcheck_proto.v1.peer_pb2.BeginGetResponse, collections.abc.Awaitable[fastcheck_proto.v1.peer_pb2.BeginGetResponse]]:
+    ) -> typing.Union[fastcheck_proto.v1.peer_pb2.OpenResponse, collections.abc.Awaitable[fastcheck_proto.v1.peer_pb2.OpenResponse]]:
         """Opens a replica for reading over the lane."""
 
     @abc.abstractmethod
@@ -368,16 +257,6 @@ class PeerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[fastcheck_proto.v1.peer_pb2.ReportCorruptResponse, collections.abc.Awaitable[fastcheck_proto.v1.peer_pb2.ReportCorruptResponse]]:
         """A reader found bytes from here that do not match: check them, drop them if so."""
-
-    @abc.abstractmethod
-    def FetchReplica(
-        self,
-        request: fastcheck_proto.v1.peer_pb2.FetchReplicaRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[fastcheck_proto.v1.peer_pb2.FetchReplicaResponse, collections.abc.Awaitable[fastcheck_proto.v1.peer_pb2.FetchReplicaResponse]]:
-        """The leader has this node make a copy of a committed shard for itself, from those that still have one.
-        Answers when the copy is held and checked; at once if it is there already.
-        """
 
     @abc.abstractmethod
     def VerifyReplicas(

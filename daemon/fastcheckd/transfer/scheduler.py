@@ -16,7 +16,7 @@ Nothing here knows of sockets, threads or digests.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..chunks import ChunkTable
@@ -102,7 +102,7 @@ class _Reader:
     ended: bool = False
 
 
-class Sharing:
+class Scheduler:
     """The chunks of one load and its readers. Used by one thread at a time.
 
     Args:
@@ -121,9 +121,15 @@ class Sharing:
 
     # --- what there is ---------------------------------------------------------------------------
 
-    def describe(self, shard: int, table: ChunkTable) -> bool:
-        """Say how a shard is cut, before its readers join; False when it is known to be cut in another way."""
+    def describe(self, shard: int, table: ChunkTable, missing: Sequence[int] | None = None) -> bool:
+        """Say how a shard is cut, before its readers join; False when it is known to be cut in another way.
+
+        Args:
+            missing: the chunks that are wanted, rising, where only now it is known that others are here.
+        """
         found = self._shards[shard]
+        if missing is not None and found.part is None:
+            found.part = Part(table, tuple(missing))
         if found.table == table:
             return True
         # The first to say it may have been wrong: it is believed no longer than it is of use.

@@ -11,26 +11,21 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
-from ..chunks import ChunkTable
-from ..codec.get_planner import GetPlanner
+from fastcheck_proto.v1 import peer_pb2
+
 from ..counters import Counters
-from ..errors import ConfigError, CorruptError, FastCheckdError, FrameError, PeerError
+from ..errors import ConfigError, FastCheckdError, FrameError, PeerError
 from ..log import Complaints
-from .chunk_stream import receive_chunks, send_chunks
-from .codec_pool import CodecPool
-from .frames import ON_DEMAND, RESENDS_MAX, Codec, FrameHeader, Hello
-from .intake import Intake
-from .lane import Lane
-from .lane_client import ChunkGate, passing
+from .channel import Channel
+from .encoder_cache import ShardEncoder
 from .lane_meter import LaneMeter
 from .lane_tls import LaneTls
-from .outgoing import Outgoing
-from .shard_source import Payload
+from .pacing import ChunkGate, passing
 from .sockets import describe, shut, tune
-from .tickets import GetGrant, Grant, PutGrant, TicketOffice
+from .tickets import Grant, TicketOffice
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +40,10 @@ _STOP_TIMEOUT_S = 5.0
 _EXHAUSTED_PAUSE_S = 0.1
 
 
-class LaneServer:
+class TransferServer:
     """Accepts lane connections on host:port until stopped. Port 0 takes a free one.
 
-    `pool` decodes what is put here, and encodes what is read from here as the policy `codec` has it; each connection
-    keeps at most two chunks of encoded bytes in memory, three if it is read over. `gate` holds up the chunks of puts,
-    `aside` those that are read by somebody who does not wait for them.
+    `gates` hold up the chunks of those who can wait, by purpose; a restore waits for nothing.
     """
 
     def __init__(
@@ -61,12 +54,9 @@ class LaneServer:
         counters: Counters,
         transfer_timeout_s: float,
         *,
-        pool: CodecPool,
-        codec: str = "auto",
+        gates: Mapping[peer_pb2.Purpose.ValueType, ChunkGate] | None = None,
         congestion: str = "",
         meter: LaneMeter | None = None,
-        gate: ChunkGate | None = None,
-        aside: ChunkGate | None = None,
         tls: LaneTls | None = None,
         connections_max: int = CONNECTIONS_MAX,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
@@ -76,12 +66,9 @@ class LaneServer:
         self._tickets = tickets
         self._counters = counters
         self._timeout_s = transfer_timeout_s
-        self._pool = pool
-        self._planner = GetPlanner(codec, pool.threads)
+        self._gates = gates or {}
         self._congestion = congestion
         self._meter = meter or LaneMeter()
-        self._gate = gate
-        self._aside = aside
         self._tls = tls
         self._complaints = Complaints(logger, "lane", logging.INFO)
         #: Connections over which somebody is served who waits for the bytes.
@@ -93,9 +80,9 @@ class LaneServer:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._gone = threading.Condition(self._lock)
-        self._open: dict[Lane, threading.Thread] = {}
+        self._open: dict[Channel, threading.Thread] = {}
         #: Of those, the ones that have not shown a ticket yet, the oldest first.
-        self._unproved: dict[Lane, None] = {}
+        self._unproved: dict[Channel, None] = {}
 
     @property
     def port(self) -> int:
@@ -140,8 +127,8 @@ class LaneServer:
         self._listener.close()
         with self._lock:
             open_now = list(self._open.items())
-        for lane, _ in open_now:
-            lane.end()
+        for channel, _ in open_now:
+            channel.end()
         for _, thread in open_now:
             thread.join(_STOP_TIMEOUT_S)
 
@@ -193,20 +180,20 @@ class LaneServer:
                 self._reject(whom, f"{self._connections_max} connections are open, the limit")
                 sock.close()
                 continue
-            lane = Lane(sock, whom, self._timeout_s)
+            channel = Channel(sock, whom, self._timeout_s)
             thread = threading.Thread(
-                target=self._serve, args=(lane, whom), name=f"lane-{address[1]}", daemon=True
+                target=self._serve, args=(channel, whom), name=f"lane-{address[1]}", daemon=True
             )
             with self._lock:
-                self._open[lane] = thread
-                self._unproved[lane] = None
-            self._meter.add(lane)
+                self._open[channel] = thread
+                self._unproved[channel] = None
+            self._meter.add(channel)
             try:
                 thread.start()
             except RuntimeError as error:  # the system gives no more threads
                 self._reject(whom, str(error))
-                self._proved(lane)
-                self._forget(lane)
+                self._proved(channel)
+                self._forget(channel)
                 self._stopping.wait(_EXHAUSTED_PAUSE_S)
 
     def _make_room(self) -> bool:
@@ -221,153 +208,103 @@ class LaneServer:
                     return False
         return True
 
-    def _is_gone(self, lane: Lane) -> bool:
-        return lane not in self._open
+    def _is_gone(self, channel: Channel) -> bool:
+        return channel not in self._open
 
-    def _serve(self, lane: Lane, whom: str) -> None:
+    def _serve(self, channel: Channel, whom: str) -> None:
         try:
             try:
-                hello, grant = self._welcome(lane)
+                grant = self._welcome(channel)
             except (FrameError, PeerError) as error:
                 self._reject(whom, str(error))
                 return
             finally:
-                self._proved(lane)
-            if isinstance(grant, PutGrant):
-                with passing(self._gate, lane):
-                    self._receive(lane, hello, grant)
-            elif grant.background:
-                with passing(self._aside, lane):
-                    self._send(lane, hello, grant, self._aside)
-            else:
-                with self._serving_one():
-                    self._send(lane, hello, grant)
+                self._proved(channel)
+            gate = self._gates.get(grant.purpose)
+            with self._counted(grant), grant.opened() as encoder, passing(gate, channel):
+                self._send(channel, grant, encoder, gate)
         except FrameError as error:
             self._reject(whom, str(error))
-            lane.send_error(str(error))
+            channel.send_error(str(error))
         except PeerError as error:
             logger.info("a lane transfer ended early: %s", error)
         except FastCheckdError as error:
             logger.warning("a lane transfer with %s failed: %s", whom, error)
-            lane.send_error(str(error))
+            channel.send_error(str(error))
         except Exception:
             logger.exception("a lane transfer with %s failed", whom)
-            lane.send_error("internal error, see the log of this node's daemon")
+            channel.send_error("internal error, see the log of this node's daemon")
         finally:
-            self._forget(lane)
+            self._forget(channel)
 
-    def _welcome(self, lane: Lane) -> tuple[Hello, Grant]:
+    def _welcome(self, channel: Channel) -> Grant:
         """What whoever connected may do; FrameError or PeerError when that is nothing."""
-        node_id = None if self._tls is None else lane.accept_tls(self._tls, self._hello_timeout_s)
-        hello = lane.receive_hello(self._hello_timeout_s)
-        grant = self._tickets.redeem(hello.ticket)
-        if node_id is not None and isinstance(grant, PutGrant) and node_id != grant.incoming.manifest.owner:
-            grant.fail()
-            raise FrameError(f"node {node_id} came with a ticket of node {grant.incoming.manifest.owner}")
-        return hello, grant
+        node_id = None if self._tls is None else channel.accept_tls(self._tls, self._hello_timeout_s)
+        grant = self._tickets.redeem(channel.receive_hello(self._hello_timeout_s).ticket)
+        if node_id is not None and grant.reader and node_id != grant.reader:
+            raise FrameError(f"node {node_id} came with a ticket of node {grant.reader}")
+        return grant
 
-    def _proved(self, lane: Lane) -> None:
+    def _proved(self, channel: Channel) -> None:
         with self._lock:
-            self._unproved.pop(lane, None)
+            self._unproved.pop(channel, None)
 
-    def _receive(self, lane: Lane, hello: Hello, grant: PutGrant) -> None:
-        if hello.stride == ON_DEMAND:
-            raise FrameError("the chunks of a put are not sent on demand")
-        incoming = grant.incoming
-        chunks = range(hello.first, len(incoming.table), hello.stride)
-        intake = Intake(incoming, self._pool, self._counters, lane.check)
+    def _send(self, channel: Channel, grant: Grant, encoder: ShardEncoder, gate: ChunkGate | None) -> None:
+        """Send what the reader asks for, run after run; its next request waits in the socket meanwhile."""
+        replica, outgoing = encoder.replica, encoder.outgoing
+        table = replica.chunks
+        asked: set[int] = set()
+        sent: set[int] = set()
 
-        def place_of(header: FrameHeader) -> memoryview:
-            if self._gate is not None:
-                self._gate.wait(lane, header.encoded_bytes, lane.check)
-            return intake.place_of(header)
+        def plain(index: int) -> bool:
+            # One that is asked for again came bad: perhaps this side encodes what the other decodes otherwise.
+            again = index in asked
+            asked.add(index)
+            return again or not grant.accept_encoded
 
-        try:
-            incoming.attach(hello.first, hello.stride, lane.end)
-            try:
-                for _ in range(RESENDS_MAX + 1):
-                    receive_chunks(
-                        lane,
-                        chunks,
-                        table=incoming.table,
-                        codecs=frozenset(Codec),
-                        place_of=place_of,
-                        accept=intake.accept,
-                        moved=lambda count: self._counters.add("bytes_received", count),
-                    )
-                    intake.drain()
-                    bad = incoming.missing(chunks)
-                    if not bad:
-                        break
-                    lane.send_result(bad)
-            finally:
-                intake.close()
-                # Before the answer: a sender that has it may ask to finish at once.
-                incoming.detach(hello.first)
-            if bad:
-                raise CorruptError(f"{len(bad)} chunks did not arrive whole after {RESENDS_MAX} repeats")
-            lane.send_result([])
-        except BaseException:
-            # One connection lost is the transfer lost: give its memory back now, not when it expires.
-            grant.fail()
-            raise
-
-    def _send(self, lane: Lane, hello: Hello, grant: GetGrant, gate: ChunkGate | None = None) -> None:
-        if hello.stride not in {grant.streams, ON_DEMAND}:
-            raise FrameError(
-                f"the transfer has {grant.streams} connections; stride {hello.stride} does not fit"
-            )
-        digests = grant.manifest.chunk_digests
-        table = ChunkTable.of(grant.manifest)
-        with grant.opened() as source:
-            outgoing = Outgoing(
-                source, table, digests, grant.manifest.key.step, pool=self._pool,
-                planner=self._planner if grant.accept_encoded else None, counters=self._counters,
-            )  # fmt: skip
-
-            def asked_for() -> Generator[tuple[int, Payload], None, None]:
-                """What the reader asks for, run after run; the next request waits in the socket meanwhile."""
-                while run := lane.receive_want(len(table)):
-                    # Made ahead within a run only: nobody knows whether there will be another one.
-                    with contextlib.closing(outgoing.payloads(run, lane)) as payloads:
-                        yield from payloads
-
-            own = range(hello.first, len(table), max(1, hello.stride))
-            on_demand = hello.stride == ON_DEMAND
-            with contextlib.closing(asked_for() if on_demand else outgoing.payloads(own, lane)) as payloads:
-                send_chunks(
-                    lane,
-                    payloads if gate is None else _held_up(payloads, gate, lane),
-                    table=table,
-                    digest_of=outgoing.digest,
-                    moved=lambda count: self._counters.add("bytes_sent", count),
-                )
+        while run := channel.receive_want(len(table)):
+            # Encoded ahead within a run only: nobody knows whether there will be another one.
+            with contextlib.closing(encoder.payloads(run, channel, plain=plain, lean=grant.lean)) as payloads:
+                for index, payload in payloads:
+                    size = len(payload.data)
+                    sending = contextlib.nullcontext() if outgoing is None else outgoing.connection_sends()
+                    with sending:
+                        if gate is not None:
+                            gate.wait(channel, size, channel.check)
+                        start, stop = table.range(index)
+                        channel.send_chunk(
+                            index,
+                            start,
+                            replica.chunk_digest(index),
+                            stop - start,
+                            payload.codec,
+                            payload.data,
+                        )
+                    self._counters.add("bytes_sent", size)
+                    self._counters.add("chunks_resent", index in sent)
+                    sent.add(index)
+                    if outgoing is not None:
+                        outgoing.sent(grant.reader, raw_bytes=stop - start, sent_bytes=size)
 
     @contextlib.contextmanager
-    def _serving_one(self) -> Iterator[None]:
+    def _counted(self, grant: Grant) -> Iterator[None]:
+        """While a connection is served: it counts as a restore's if somebody waits for its bytes."""
+        waits = grant.purpose == peer_pb2.PURPOSE_RESTORE
         with self._lock:
-            self._serving += 1
+            self._serving += waits
         try:
             yield
         finally:
             with self._lock:
-                self._serving -= 1
+                self._serving -= waits
 
     def _reject(self, whom: str, why: str) -> None:
         self._counters.add("lane_rejected")
         self._complaints.add("closed the connection of %s: %s", whom, why)
 
-    def _forget(self, lane: Lane) -> None:
-        self._meter.remove(lane)
-        lane.close()
+    def _forget(self, channel: Channel) -> None:
+        self._meter.remove(channel)
+        channel.close()
         with self._gone:
-            del self._open[lane]
+            del self._open[channel]
             self._gone.notify_all()
-
-
-def _held_up(
-    payloads: Iterator[tuple[int, Payload]], gate: ChunkGate, lane: Lane
-) -> Iterator[tuple[int, Payload]]:
-    for index, payload in payloads:
-        gate.wait(lane, len(payload.data), lane.check)
-        yield index, payload

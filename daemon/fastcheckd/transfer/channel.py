@@ -23,11 +23,9 @@ from .frames import (
     pack_error,
     pack_frame,
     pack_hello,
-    pack_result,
     pack_want,
     parse_frame,
     parse_hello,
-    parse_result,
     parse_want,
 )
 from .lane_tls import LaneTls
@@ -48,7 +46,7 @@ from .sockets import (
 _LAST_WORDS_S = 0.2
 
 
-class Lane:
+class Channel:
     """A connected, tuned socket; `whom` names the other end in messages. Used by one thread.
 
     Every method raises PeerError when the connection fails, no byte moves for `timeout_s`, or the
@@ -146,18 +144,13 @@ class Lane:
             send_all(self._sock, pack_frame(header), data)
             self.sending_s += time.perf_counter() - started
 
-    def send_end(self, chunks: int) -> None:
-        """So many chunks were sent since the last END, and no more come."""
+    def send_end(self) -> None:
+        """As the reader: no more chunks are wanted."""
         with self._sending():
-            send_all(self._sock, pack_frame(FrameHeader(kind=Kind.END, chunk=chunks)))
-
-    def send_result(self, bad_chunks: Sequence[int]) -> None:
-        """Answer to the END of a put."""
-        with self._sending():
-            send_all(self._sock, *pack_result(bad_chunks))
+            send_all(self._sock, pack_frame(FrameHeader(kind=Kind.END)))
 
     def send_want(self, chunks: Sequence[int]) -> None:
-        """As the reader of a get on demand: these chunks next."""
+        """As the reader: these chunks next."""
         with self._sending():
             send_all(self._sock, *pack_want(chunks))
 
@@ -192,15 +185,6 @@ class Lane:
         """Payload bytes, straight to where they belong."""
         with self._receiving():
             recv_exact_into(self._sock, place)
-
-    def receive_result(self, chunks: range) -> list[int]:
-        """The RESULT of a put: those of the connection's `chunks` to be sent again."""
-        header = self.receive_header()
-        if header.kind != Kind.RESULT:
-            raise FrameError(f"a RESULT was due, not {header.kind.name}")
-        payload = bytearray(header.encoded_bytes)
-        self.receive_into(payload)
-        return parse_result(payload, chunks)
 
     @contextlib.contextmanager
     def _receiving(self) -> Iterator[None]:

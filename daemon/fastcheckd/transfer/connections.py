@@ -18,7 +18,7 @@ from concurrent.futures import Executor, Future
 
 from ..config import split_address
 from ..errors import FrameError, PeerError
-from .lane import Lane
+from .channel import Channel
 from .lane_meter import LaneMeter
 from .lane_tls import LaneTls
 from .sockets import bind_source, describe, resolve, set_timeout, tune
@@ -32,14 +32,14 @@ _CONNECT_TIMEOUT_S_MAX = 5.0
 Work = Callable[[], None]
 
 
-class StreamCrew:
+class Connections:
     """The threads of one transfer. Made by `hired`."""
 
     def __init__(self) -> None:
         self._futures: list[Future[None]] = []
         self._orders: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._lanes: set[Lane] = set()
+        self._channels: set[Channel] = set()
         self._over = False
         self._done = 0
         self._first_error: BaseException | None = None
@@ -61,7 +61,7 @@ class StreamCrew:
             raise PeerError("the transfer's threads waited too long for their orders")
 
     @contextlib.contextmanager
-    def lane(
+    def channel(
         self,
         address: str,
         whom: str,
@@ -72,7 +72,7 @@ class StreamCrew:
         meter: LaneMeter | None = None,
         tls: LaneTls | None = None,
         node_id: str = "",
-    ) -> Iterator[Lane]:
+    ) -> Iterator[Channel]:
         """In a thread of the crew: a connection to host:port that ends when the crew does.
 
         It comes from this machine's address (or name) `source`; empty: from whatever the system takes. Its bytes
@@ -88,11 +88,11 @@ class StreamCrew:
             seen = f", seen from {source}" if source else ""
             raise PeerError(f"{whom} has no usable lane address {address!r}{seen}: {error}") from None
         with socket.socket(family, socket.SOCK_STREAM) as sock:
-            lane = Lane(sock, whom, timeout_s)
+            channel = Channel(sock, whom, timeout_s)
             with self._lock:
                 if self._over:
                     raise PeerError(f"the transfer with {whom} was ended")
-                self._lanes.add(lane)
+                self._channels.add(channel)
             try:
                 try:
                     tune(sock, congestion)
@@ -107,25 +107,25 @@ class StreamCrew:
                         f"{f' from {source}' if source else ''}: {describe(error)}"
                     ) from None
                 if meter is not None:
-                    meter.add(lane)
+                    meter.add(channel)
                 if tls is not None:
-                    lane.connect_tls(tls, node_id, min(timeout_s, _CONNECT_TIMEOUT_S_MAX))
-                yield lane
+                    channel.connect_tls(tls, node_id, min(timeout_s, _CONNECT_TIMEOUT_S_MAX))
+                yield channel
             except FrameError as error:
                 raise PeerError(f"{whom} broke the lane's protocol: {error}", reason=error.code) from None
             finally:
                 if meter is not None:
-                    meter.remove(lane)
+                    meter.remove(channel)
                 with self._lock:
-                    self._lanes.discard(lane)
-                lane.close()
+                    self._channels.discard(channel)
+                channel.close()
 
     def end(self) -> None:
         """End all connections, and let no new one begin."""
         with self._lock:
             self._over = True
-            for lane in self._lanes:
-                lane.end()
+            for channel in self._channels:
+                channel.end()
 
     async def _hire(self, executor: Executor, wanted: int) -> None:
         if wanted == 0:
@@ -198,9 +198,9 @@ class StreamCrew:
 
 
 @contextlib.asynccontextmanager
-async def hired(executor: Executor, wanted: int) -> AsyncIterator[StreamCrew]:
+async def connections(executor: Executor, wanted: int) -> AsyncIterator[Connections]:
     """At least one thread of the executor (none if none is wanted), up to `wanted`; waits for the first."""
-    crew = StreamCrew()
+    crew = Connections()
     try:
         await crew._hire(executor, wanted)
         yield crew

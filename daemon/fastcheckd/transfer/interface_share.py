@@ -83,7 +83,7 @@ class Allowance:
     reason: str
 
 
-class Yielding:
+class InterfaceShare:
     """Decides for one interface, from one sample after the other."""
 
     def __init__(self) -> None:

@@ -20,12 +20,12 @@ import psutil
 from fastcheck_proto.v1 import peer_pb2
 
 from ..counters import Counters
+from .channel import Channel
 from .gaps import Foreign
-from .lane import Lane
+from .interface_share import Allowance, InterfaceShare
 from .lane_meter import WIRE_OVERHEAD, LaneMeter, WireBytes
 from .pacing import TRICKLE_SHARE, Gate, Pacer
 from .sockets import PATIENCE
-from .yielding import Allowance, Yielding
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Course:
         return max(_LEFT_S_MIN, self._due() - now)
 
 
-class PutPacing:
+class ReplicationPacing:
     """One per data process; a `ChunkGate` for the streams of puts.
 
     Args:
@@ -114,16 +114,16 @@ class PutPacing:
                 starve_s=transfer_timeout_s / 2,
             ),
             restoring,
-            paused=lambda: counters.add("puts_for_restore"),
-            held_up=lambda: counters.add("puts_paced"),
+            paused=lambda: counters.add("copies_for_restore"),
+            held_up=lambda: counters.add("copies_paced"),
             clock=clock,
         )
         self._chunk_bytes = chunk_bytes
         # Half of what the other end's answer is waited for, as long as bytes still arrive there.
         self._drain_s = transfer_timeout_s * PATIENCE / 2
-        self._yielding = Yielding()
+        self._yielding = InterfaceShare()
         self._lock = threading.Lock()
-        self._lanes: set[Lane] = set()
+        self._lanes: set[Channel] = set()
         self._courses: set[Course] = set()
         self._putting = asyncio.Event()
         self._allowance = Allowance(self._cap, "none" if math.isinf(self._cap) else "cap")
@@ -138,7 +138,7 @@ class PutPacing:
     def begin(self, stream: object) -> None:
         """A connection of a put begins."""
         self._gate.begin(stream)
-        if isinstance(stream, Lane):
+        if isinstance(stream, Channel):
             with self._lock:
                 self._lanes.add(stream)
             self._limit_lanes()
@@ -146,7 +146,7 @@ class PutPacing:
     def end(self, stream: object) -> None:
         """It has ended."""
         self._gate.end(stream)
-        if isinstance(stream, Lane):
+        if isinstance(stream, Channel):
             with self._lock:
                 self._lanes.discard(stream)
             self._limit_lanes()
@@ -158,7 +158,7 @@ class PutPacing:
     # On the event loop.
 
     @contextlib.contextmanager
-    def put_under_way(self, raw_bytes: int, due: Callable[[], float] | None = None) -> Iterator[Course]:
+    def replicating(self, raw_bytes: int, due: Callable[[], float] | None = None) -> Iterator[Course]:
         """While a put lasts that should be done at `due()`, on this object's clock; None: no matter when."""
         course = Course(raw_bytes, due or (lambda: math.inf))
         self._courses.add(course)

@@ -1,0 +1,399 @@
+"""Offers to this node: a copy that it is to make, for a save that is being replicated or in place of a lost one.
+
+    check → draft (what is here already is taken by digest) → fetch the rest → check again → publish → acknowledge
+
+The acknowledgement is the digest of what is published. A copy that is here already is acknowledged at once, so asking
+twice costs nothing. An offer that is repeated while it is worked on joins the work; the work ends when nobody waits for
+it any more, except a repair, which the next leader finds done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import peer_pb2
+
+from ..chunks import ChunkTable
+from ..codec.encoder import Use
+from ..config import Config
+from ..counters import Counters
+from ..errors import (
+    FastCheckdError,
+    FencedError,
+    JobBudgetError,
+    NoLeaseError,
+    NotHeldError,
+    PeerError,
+)
+from ..health.lease import LeaseHolder
+from ..identity import Identity
+from ..store.draft import Draft
+from ..store.provisional import drop_obsolete
+from ..store.replica import Replica
+from ..store.replica_store import ReplicaStore
+from ..tasks import to_its_end
+from .checks import BASES_MAX, check_copy, check_life, check_offer
+from .fetch import Failures, Fetcher
+from .pacing import ChunkGate
+from .reader import FairTurns, Progress
+
+logger = logging.getLogger(__name__)
+
+#: Copies that are made at the same time, and repairs among them.
+COPIES_MAX = 128
+REPAIRS_MAX = 2
+#: How long a copy waits for room. The owner may know sooner than this node that an older step may go.
+ROOM_WAIT_S = 1.0
+#: One connection: repairs give way.
+REPAIR_STREAMS = 1
+_Key = tuple[str, int, int, int]
+
+
+class _CopyTarget:
+    """A draft as the place of a fetch's chunks, and an account of how they came."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        self._lock = threading.Lock()
+        self._raw: dict[str, int] = {}
+        self._encoded: dict[str, int] = {}
+        missing = sum(stop - start for start, stop in map(draft.chunks.range, draft.missing))
+        if here := draft.manifest.bytes - missing:
+            self._raw["same"], self._encoded["same"] = here, 0
+
+    @property
+    def base_step(self) -> int | None:
+        return None if self.draft.base is None else self.draft.base.key.step
+
+    @property
+    def lean(self) -> bool:
+        return self.draft.lean
+
+    def place(self, index: int) -> memoryview:
+        return self.draft.place(index)
+
+    def base(self, index: int) -> contextlib.AbstractContextManager[memoryview | None]:
+        return self.draft.base_chunk(index)
+
+    def received(self, index: int, payload: memoryview | None, uses: tuple[Use, ...]) -> None:
+        self.draft.received(index, payload)
+        with self._lock:
+            for use in uses:
+                self._raw[use.codec] = self._raw.get(use.codec, 0) + use.raw_bytes
+                self._encoded[use.codec] = self._encoded.get(use.codec, 0) + use.encoded_bytes
+
+    def codecs(self) -> list[pb.CodecUse]:
+        """What each codec did, by name."""
+        with self._lock:
+            return [
+                pb.CodecUse(codec=name, raw_bytes=self._raw[name], encoded_bytes=self._encoded[name])
+                for name in sorted(self._raw)
+            ]
+
+
+@dataclass(eq=False)
+class _Copy:
+    """An offer that is being worked on."""
+
+    request: peer_pb2.ReplicateRequest
+    task: asyncio.Task[peer_pb2.ReplicateResponse] | None = None
+    waiting: int = 0
+    session: int = field(default=0)
+
+
+class _WantedCopy:
+    """The shard of an offer, see `Wanted`."""
+
+    def __init__(self, receiver: Receiver, request: peer_pb2.ReplicateRequest, copy: _Copy) -> None:
+        self.key = request.key
+        self.digest = request.digest
+        self.bytes = request.bytes
+        self.purpose = peer_pb2.PURPOSE_REPAIR if request.repair else peer_pb2.PURPOSE_REPLICATE
+        self.made: _CopyTarget | None = None
+        self._receiver = receiver
+        self._request = request
+        self._copy = copy
+        self._making = asyncio.Lock()
+
+    @property
+    def chunk_count(self) -> int:
+        return -(-self.bytes // self._receiver.chunk_bytes)
+
+    def bases(self) -> list[peer_pb2.Base]:
+        if self.made is not None:
+            base = self.made.draft.base
+            return [] if base is None else [_base(base)]
+        return [_base(replica) for replica in self._receiver.bases(self.key)]
+
+    async def target(
+        self, manifest: pb.ShardManifest, table: ChunkTable, base_step: int | None
+    ) -> _CopyTarget:
+        async with self._making:
+            if self.made is None:
+                self._copy.session = manifest.session
+                draft = await self._receiver.draft(self._request, manifest, table, base_step)
+                self.made = _CopyTarget(draft)
+            return self.made
+
+    def missing(self) -> Sequence[int] | None:
+        return None if self.made is None else self.made.draft.missing
+
+
+class Receiver:
+    """The copies that this data process makes. Owned by the event loop's thread.
+
+    Args:
+        kept_steps: a job's committed steps by the newest view.
+        gate: paces the chunks of repairs.
+        incoming: holds up the chunks of other copies while loads go first.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        identity: Identity,
+        lease: LeaseHolder,
+        store: ReplicaStore,
+        fetcher: Fetcher,
+        counters: Counters,
+        *,
+        kept_steps: Callable[[str], Collection[int]],
+        gate: ChunkGate,
+        incoming: ChunkGate,
+    ) -> None:
+        self.chunk_bytes = config.chunk_bytes
+        self._config = config
+        self._identity = identity
+        self._lease = lease
+        self._store = store
+        self._fetcher = fetcher
+        self._counters = counters
+        self._kept_steps = kept_steps
+        self._gate = gate
+        self._incoming = incoming
+        self._turns = FairTurns()
+        self._running: dict[_Key, _Copy] = {}
+
+    @property
+    def arriving(self) -> int:
+        """Copies that are being made for saves. May be asked from any thread."""
+        return sum(not copy.request.repair for copy in list(self._running.values()))
+
+    async def replicate(self, request: peer_pb2.ReplicateRequest) -> peer_pb2.ReplicateResponse:
+        """Hold the shard as a checked copy when this returns.
+
+        Raises:
+            FencedError, InvalidRequestError, OverBudgetError: see `check_offer`; FencedError, too, when a copy from a
+                newer process of the rank is here.
+            NoLeaseError: this node may have been declared DOWN, and the offer is not a provisional one.
+            JobBudgetError, OverBudgetError, StoreFullError, StoreError: no room.
+            PeerError: none of the sources gave it, or enough copies are being made already.
+        """
+        try:
+            return await self._replicate(request)
+        except FastCheckdError as error:
+            self._counters.add("offers_refused")
+            if isinstance(error, JobBudgetError):
+                self._counters.add("job_budget_refused")
+            raise
+
+    async def stop(self) -> None:
+        """End the copies under way; nobody writes to the store's memory for them afterwards."""
+        running = [copy.task for copy in self._running.values() if copy.task is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def _replicate(self, request: peer_pb2.ReplicateRequest) -> peer_pb2.ReplicateResponse:
+        check_offer(
+            request,
+            cluster_id=self._config.cluster_id,
+            incarnation=self._identity.incarnation,
+            epoch=self._identity.epoch,
+            budget_bytes=self._config.ram_budget_bytes,
+        )
+        await self._require_lease(request)
+        copy = await self._join_or_begin(request)
+        assert copy.task is not None
+        copy.waiting += 1
+        try:
+            return await asyncio.shield(copy.task)
+        except asyncio.CancelledError:
+            if copy.task.cancelled() and not _is_cancelled():
+                raise FencedError(
+                    "a later offer of the same step of the shard took this one's place"
+                ) from None
+            raise
+        finally:
+            copy.waiting -= 1
+            if not copy.waiting and not request.repair and not copy.task.done():
+                copy.task.cancel()
+
+    async def _join_or_begin(self, request: peer_pb2.ReplicateRequest) -> _Copy:
+        key = _key(request.key)
+        while (running := self._running.get(key)) is not None:
+            if running.request.digest == request.digest and running.request.repair == request.repair:
+                return running
+            # Two states of one step: the later offer counts, unless the one under way is of a newer process.
+            assert running.task is not None
+            running.task.cancel()
+            await asyncio.wait({running.task})
+        repairs = sum(copy.request.repair for copy in self._running.values())
+        if len(self._running) >= COPIES_MAX or (request.repair and repairs >= REPAIRS_MAX):
+            most = REPAIRS_MAX if request.repair else COPIES_MAX
+            raise PeerError(
+                f"node {self._config.node_id} is making {most} copies already: try again later, or place the shard "
+                "elsewhere"
+            )
+        copy = self._running[key] = _Copy(request)
+        copy.task = asyncio.create_task(self._make(request, copy), name="copy")
+        copy.task.add_done_callback(partial(self._ended, key, copy))
+        return copy
+
+    def _ended(self, key: _Key, copy: _Copy, task: asyncio.Task[peer_pb2.ReplicateResponse]) -> None:
+        if self._running.get(key) is copy:
+            del self._running[key]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.info("no copy of %s made: %s", key, error)
+
+    async def _make(self, request: peer_pb2.ReplicateRequest, copy: _Copy) -> peer_pb2.ReplicateResponse:
+        if await asyncio.to_thread(self._is_here, request):
+            return peer_pb2.ReplicateResponse(digest=request.digest, was_here=True)
+        wanted = _WantedCopy(self, request, copy)
+        progress, failures = Progress([request.key.shard], self._turns), Failures()
+        sources = [s for s in request.sources if s.node.node_id != self._config.node_id]
+        try:
+            with self._turns.taking_part():
+                manifest = await self._fetcher.fetch(
+                    wanted,
+                    sources,
+                    progress,
+                    failures,
+                    streams=REPAIR_STREAMS if request.repair else None,
+                    gate=self._gate if request.repair else self._incoming,
+                )
+            if manifest is None or wanted.made is None:
+                raise PeerError(
+                    f"node {self._config.node_id} got the shard from none of its sources "
+                    f"({'; '.join(dict.fromkeys(failures.told)) or 'no other node was named'})"
+                )
+            # What was true when it began may not be any more.
+            check_life(request.holder_incarnation, self._identity.incarnation)
+            await self._require_lease(request)
+            self._check_session(wanted.made.draft.manifest)
+            codecs = wanted.made.codecs()
+            wanted.made.draft.manifest.codecs.extend(codecs)
+            await to_its_end(wanted.made.draft.publish)
+            # Publishing took time: what is acknowledged is acknowledged under a lease.
+            await self._require_lease(request)
+        finally:
+            if wanted.made is not None:
+                await to_its_end(wanted.made.draft.abandon)
+        self._counters.add("replicas_repaired" if request.repair else "shards_received")
+        self._counters.add("repair_bytes", request.bytes if request.repair else 0)
+        return peer_pb2.ReplicateResponse(
+            digest=manifest.digest, received_bytes=progress.received_bytes, codecs=codecs
+        )
+
+    def bases(self, key: pb.ShardKey) -> list[Replica]:
+        """Older copies of the shard here whose chunks lie as they are, the newest first."""
+        older = (r for r in self._store.history(key, pb.REPLICA_KIND_COPY) if r.key.step < key.step)
+        return [replica for replica in older if replica.is_whole and replica.manifest.bytes][:BASES_MAX]
+
+    async def draft(
+        self,
+        request: peer_pb2.ReplicateRequest,
+        source: pb.ShardManifest,
+        table: ChunkTable,
+        base_step: int | None,
+    ) -> Draft:
+        """A place for the shard that a source describes.
+
+        Raises:
+            FencedError, CorruptError, InvalidRequestError: it may not be held here.
+            JobBudgetError, OverBudgetError, StoreFullError, StoreError: no room.
+        """
+        manifest = pb.ShardManifest()
+        manifest.CopyFrom(source)
+        manifest.kind = pb.REPLICA_KIND_COPY
+        manifest.part = 0
+        manifest.provisional = request.provisional
+        for name in ("codecs", "begun_after", "shared_digests"):
+            manifest.ClearField(name)
+        check_copy(manifest, self._config.node_id)
+        self._check_session(manifest)
+        if request.provisional:
+            self._check_rank_session(manifest)
+        base = next((r for r in self.bases(manifest.key) if r.key.step == base_step), None)
+        if base is not None and base.chunks != table:
+            base = None
+
+        def make() -> Draft:
+            if request.provisional:
+                kept = self._kept_steps(manifest.key.job)
+                drop_obsolete(self._store, manifest, request.obsolete_steps, kept, self._counters)
+            keep_base = self._config.keep_steps > 1
+            return self._store.draft(manifest, base=base, keep_base=keep_base, wait_s=ROOM_WAIT_S)
+
+        return await to_its_end(make, undo=lambda draft: draft.abandon())
+
+    def _is_here(self, request: peer_pb2.ReplicateRequest) -> bool:
+        """Whether the shard is here and good. A copy that was not checked by this process is checked now."""
+        kinds = [pb.REPLICA_KIND_COPY] + [pb.REPLICA_KIND_OWNER] * request.repair
+        for kind in kinds:
+            held = self._store.find(request.key, kind)
+            if held is None or held.manifest.digest != request.digest:
+                continue
+            with contextlib.suppress(NotHeldError):
+                if held.verified_at_ms or self._store.verify(held):
+                    return True
+        return False
+
+    async def _require_lease(self, request: peer_pb2.ReplicateRequest) -> None:
+        """Raise NoLeaseError unless this node may act as a holder; one that is on its way is waited for a moment."""
+        if request.provisional:
+            return
+        with contextlib.suppress(NoLeaseError):
+            await self._lease.until_held()
+        self._lease.require()
+
+    def _check_session(self, manifest: pb.ShardManifest) -> None:
+        """A copy from a rank's newer process is not replaced by one from its older."""
+        held = self._store.find(manifest.key, pb.REPLICA_KIND_COPY)
+        if held is not None:
+            _check_newer_session(held.manifest, manifest)
+
+    def _check_rank_session(self, manifest: pb.ShardManifest) -> None:
+        """Nobody has looked whether the sender's session is current: at least none of a newer one has been here."""
+        for held in self._store.held(manifest.key.job):
+            if held.key.rank == manifest.key.rank:
+                _check_newer_session(held.manifest, manifest)
+
+
+def _check_newer_session(here: pb.ShardManifest, coming: pb.ShardManifest) -> None:
+    if here.session > coming.session:
+        raise FencedError(
+            f"this node has step {here.key.step} from session {here.session} of the rank; "
+            f"session {coming.session} is over"
+        )
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody has cancelled the task that asks."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _key(key: pb.ShardKey) -> _Key:
+    return key.job, key.step, key.rank, key.shard
+
+
+def _base(replica: Replica) -> peer_pb2.Base:
+    return peer_pb2.Base(step=replica.key.step, digest=replica.manifest.digest)
