@@ -436,7 +436,7 @@ def test_what_is_planted_in_the_store_of_a_stopped_node_is_not_followed(
     link.symlink_to(outside)
     pipe.unlink()
     os.mkfifo(pipe)
-    segments = sorted(ram.glob("segments/*.seg"), key=lambda path: path.stat().st_size)
+    segments = sorted(ram.glob("segments/*"), key=lambda path: path.stat().st_size)
     for segment in segments[-2:]:
         os.truncate(segment, 4096)
     (ram / "segments" / f"{'a' * 32}.seg").symlink_to(outside)

@@ -121,8 +121,9 @@ def test_an_operator_sees_what_the_codec_did(make_cluster):
         older, newer = admin.replicas("gpt")["replicas"]
         inspected = admin.inspect("gpt", 2)
         assert [c["lossy"] for c in admin.checkpoints("gpt")["checkpoints"]] == [False, False]
-    # The owner has both steps in full, the holder the newer one and the way back.
-    assert newer["stored_bytes"] == 2 * newer["bytes"] > older["stored_bytes"] > older["bytes"]
+    # The owner has both steps as they are, the holder the newer one and reverse deltas. Slots are whole pages.
+    assert 2 * newer["bytes"] <= newer["stored_bytes"] < 2.01 * newer["bytes"]
+    assert newer["stored_bytes"] > older["stored_bytes"] > older["bytes"]
     assert inspected["ranks"][0]["codecs"] == newer["codecs"] and "adam" in newer["codecs"]
     owner = counters(cluster, "node-0")
     assert owner["chunks_encoded"] > 0 and owner["encode_cpu_ms"] > 0 and owner["bytes_saved"] > 0

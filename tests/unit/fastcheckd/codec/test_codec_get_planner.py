@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from fastcheckd.codec.get_planner import GetPlanner
 
 CHUNK = 4 << 20

@@ -6,9 +6,6 @@ from dataclasses import dataclass, replace
 from statistics import mean
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from fastcheckd.codec.planner import (
     FRESH_MAX,
     PROBE_CHUNKS,
@@ -20,6 +17,8 @@ from fastcheckd.codec.planner import (
     Way,
     best_fraction,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 CHUNK = 4 << 20
 LENGTHS = [CHUNK] * 64

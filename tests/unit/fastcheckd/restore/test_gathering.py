@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fastcheckd.restore.gathering import FairTurns, Gathering
 from tests.unit.fastcheckd.transfer.transfer_harness import (
     CHUNK,
     BadWire,
@@ -19,7 +20,6 @@ from tests.unit.fastcheckd.transfer.transfer_harness import (
 )
 
 from fastcheckd.errors import CorruptError, PeerError
-from fastcheckd.restore.gathering import FairTurns, Gathering
 
 CHUNKS = 60
 DATA = some_bytes(CHUNKS * CHUNK - 100)

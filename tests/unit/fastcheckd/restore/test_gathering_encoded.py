@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fastcheckd.restore.gathering import FairTurns, Gathering
 from tests.unit.fastcheckd.transfer.transfer_harness import (
     CHUNK,
     BadWire,
@@ -19,8 +20,6 @@ from tests.unit.fastcheckd.transfer.transfer_harness import (
     running_holder,
     running_owner,
 )
-
-from fastcheckd.restore.gathering import FairTurns, Gathering
 
 CHUNKS = 40
 #: Weights, which shrink by something.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from fastcheckd.restore.sharing import BAD_CHUNKS_MAX, TRIES_MAX, YIELD_S_MAX, Part, Sharing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcheckd.chunks import ChunkTable
-from fastcheckd.restore.sharing import BAD_CHUNKS_MAX, TRIES_MAX, YIELD_S_MAX, Part, Sharing
 
 MIB = 1 << 20
 PLENTY = 1 << 40

@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from fastcheckd.store.ram_store import RamStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.fastcheckd.store.store_helpers import make_manifest, payload, put
 
 from fastcheckd.counters import Counters
 from fastcheckd.errors import CorruptError, OverBudgetError
-from fastcheckd.store.ram_store import RamStore
 from fastcheckd.store.segments import PAGE_BYTES
 from fastcheckd.store.sparse import filled_pages
 

@@ -7,12 +7,12 @@ import subprocess
 import threading
 
 import pytest
+from fastcheckd.store.ram_store import UNUSED_TRIMS
 from hypothesis import given
 from hypothesis import strategies as st
 from store_helpers import make_manifest, open_store, payload, put, segment_files
 
 from fastcheckd.errors import InvalidRequestError, OverBudgetError, StoreError, StoreFullError
-from fastcheckd.store.ram_store import UNUSED_TRIMS
 from fastcheckd.store.segment_pools import FREE_SEGMENTS_MIN, best_fit, pick_victim
 from fastcheckd.store.segments import COPY_POOL, Segment, rounded, staging_pool
 

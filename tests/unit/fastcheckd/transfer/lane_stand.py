@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from fastcheckd.transfer.incoming import IncomingShard
+from fastcheckd.transfer.lane_server import LaneServer
+from fastcheckd.transfer.targets import WholeTarget
+
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheckd.chunks import ChunkTable
 from fastcheckd.counters import Counters
 from fastcheckd.digests import chunk_digest
 from fastcheckd.transfer.codec_pool import CodecPool
 from fastcheckd.transfer.frames import FRAME_BYTES, Hello, Kind, pack_hello, parse_frame
-from fastcheckd.transfer.incoming import IncomingShard
-from fastcheckd.transfer.lane_server import LaneServer
-from fastcheckd.transfer.targets import WholeTarget
 from fastcheckd.transfer.tickets import GetGrant, PutGrant, TicketOffice
 
 CHUNK = 64 << 10

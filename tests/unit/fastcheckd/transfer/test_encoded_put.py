@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastcheckd.store.ram_store import HeldShard
+from fastcheckd.transfer.put_tally import PutOutcome
+from fastcheckd.transfer.shard_source import BaseSource, ShardSource
 from trained_state import TrainedState
 from transfer_harness import (
     CHUNK,
@@ -35,7 +38,6 @@ from fastcheckd.codec.decoder import decode
 from fastcheckd.codec.encoder import encode
 from fastcheckd.digests import chunk_digest, shard_digest
 from fastcheckd.errors import FastCheckdError, FrameError, PeerError
-from fastcheckd.store.ram_store import HeldShard
 from fastcheckd.transfer import targets
 from fastcheckd.transfer.frames import (
     FRAME_BYTES,
@@ -48,8 +50,6 @@ from fastcheckd.transfer.frames import (
     parse_frame,
     parse_result,
 )
-from fastcheckd.transfer.put_tally import PutOutcome
-from fastcheckd.transfer.shard_source import BaseSource, ShardSource
 
 Story = Callable[[Holder, Owner], Coroutine[Any, Any, None]]
 ALWAYS = lambda _: True  # noqa: E731  a choice, not a function

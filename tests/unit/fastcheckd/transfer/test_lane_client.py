@@ -9,15 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fastcheckd.transfer.lane_client import AHEAD, _made_ahead
+from fastcheckd.transfer.put_tally import PutTally
+from fastcheckd.transfer.shard_source import ShardSource
 from transfer_harness import CHUNK, codec_pool, manifest_of, source_of
 
 from fastcheckd.errors import PeerError
 from fastcheckd.transfer import shard_source
 from fastcheckd.transfer.codec_pool import CodecPool
 from fastcheckd.transfer.frames import Codec
-from fastcheckd.transfer.lane_client import AHEAD, _made_ahead
-from fastcheckd.transfer.put_tally import PutTally
-from fastcheckd.transfer.shard_source import ShardSource
 
 COUNT = 12
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from fastcheckd.transfer.lane_server import LaneServer
 from lane_stand import CHUNK, DATA, read_all, standing
 
 from fastcheckd.counters import Counters
@@ -26,7 +27,6 @@ from fastcheckd.transfer.frames import (
     pack_hello,
     parse_frame,
 )
-from fastcheckd.transfer.lane_server import LaneServer
 from fastcheckd.transfer.tickets import GetGrant, TicketOffice
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastcheckd.store.ram_store import Segment
 from transfer_harness import (
     BUDGET,
     CHUNK,
@@ -39,7 +40,6 @@ from fastcheckd.errors import (
     OverBudgetError,
     PeerError,
 )
-from fastcheckd.store.ram_store import Segment
 
 Story = Callable[[Holder, Owner], Coroutine[Any, Any, None]]
 

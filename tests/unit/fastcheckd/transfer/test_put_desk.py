@@ -7,6 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fastcheckd.store.patches import Patch
+from fastcheckd.store.ram_store import HeldShard, RamStore, Segment
+from fastcheckd.transfer.incoming import IncomingShard
+from fastcheckd.transfer.put_checks import CHUNKS_MAX
+from fastcheckd.transfer.put_desk import PutDesk
 from transfer_harness import BUDGET, CHUNK, EPOCH, INCARNATION, manifest_of, some_bytes
 
 from fastcheck_proto.v1 import common_pb2 as pb
@@ -26,12 +31,7 @@ from fastcheckd.errors import (
     PeerError,
 )
 from fastcheckd.health.lease import LeaseHolder
-from fastcheckd.store.patches import Patch
-from fastcheckd.store.ram_store import HeldShard, RamStore, Segment
 from fastcheckd.transfer.frames import FrameHeader, Kind
-from fastcheckd.transfer.incoming import IncomingShard
-from fastcheckd.transfer.put_checks import CHUNKS_MAX
-from fastcheckd.transfer.put_desk import PutDesk
 from fastcheckd.transfer.tickets import PutGrant, TicketOffice
 
 LEASE_UNTIL_NS = 10**15

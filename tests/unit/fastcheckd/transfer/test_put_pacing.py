@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from fastcheckd.transfer.lane import Lane
+from fastcheckd.transfer.put_pacing import IDLE_SAMPLE_S, SAMPLE_S, Course, PutPacing, interface_bytes
 from transfer_harness import CHUNK, manifest_of, running_holder, running_owner, some_bytes
 
 from fastcheckd.counters import Counters
 from fastcheckd.errors import PeerError
-from fastcheckd.transfer.lane import Lane
 from fastcheckd.transfer.lane_meter import LaneMeter, WireBytes
 from fastcheckd.transfer.pacing import Gate, Pacer
-from fastcheckd.transfer.put_pacing import IDLE_SAMPLE_S, SAMPLE_S, Course, PutPacing, interface_bytes
 
 MB = 1_000_000
 

@@ -9,18 +9,18 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from fastcheckd.codec.get_planner import GetPlanner
+from fastcheckd.transfer.arriving import Arriving
+from fastcheckd.transfer.lane import Lane
+from fastcheckd.transfer.outgoing import Outgoing
 
 from fastcheckd.chunks import ChunkTable
-from fastcheckd.codec.get_planner import GetPlanner
 from fastcheckd.codec.standalone import encode_alone
 from fastcheckd.counters import Counters
 from fastcheckd.digests import chunk_digest
 from fastcheckd.errors import PeerError
-from fastcheckd.transfer.arriving import Arriving
 from fastcheckd.transfer.codec_pool import CodecPool
 from fastcheckd.transfer.frames import Codec, FrameHeader, Kind
-from fastcheckd.transfer.lane import Lane
-from fastcheckd.transfer.outgoing import Outgoing
 
 CHUNK = 64 << 10
 TABLE = ChunkTable.uniform(CHUNK, CHUNK)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from fastcheckd.transfer.shard_source import BaseSource, Payload, ShardSource
 from hypothesis import given
 from hypothesis import strategies as st
 from trained_state import TrainedState
@@ -22,7 +23,6 @@ from fastcheckd.errors import InvalidRequestError, PeerError
 from fastcheckd.transfer import shard_source
 from fastcheckd.transfer.codec_pool import CodecPool
 from fastcheckd.transfer.frames import Codec
-from fastcheckd.transfer.shard_source import BaseSource, Payload, ShardSource
 
 WAIT_S = 5.0
 

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from fastcheckd.transfer.stream_crew import LoopProgress, hired
 
 from fastcheckd.errors import PeerError
-from fastcheckd.transfer.stream_crew import LoopProgress, hired
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:

@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable
 
 import pytest
+from fastcheckd.transfer.yielding import CAPACITY_S, LOOK_S, PEAK_S, TRICKLE_SHARE, WindowMax, Yielding
 from hypothesis import given
 from hypothesis import strategies as st
-
-from fastcheckd.transfer.yielding import CAPACITY_S, LOOK_S, PEAK_S, TRICKLE_SHARE, WindowMax, Yielding
 
 SAMPLE_S = 0.1
 #: Looks for gaps in between.

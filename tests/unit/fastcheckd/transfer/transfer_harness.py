@@ -15,6 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+from fastcheckd.store.ram_store import RamStore
+from fastcheckd.transfer.lane_server import LaneServer
+from fastcheckd.transfer.peer_client import PeerClient
+from fastcheckd.transfer.put_desk import PutDesk
+from fastcheckd.transfer.put_tally import PutOutcome
+from fastcheckd.transfer.shard_source import BaseSource, ShardSource
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2_grpc
@@ -25,13 +31,7 @@ from fastcheckd.counters import Counters
 from fastcheckd.health.lease import LeaseHolder
 from fastcheckd.rpc import server_options
 from fastcheckd.services.peer import PeerService
-from fastcheckd.store.ram_store import RamStore
 from fastcheckd.transfer.codec_pool import CodecPool
-from fastcheckd.transfer.lane_server import LaneServer
-from fastcheckd.transfer.peer_client import PeerClient
-from fastcheckd.transfer.put_desk import PutDesk
-from fastcheckd.transfer.put_tally import PutOutcome
-from fastcheckd.transfer.shard_source import BaseSource, ShardSource
 from fastcheckd.transfer.tickets import TicketOffice
 
 CHUNK = 64 << 10
