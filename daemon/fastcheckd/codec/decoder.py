@@ -17,7 +17,7 @@ from ..digests import chunk_digest
 from ..errors import CodecError, MispredictedError
 from . import adam, sgd
 from .bounded import decode_bounded
-from .chunk_plan import Run
+from .chunk_plan import ChunkPlan, Run, Unit
 from .dtypes import DType
 from .encoder import Use, encode_gaps, uses
 from .format import (
@@ -47,17 +47,26 @@ def read_header(payload: Any) -> Header:
     return parse_header(payload)[0]
 
 
-def decode(payload: Any, base: Any | None, out: Any, *, base_digest: bytes | None = None) -> tuple[Use, ...]:
+def decode(
+    payload: Any,
+    base: Any | None,
+    out: Any,
+    *,
+    digest: bytes | None = None,
+    base_digest: bytes | None = None,
+) -> tuple[Use, ...]:
     """Write the chunk into `out`, a writable buffer of its size that does not overlap `base`.
 
-    `base_digest`, where known, is that of the bytes in `base`.
+    `digest` is that of the chunk which it has to be, `base_digest` that of the bytes in `base`, where they are known.
 
     Raises:
-        CodecError: malformed, or made for another base; the content of `out` is undefined.
+        CodecError: malformed, another chunk, or made for another base; the content of `out` is undefined.
         MispredictedError: well-formed, but the outcome is not the chunk: this side computes otherwise, or
             `base` is not what it was.
     """
     header, sections = parse(payload)
+    if digest not in {None, header.digest}:
+        raise CodecError(f"an encoded chunk of step {header.step} holds another chunk than the one that is wanted")
     base = _check_use(header, base, out, base_digest)
     _clear_gaps(_covered(sections, header.raw_bytes), out)
     _decode_sections(sections, base, out)
@@ -137,6 +146,17 @@ def raw_way_back(base: Any, *, step: int, newer_step: int, digest: bytes, newer_
         CodecId.RAW, DType.BYTES, 0, len(base), planes=(Plane(PlaneKind.RAW, 0, memoryview(base)),)
     )
     return pack(Header(len(base), True, step, newer_step, digest, newer_digest), [whole])
+
+
+def plan_of(payload: Any) -> ChunkPlan:
+    """A plan by which a chunk that came encoded can be encoded anew, against another base.
+
+    Raises:
+        CodecError: malformed.
+    """
+    header, sections = parse(payload)
+    runs = _covered(sections, header.raw_bytes)
+    return ChunkPlan(header.raw_bytes, tuple(Unit((run,)) for run in runs))
 
 
 def runs_of(section: Section, chunk_bytes: int) -> list[Run]:

@@ -2,8 +2,8 @@
 
 Believes nothing: every manifest is read within bounds, checked against its digest, its own name, its files and all
 other manifests; what does not hold up is unlinked, logged and counted. The bytes of chunks are not read here (that is
-a scrub's or a reader's work), so every adopted replica counts as not verified. Nothing is ever half changed, so
-nothing has to be repaired.
+a scrub's or a reader's work) unless two manifests contradict each other, so every adopted replica counts as not
+verified. Nothing is ever half changed, so nothing has to be repaired.
 
 Runs once, under the directory's lock, before anybody else has the store.
 """
@@ -15,20 +15,21 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import store_pb2
 
-from ..digests import DIGEST_BYTES
-from ..errors import CorruptError, StoreError
+from ..codec.decoder import read_header
+from ..digests import DIGEST_BYTES, chunk_digest
+from ..errors import CodecError, CorruptError, StoreError
 from .chunk import Chunk, Form
 from .directory import discard, read_bounded
-from .index import HistoryId, Index, id_of
-from .manifests import CHAIN_MAX, MANIFEST_BYTES_MAX, ReplicaId, decode, file_name, sizes
-from .replica import Replica
-from .segments import PAGE_BYTES, SLAB_POOL, Segment, pool_of, rounded
+from .index import Index, id_of
+from .manifests import CHAIN_MAX, MANIFEST_BYTES_MAX, ReplicaId, chunks_of, decode, file_name
+from .replica import HistoryId, Replica
+from .segments import PAGE_BYTES, SLAB_POOL, Segment, rounded, staging_pool
 from .slots import Place
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,7 @@ logger = logging.getLogger(__name__)
 _Key = tuple[bytes, str, int]
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """One chunk as one manifest describes it."""
 
     key: _Key
@@ -47,6 +47,11 @@ class _Entry:
     offset: int
     length: int
     base: _Key | None
+
+    @property
+    def stop(self) -> int:
+        """First byte behind it."""
+        return self.offset + self.length
 
 
 @dataclass(eq=False)
@@ -133,28 +138,46 @@ class _Adoption:
 
     def _file(self, name: str, found: _Found) -> Segment:
         if name not in self._files:
-            pool = SLAB_POOL if name.endswith(".slab") else pool_of(found.manifest)
+            pool = SLAB_POOL if name.endswith(".slab") else _pool_of(found.manifest)
             self._files[name] = Segment.adopt(self._segments / name, pool)
         return self._files[name]
 
     # --- all together ----------------------------------------------------------------------------
 
     def _without_conflicts(self, found: list[_Found]) -> list[_Found]:
-        """Drop manifests that say that different chunks have the same bytes of a file."""
-        stretches: dict[str, list[tuple[int, int, object, _Found]]] = defaultdict(list)
+        """Drop manifests that say that different chunks have the same bytes of a file, unless the bytes themselves say
+        which of two is right."""
+        claims: dict[str, list[tuple[_Entry, _Found]]] = defaultdict(list)
         for each in found:
             for entry in each.entries:
-                what = HistoryId.of(each.name), entry.key[0], entry.offset, entry.length, entry.base is None
-                stretches[entry.file].append((entry.offset, entry.offset + entry.length, what, each))
+                claims[entry.file].append((entry, each))
         bad: dict[_Found, str] = {}
-        for file, claims in stretches.items():
-            claims.sort(key=lambda claim: claim[:2])
-            for (_, stop, one, first), (start, _, other, second) in pairwise(claims):
-                if start < stop and one != other:
-                    bad[first] = bad[second] = f"shares bytes of {file} at {start} with another chunk"
+        for file, of_file in claims.items():
+            of_file.sort(key=lambda claim: claim[0].offset)
+            reach = of_file[0]
+            for claim in of_file[1:]:
+                if claim[0].offset < reach[0].stop and _what(claim) != _what(reach):
+                    true = [self._is_there(entry) for entry, _ in (reach, claim)]
+                    for (_, each), is_true in zip((reach, claim), true, strict=True):
+                        if not is_true or all(true):
+                            bad[each] = f"shares bytes of {file} at {claim[0].offset} with another chunk"
+                    if true == [False, True]:
+                        reach = claim
+                reach = max(reach, claim, key=lambda each: each[0].stop)
         for each, why in bad.items():
             self._drop(each.path, why)
         return [each for each in found if each not in bad]
+
+    def _is_there(self, entry: _Entry) -> bool:
+        """Whether the bytes are those of the chunk."""
+        with self._files[entry.file].view[entry.offset : entry.offset + entry.length] as view:
+            if entry.base is None:
+                return chunk_digest(view) == entry.key[0]
+            try:
+                header = read_header(view)
+            except CodecError:
+                return False
+            return (header.digest, header.base_digest) == (entry.key[0], entry.base[0])
 
     def _enter_all(self, found: list[_Found]) -> list[Replica]:
         """Enter the replicas; those whose manifests name a form that another one has superseded are returned."""
@@ -198,7 +221,7 @@ class _Adoption:
             if base is not None:
                 base.references += 1
             places[entry.file].append(place)
-            chunk = chunks.made[key] = Chunk(key[0], entry.size, Form(place, base))
+            chunk = chunks.made[key] = Chunk(key[0], entry.size, Form(place, base), checked=False)
             return chunk
 
         content = tuple(made(entry.key) for entry in found.entries[: found.own])
@@ -210,7 +233,7 @@ class _Adoption:
         jobs: dict[str, str] = {}
         for each in found:
             for entry in each.entries[: each.own]:
-                sessions[entry.file].add(pool_of(each.manifest))
+                sessions[entry.file].add(_pool_of(each.manifest))
             jobs.update({entry.file: each.name.job for entry in each.entries})
         self._files = {name: file for name, file in self._files.items() if places.get(name)}
         pools = self._index.pools
@@ -252,27 +275,29 @@ def _read(path: Path) -> _Found:
     )
 
 
+def _what(claim: tuple[_Entry, _Found]) -> object:
+    """What may be said of bytes by several manifests."""
+    entry, found = claim
+    return HistoryId.of(found.name), entry.key[0], entry.offset, entry.length, entry.base and entry.base[0]
+
+
+def _pool_of(manifest: pb.ShardManifest) -> str:
+    """The pool of an owner's segment: of the session that saved it. No other process ever copied into it."""
+    return staging_pool(manifest.key.job, manifest.key.rank, manifest.session)
+
+
 def _entries(stored: store_pb2.StoredReplica) -> list[_Entry]:
-    digests = stored.manifest.chunk_digests + stored.base_digests
     owner = stored.manifest.kind == pb.REPLICA_KIND_OWNER
-
-    def key(number: int) -> _Key:
-        digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        place = stored.chunks[number]
-        # Equal chunks of an owner lie where its trainer put each; those of copies are one.
-        return (digest, stored.files[place.file], place.offset) if owner else (digest, "", 0)
-
+    chunks = chunks_of(stored)
+    # Equal chunks of an owner lie where its trainer put each; those of copies are one.
+    keys = [(chunk.digest, chunk.file, chunk.offset) if owner else (chunk.digest, "", 0) for chunk in chunks]
     return [
         _Entry(
-            key(number),
-            size,
-            stored.files[place.file],
-            place.offset,
-            place.length,
-            key(place.base - 1) if place.base else None,
+            key, chunk.size, chunk.file, chunk.offset, chunk.length,
+            None if chunk.base is None else keys[chunk.base],
         )
-        for number, (place, size) in enumerate(zip(stored.chunks, sizes(stored), strict=True))
-    ]
+        for key, chunk in zip(keys, chunks, strict=True)
+    ]  # fmt: skip
 
 
 def _chosen(group: Iterable[_Found]) -> _Chunks:

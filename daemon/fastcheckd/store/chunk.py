@@ -7,9 +7,12 @@ are the same.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
 
 from ..codec.decoder import decode
+from ..codec.format import Buffer
 from ..digests import chunk_digest
 from ..errors import CodecError, CorruptError
 from .slots import Place
@@ -26,13 +29,15 @@ class Form(NamedTuple):
 class Chunk:
     """Its fields belong to the lock of the index. Compared by identity."""
 
-    __slots__ = ("digest", "form", "references", "size")
+    __slots__ = ("checked", "digest", "form", "references", "size")
 
-    def __init__(self, digest: bytes, size: int, form: Form) -> None:
+    def __init__(self, digest: bytes, size: int, form: Form, *, checked: bool = True) -> None:
         #: xxh3-128 of its bytes.
         self.digest = digest
         self.size = size
         self.form = form
+        #: Whether this process has compared the bytes with the digest.
+        self.checked = checked
         #: Replicas that list it, deltas that are decoded against it, readers and drafts.
         self.references = 0
 
@@ -49,10 +54,24 @@ class Chunk:
         return found
 
 
-def bytes_of(chain: list[tuple[Chunk, Form]], out: memoryview | None = None) -> memoryview:
+#: A chunk with its form at one moment.
+Link: TypeAlias = tuple[Chunk, Form]
+#: A chunk and all that it is decoded against, the raw one last.
+Chain: TypeAlias = list[Link]
+
+
+def copy_bytes(into: memoryview, source: Buffer) -> None:
+    """Copy `source` to `into`, which has its size and is writable, without the interpreter lock: a slice assignment
+    of a chunk would stop every other thread.
+    """
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def bytes_of(chain: Chain, out: memoryview | None = None) -> memoryview:
     """The bytes of the first chunk of a chain, whose forms are pinned.
 
-    Without `out`, those of a raw chunk are where they lie, read-only; all others come in memory of their own, checked.
+    Without `out`, those of a raw chunk are where they lie, read-only; all others come in memory of their own. What
+    was decoded has the chunk's digest; raw bytes are not checked.
 
     Raises:
         CorruptError: a delta does not lead to the bytes that it should.
@@ -62,21 +81,40 @@ def bytes_of(chain: list[tuple[Chunk, Form]], out: memoryview | None = None) -> 
         raw = form.place.view.toreadonly()
         if out is None:
             return raw
-        out[:] = raw
+        copy_bytes(out, raw)
         return out
     base = bytes_of(rest)
-    into = memoryview(bytearray(chunk.size)) if out is None else out
+    into = np.empty(chunk.size, np.uint8).data if out is None else out
     try:
-        decode(form.place.view, base, into, base_digest=form.base.digest)
+        decode(form.place.view, base, into, digest=chunk.digest, base_digest=form.base.digest)
     except CodecError as error:
         raise CorruptError(f"a reverse delta in {form.place.file.name} is bad: {error}") from error
     return into
 
 
-def is_good(chain: list[tuple[Chunk, Form]]) -> bool:
-    """Whether the bytes of the first chunk of a chain, whose forms are pinned, are what its digest says."""
-    chunk = chain[0][0]
+def checked_bytes_of(chain: Chain, out: memoryview | None = None) -> memoryview:
+    """As `bytes_of`, and raw bytes are checked as well.
+
+    Raises:
+        CorruptError: the bytes are not those that the digest says.
+    """
+    chunk, form = chain[0]
+    found = bytes_of(chain, out)
+    if form.base is None and chunk_digest(found) != chunk.digest:
+        raise CorruptError(f"a chunk in {form.place.file.name} does not match its digest")
+    return found
+
+
+def first_bad(chain: Chain) -> Link | None:
+    """The one of a chain that makes the first chunk's bytes wrong: itself, or one that it is decoded against."""
+    if _is_good(chain):
+        return None
+    return next((chain[at] for at in reversed(range(1, len(chain))) if not _is_good(chain[at:])), chain[0])
+
+
+def _is_good(chain: Chain) -> bool:
     try:
-        return chunk_digest(bytes_of(chain)) == chunk.digest
+        checked_bytes_of(chain)
     except CorruptError:
         return False
+    return True

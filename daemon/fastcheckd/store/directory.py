@@ -126,11 +126,6 @@ def create_sparse(path: Path, length_bytes: int, filled: Iterable[range]) -> Non
         os.close(fd)
 
 
-def create_or_open(path: Path) -> int:
-    """Open a file of ours for writing, made if it is missing; raises OSError."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | _SAFE, 0o600)
-
-
 def open_regular(path: Path, *, write: bool = False) -> int:
     """Open a regular file, nothing else.
 

@@ -10,25 +10,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
 from ..chunks import ChunkTable
-from ..codec.decoder import turn_around
 from ..codec.format import Buffer
-from ..errors import CodecError, InvalidRequestError, OverBudgetError, StoreError
-from .chunk import Chunk, Form, bytes_of
-from .index import History, Index, id_of
-from .replica import Replica
+from ..errors import CorruptError, InvalidRequestError, OverBudgetError, StoreError
+from .chunk import Chunk, Form, bytes_of, copy_bytes
+from .index import Index, id_of
+from .replica import History, HistoryId, Replica
+from .reverse_deltas import CHAIN_LIMIT, reverse_delta
 from .slots import Place
 
 logger = logging.getLogger(__name__)
 
-#: A lean draft gives the base's slots back in batches of about so many bytes: each rewrites the base's manifest.
+#: A lean draft gives the base's slots back in batches, each of which rewrites the base's manifest: so many at most,
+#: or batches of about so many bytes.
+FLUSHES_MAX = 64
 FLUSH_BYTES = 16 << 20
-#: A reverse delta must save this part of the chunk, or the chunk stays as it is.
-WORTH = 0.98
 #: A lean draft waits for a slot that readers, or other drafts, are about to give back.
 SLOT_WAIT_S = 1.0
 
@@ -40,12 +41,18 @@ class Draft:
         self, index: Index, manifest: pb.ShardManifest, base: Replica | None, *, keep_base: bool
     ) -> None:
         self.manifest = manifest
+        #: Of the replica that it is going to be.
+        self.id = id_of(manifest)
         self.chunks = ChunkTable.of(manifest)
+        #: In order; None where one is missing.
+        self.content: list[Chunk | None] = []
         self.base = base
         #: Memory is short: chunks should come encoded against the base.
         self.lean = False
         self._index = index
         self._keep_base = keep_base
+        #: Whether the base's chunks may become deltas of this draft's: one of its own shard's older steps.
+        self._turns_base = False
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
         self._over = False
@@ -55,49 +62,69 @@ class Draft:
         self._deltas_bytes = 0
         self._pins = contextlib.ExitStack()
         self._history: History | None = None
-        self._content: list[Chunk | None] = []
 
     @property
     def missing(self) -> tuple[int, ...]:
         """Chunks that are not here yet."""
-        return tuple(index for index, chunk in enumerate(self._content) if chunk is None)
+        return tuple(index for index, chunk in enumerate(self.content) if chunk is None)
 
     def begin(self, wait_s: float) -> None:
         """Take what is here, and the slots for what is not; raises as `ReplicaStore.draft`, and then holds nothing."""
         try:
             if self.base is not None:
                 self._pins.enter_context(self._index.open(self.base))
+                self._turns_base = (
+                    HistoryId.of(self.base.id) == HistoryId.of(self.id)
+                    and self.base.id.step < self.id.step
+                    and self._index.longest_chain(self.id) < CHAIN_LIMIT
+                )
             with self._index.changed:
                 self._index.check_open()
-                self._history = self._index.history(id_of(self.manifest))
-                self._history.drafts += 1
+                self._history = self._index.history(self.id)
+                self._history.drafts.add(self)
                 found = [self._known(index) for index in range(len(self.chunks))]
                 self._index.hold(chunk for chunk in found if chunk is not None)
-                self._content = list(found)
+                self.content = list(found)
+            self._check_known()
             self._reserve(wait_s)
         except BaseException:
             self.abandon()
             raise
 
     def _known(self, index: int) -> Chunk | None:
+        """With the index's lock held: the chunk that is here already under the digest of one of the draft."""
         start, stop = self.chunks.range(index)
-        assert self._history is not None, "the draft has begun"
-        chunk = self._history.chunks.get(self._digest(index))
+        chunk = self._known_to.chunks.get(self._digest(index))
         return chunk if chunk is not None and chunk.size == stop - start else None
+
+    @property
+    def _known_to(self) -> History:
+        assert self._history is not None, "the draft has begun"
+        return self._history
+
+    def _check_known(self) -> None:
+        """What an earlier process has left is not taken for good before it is compared with its digest."""
+        unchecked = {chunk for chunk in self.content if chunk is not None and not chunk.checked}
+        bad = {chunk for chunk in unchecked if not self._index.check(chunk, self.id)}
+        if not bad:
+            return
+        dropped = [chunk for chunk in self.content if chunk in bad]
+        self.content = [None if chunk in bad else chunk for chunk in self.content]
+        self._drop([chunk for chunk in dropped if chunk is not None])
 
     def _reserve(self, wait_s: float) -> None:
         job = self.manifest.key.job
-        missing = self.missing
+        until_s = time.monotonic() + wait_s
         try:
-            for index in missing:
+            for index in self.missing:
                 start, stop = self.chunks.range(index)
-                self._places[index] = self._index.slots.take(stop - start, job, wait_s=wait_s)
+                left_s = max(0.0, until_s - time.monotonic())
+                self._places[index] = self._index.slots.take(stop - start, job, wait_s=left_s)
         except OverBudgetError:
-            if self.base is None:
+            if not self._turns_base:
                 raise
             places, self._places = list(self._places.values()), {}
-            for place in places:
-                self._index.slots.free(place)
+            self._index.free(places)
             self.lean = True
 
     def _digest(self, index: int) -> bytes:
@@ -108,13 +135,13 @@ class Draft:
         """The bytes of the base's chunk of that number; None without a base.
 
         Raises:
-            CorruptError: they are bad; whoever verifies the base next drops it.
+            CorruptError: they cannot be decoded; the base was dropped, counted.
         """
         if self.base is None:
             yield None
             return
-        with self._index.pinned(self.base.content[index]) as chain:
-            yield bytes_of(chain)
+        with self._index.bytes_of(self.base, index) as view:
+            yield view
 
     def place(self, index: int) -> memoryview:
         """Where a missing chunk's bytes belong; writable until it is received.
@@ -149,8 +176,7 @@ class Draft:
 
         Args:
             payload: the encoded chunk against the base that they were decoded from, if they came so: the base's chunk
-            becomes its
-                reverse delta.
+                becomes its reverse delta.
         """
         with self._lock:
             self._check_open()
@@ -159,19 +185,17 @@ class Draft:
             known = self._known(index)  # twice in this shard, or in another draft
             chunk = known or Chunk(self._digest(index), place.length, Form(place))
             if known is None:
-                assert self._history is not None, "the draft has begun"
                 place.references = 1
-                self._history.chunks[chunk.digest] = chunk
+                self._known_to.chunks[chunk.digest] = chunk
             chunk.references += 1
-            unused = [] if known is None else [place]
-        for each in unused:
-            self._index.slots.free(each)
+        if known is not None:
+            self._index.slots.free(place)
         with self._lock:
             if self._over:
                 self._drop([chunk])
                 self._check_open()
-            self._content[index] = chunk
-        if payload is not None and self.base is not None and (self._keep_base or self.lean):
+            self.content[index] = chunk
+        if payload is not None and self._turns_base and (self._keep_base or self.lean):
             self._add_delta(index, payload, chunk)
 
     def _add_delta(self, index: int, payload: Buffer, newer: Chunk) -> None:
@@ -181,13 +205,9 @@ class Draft:
         # One that was made for a draft that was given up keeps a chunk of that alive.
         if older is newer or (leads_to is not None and leads_to.references > 1):
             return
-        with self._index.pinned(older) as old, self._index.pinned(newer) as new:
-            try:
-                delta = turn_around(payload, bytes_of(old), bytes_of(new))
-            except CodecError as error:
-                logger.info("chunk %d stays as it is: %s", index, error)
-                return
-        if len(delta) > WORTH * older.size:
+        with self._index.pinned(newer) as new:
+            delta = reverse_delta(self._index, older, payload, bytes_of(new), newer.digest)
+        if delta is None:
             return
         try:
             place = self._index.slots.take(len(delta), self.manifest.key.job)
@@ -200,14 +220,14 @@ class Draft:
             except StoreError:
                 logger.info("chunk %d stays as it is: %s", index, error)
                 return
-        place.view[:] = delta
+        copy_bytes(place.view, delta)
         with self._lock:
             if self._over or older in self._deltas:
                 self._index.slots.free(place)
                 return
             self._deltas[older] = Form(place, newer)
             self._deltas_bytes += older.size
-            due = self.lean and self._deltas_bytes >= FLUSH_BYTES
+            due = self.lean and self._deltas_bytes >= max(FLUSH_BYTES, self.manifest.bytes // FLUSHES_MAX)
         if due:
             self._flush()
 
@@ -220,17 +240,20 @@ class Draft:
             if not deltas:
                 return
             try:
-                self._index.replace(id_of(self.manifest), deltas)
+                self._index.replace(self.id, deltas)
             except StoreError as error:
                 logger.info("chunks of the base stay as they are: %s", error)
                 for form in deltas.values():
                     self._index.slots.free(form.place)
+            else:
+                self._index.counters.add("deltas_made", len(deltas))
 
     def publish(self) -> Replica:
         """Make the copy visible, verified now; it takes the place of an older one of the same step.
 
         Raises:
             InvalidRequestError: chunks are missing.
+            CorruptError: a chunk that was here already was found bad meanwhile, and is missing now.
             StoreFullError, StoreError: the manifest cannot be written.
         """
         with self._lock:
@@ -240,7 +263,12 @@ class Draft:
                 raise InvalidRequestError(
                     f"{len(missing)} of {len(self.chunks)} chunks never arrived, the first is {missing[0]}"
                 )
-            content = tuple(chunk for chunk in self._content if chunk is not None)
+            content = tuple(chunk for chunk in self.content if chunk is not None)
+            bad = {chunk for chunk in content if any(link.form.place.bad for link in chunk.chain())}
+            if bad:
+                self.content = [None if chunk in bad else chunk for chunk in content]
+                self._drop([chunk for chunk in content if chunk in bad])
+                raise CorruptError(f"{len(bad)} chunks that were here already have been found bad")
         replica = Replica(self.manifest, content, self._index.now_ms())
         self._index.publish(replica)
         self._flush()
@@ -254,16 +282,15 @@ class Draft:
                 return
             self._over = True
             places = [*self._places.values(), *(form.place for form in self._deltas.values())]
-            content = [chunk for chunk in self._content if chunk is not None]
+            content = [chunk for chunk in self.content if chunk is not None]
             self._places.clear()
             self._deltas.clear()
-        for place in places:
-            self._index.slots.free(place)
+        self._index.free(places)
         self._drop(content)
         if self._history is not None:
             with self._index.changed:
-                self._history.drafts -= 1
-                self._index.forget_if_unused(id_of(self.manifest))
+                self._history.drafts.discard(self)
+                self._index.forget_if_unused(self.id)
         self._pins.close()
 
     def _drop(self, chunks: list[Chunk]) -> None:
@@ -275,48 +302,3 @@ class Draft:
     def _check_open(self) -> None:
         if self._over:
             raise StoreError("the draft is over")
-
-
-#: What gives the reverse delta of a chunk: its number, the older and the newer bytes; None: there is none that is
-#: smaller.
-DeltaOf = Callable[[int, memoryview, memoryview], bytes | None]
-
-
-def thin(index: Index, older: Replica, newer: Replica, delta_of: DeltaOf) -> None:
-    """Have nothing of `older` lie in the segment that it is in. Equal chunks are the newer's, changed ones become
-    what `delta_of` says, or raw bytes in slots.
-
-    Raises:
-        InvalidRequestError: they are not cut alike.
-        NotHeldError: one of them is not held any more.
-        OverBudgetError, StoreFullError, StoreError: there is no room; all is as it was.
-    """
-    if older.chunks != newer.chunks:
-        raise InvalidRequestError("only steps that are cut alike can be thinned")
-    forms: dict[Chunk, Form] = {}
-    with contextlib.ExitStack() as stack:
-        old, new = stack.enter_context(index.open(older)), stack.enter_context(index.open(newer))
-        try:
-            for number, (mine, its) in enumerate(zip(old.content, new.content, strict=True)):
-                if mine is its or mine.form.place.slot_bytes or mine in forms:
-                    continue
-                if mine.digest == its.digest and its.is_raw:
-                    forms[mine] = its.form
-                    continue
-                forms[mine] = _moved(index, number, mine, its, older.key.job, delta_of)
-            index.replace(old.id, forms)
-        except BaseException:
-            for form in forms.values():
-                if form.place.slot_bytes and not form.place.references:
-                    index.slots.free(form.place)
-            raise
-
-
-def _moved(index: Index, number: int, older: Chunk, newer: Chunk, job: str, delta_of: DeltaOf) -> Form:
-    with index.pinned(older) as old, index.pinned(newer) as new:
-        bytes_ = bytes_of(old)
-        delta = delta_of(number, bytes_, bytes_of(new))
-        kept = bytes_ if delta is None or len(delta) > WORTH * older.size else memoryview(delta)
-        place = index.slots.take(len(kept), job)
-        place.view[:] = kept
-        return Form(place, None if kept is bytes_ else newer)

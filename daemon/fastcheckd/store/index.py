@@ -17,52 +17,20 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
 from ..counters import Counters
-from ..errors import NotHeldError, StoreError
+from ..errors import CorruptError, NotHeldError, StoreError
 from . import directory as files
-from .chunk import Chunk, Form
+from .chunk import Chain, Chunk, Form, Link, bytes_of, first_bad
 from .manifests import ReplicaId, describe, encode, file_name, replica_id
-from .replica import Replica
+from .replica import History, HistoryId, Listing, Replica
 from .segment_pools import SegmentPools
 from .slots import Place, SlotPool
 
 logger = logging.getLogger(__name__)
-
-Chain = list[tuple[Chunk, Form]]
-
-
-class HistoryId(NamedTuple):
-    """Of which shard, and of which kind, replicas are."""
-
-    job: str
-    rank: int
-    shard: int
-    kind: int
-
-    @classmethod
-    def of(cls, name: ReplicaId) -> HistoryId:
-        """That of a replica."""
-        return cls(name.job, name.rank, name.shard, name.kind)
-
-
-@dataclass(eq=False)
-class History:
-    """The replicas of one shard here, and the chunks in slots that they share."""
-
-    #: By step.
-    replicas: dict[int, Replica] = field(default_factory=dict)
-    #: Chunks of copies, by digest.
-    chunks: dict[bytes, Chunk] = field(default_factory=dict)
-    #: Drafts of it: they share its chunks.
-    drafts: int = 0
-    #: Rises whenever a manifest of it, written from what was true before, would be wrong.
-    version: int = 0
 
 
 class Index:
@@ -81,7 +49,7 @@ class Index:
         self.slots = slots
         self.counters = counters
         self.now_ms = now_ms
-        #: Guards all that follows, and the fields of chunks and places.
+        #: Guards all that follows, and the fields of replicas, chunks and places.
         self.changed = threading.Lock()
         self.histories: dict[HistoryId, History] = {}
         self.closed = False
@@ -101,15 +69,16 @@ class Index:
         """The history that a replica belongs to, made if need be."""
         return self.histories.setdefault(HistoryId.of(name), History())
 
+    def forget_if_unused(self, name: ReplicaId) -> None:
+        """Of a history that nobody needs nothing is kept."""
+        history = self.histories.get(HistoryId.of(name))
+        if history is not None and history.is_unused():
+            del self.histories[HistoryId.of(name)]
+
     def find(self, name: ReplicaId) -> Replica | None:
-        """The entry of that name."""
+        """The replica of that name."""
         history = self.histories.get(HistoryId.of(name))
         return None if history is None else history.replicas.get(name.step)
-
-    def current(self, replica: Replica) -> Replica | None:
-        """The entry that a replica is or has become; None if it was dropped or replaced."""
-        found = self.find(replica.id)
-        return found if found is not None and found.content is replica.content else None
 
     def hold(self, chunks: Iterable[Chunk]) -> None:
         """One reference more to each."""
@@ -133,23 +102,30 @@ class Index:
                 link = base
         return freed
 
-    def pin(self, chunk: Chunk) -> Chain:
-        """The chunk's chain as it is now; its places stay until they are unpinned."""
-        chain = [(link, link.form) for link in chunk.chain()]
-        for _, form in chain:
-            form.place.references += 1
-        return chain
-
-    def unpin(self, chain: Chain) -> list[Place]:
-        """Undo `pin`; places to be freed without the lock."""
-        return [place for _, form in chain for place in self._unplace(form.place)]
-
     @staticmethod
     def _unplace(place: Place) -> list[Place]:
         place.references -= 1
         return [] if place.references else [place]
 
     # --- without the lock ------------------------------------------------------------------------
+
+    def replicas_of(self, name: ReplicaId) -> list[Replica]:
+        """All steps of the history that a replica belongs to, the newest first."""
+        with self.changed:
+            found = self.histories.get(HistoryId.of(name))
+            replicas = [] if found is None else list(found.replicas.values())
+        return sorted(replicas, key=lambda replica: -replica.id.step)
+
+    def listings(self, name: ReplicaId) -> list[Listing]:
+        """All that lists chunks of the history that a replica belongs to: replicas and drafts."""
+        with self.changed:
+            found = self.histories.get(HistoryId.of(name))
+            return [] if found is None else [*found.replicas.values(), *found.drafts]
+
+    def longest_chain(self, name: ReplicaId) -> int:
+        """Through how many others a chunk of that history is decoded at most, as things stand."""
+        chains = (len(chunk.chain()) for replica in self.replicas_of(name) for chunk in replica.content)
+        return max(chains, default=1) - 1
 
     def free(self, places: Iterable[Place]) -> None:
         """Give the memory of places back that nobody refers to."""
@@ -166,34 +142,52 @@ class Index:
         """While inside, the bytes of a chunk, and of those that it is decoded against, stay where they are."""
         with self.changed:
             self.check_open()
-            chain = self.pin(chunk)
+            chain = [(link, link.form) for link in chunk.chain()]
+            for _, form in chain:
+                form.place.references += 1
         try:
             yield chain
         finally:
             with self.changed:
-                freed = self.unpin(chain)
+                freed = [place for _, form in chain for place in self._unplace(form.place)]
             self.free(freed)
 
     @contextlib.contextmanager
-    def open(self, replica: Replica) -> Iterator[Replica]:
-        """While inside, a replica's chunks stay, even when it is dropped or replaced; gives the newest entry of it.
+    def open(self, replica: Replica) -> Iterator[None]:
+        """While inside, a replica's chunks stay, even when it is dropped or replaced.
 
         Raises:
             NotHeldError: it is not held any more.
         """
         with self.changed:
             self.check_open()
-            now = self.current(replica)
-            if now is None:
+            if self.find(replica.id) is not replica:
                 raise NotHeldError(f"shard {tuple(replica.id)} is not held here any more")
-            history = self.history(now.id)
-            self.hold(now.content)
+            history = self.history(replica.id)
+            self.hold(replica.content)
         try:
-            yield now
+            yield
         finally:
             with self.changed:
-                freed = self.let_go(now.content, history)
+                freed = self.let_go(replica.content, history)
             self.free(freed)
+
+    @contextlib.contextmanager
+    def bytes_of(self, replica: Replica, number: int) -> Iterator[memoryview]:
+        """A chunk of an open replica, read-only: where it lies if it is raw, else decoded into memory of its own.
+
+        Raises:
+            CorruptError: it cannot be decoded; the replica was dropped, counted.
+        """
+        with self.pinned(replica.content[number]) as chain:
+            try:
+                view = bytes_of(chain)
+            except CorruptError:
+                self._condemn(chain, replica.id)
+                raise
+            yield view
+
+    # --- publishing and dropping -----------------------------------------------------------------
 
     def publish(self, replica: Replica) -> None:
         """Make a replica visible whose chunks are in place and held by the caller; it takes the place of an older one
@@ -203,29 +197,116 @@ class Index:
             StoreFullError: no room for the manifest.
             StoreError: the file system refuses, or the store is closed.
         """
-        while True:
+        try:
+            while not self._publish(replica):
+                pass
+        except BaseException:
+            with self.changed:
+                self.forget_if_unused(replica.id)
+            raise
+
+    def _publish(self, replica: Replica) -> bool:
+        with self.changed:
+            self.check_open()
+            history = self.history(replica.id)
+            version, forms = history.version, _forms(replica.content)
+        with self._staged(replica, forms) as staged:
+            self.faults("publish: staged")
             with self.changed:
                 self.check_open()
-                history = self.history(replica.id)
-                version, forms = history.version, _forms(replica.content)
-            with self._staged(replica, forms) as staged:
-                self.faults("publish: staged")
-                with self.changed:
-                    self.check_open()
-                    if history.version != version:
-                        continue
-                    self._rename(staged, replica.id)
-                    self.faults("publish: renamed")
-                    replaced = history.replicas.get(replica.id.step)
-                    self.hold(replica.content)
-                    history.replicas[replica.id.step] = replica
-                    history.version += 1
-                    freed = [] if replaced is None else self.let_go(replaced.content, history)
-            self.free(freed)
-            return
+                if self.history(replica.id) is not history or history.version != version:
+                    return False
+                self._rename(staged, replica.id)
+                self.faults("publish: renamed")
+                replaced = history.replicas.get(replica.id.step)
+                self.hold(replica.content)
+                history.replicas[replica.id.step] = replica
+                history.version += 1
+                freed = [] if replaced is None else self.let_go(replaced.content, history)
+        self.free(freed)
+        return True
+
+    def drop(self, replica: Replica) -> bool:
+        """Forget a replica; whether it was there still. Chunks that others need stay.
+
+        Raises:
+            StoreError: the file system refuses.
+        """
+        with self.changed:
+            self.check_open()
+            if self.find(replica.id) is not replica:
+                return False
+            freed = self._strike(replica, self.history(replica.id))
+        self.faults("drop: struck")
+        self.free(freed)
+        return True
+
+    def _strike(self, replica: Replica, history: History) -> list[Place]:
+        """With the lock held: remove manifest and entry."""
+        path = self._path_of(replica.id)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"cannot drop {path}: {error.strerror}") from None
+        del history.replicas[replica.id.step]
+        history.version += 1
+        freed = self.let_go(replica.content, history)
+        self.forget_if_unused(replica.id)
+        return freed
+
+    def check(self, chunk: Chunk, name: ReplicaId) -> bool:
+        """Compare a chunk of a history with its digest. If it is bad, all replicas that lead to what makes it so are
+        dropped, counted, and that memory is not used again.
+        """
+        with self.pinned(chunk) as chain:
+            return not self._condemn(chain, name)
+
+    def _condemn(self, chain: Chain, name: ReplicaId) -> bool:
+        """The same of a chain that is pinned; whether it is bad."""
+        found = first_bad(chain)
+        if found is None:
+            return False
+        doomed, freed = self._strike_all(name, found)
+        if not doomed:
+            return True  # somebody else was faster
+        self.free(freed)
+        self.counters.add("corrupt_found", len(doomed))
+        place = found[1].place
+        for each in doomed:
+            logger.error(
+                "dropped shard %s: a chunk in %s at %d does not match its digest",
+                tuple(each.id), place.file.name, place.offset,
+            )  # fmt: skip
+        if (listener := self.on_condemned) is not None:
+            for each in doomed:
+                listener(each)
+        return True
+
+    def _strike_all(self, name: ReplicaId, bad: Link) -> tuple[list[Replica], list[Place]]:
+        """Drop what leads to a bad chunk; returns it, and places to be freed."""
+        chunk, form = bad
+        freed: list[Place] = []
+        with self.changed:
+            form.place.bad = True
+            history = self.histories.get(HistoryId.of(name))
+            if self.closed or history is None or chunk.form is not form:
+                return [], []
+            doomed = [r for r in history.replicas.values() if _leads_to(r, {chunk})]
+            for each in doomed:
+                try:
+                    freed += self._strike(each, history)
+                except StoreError as error:
+                    # It must not be served in any case; the next process finds it again, and then its bytes bad.
+                    logger.error("%s", error)
+                    history.replicas.pop(each.id.step, None)
+            if history.chunks.get(chunk.digest) is chunk:
+                del history.chunks[chunk.digest]  # a draft must not take it
+        return doomed, freed
+
+    # --- changes of form -------------------------------------------------------------------------
 
     def replace(self, name: ReplicaId, forms: Mapping[Chunk, Form]) -> None:
-        """Give chunks of a history new forms. The new places hold no reference yet; the old ones are let go.
+        """Give chunks of a history new forms. New places hold no reference yet; the old ones are let go.
 
         A chunk that is not needed any more keeps its form, and its new place is freed. What leads in a circle is
         refused.
@@ -238,7 +319,7 @@ class Index:
                 self.check_open()
                 history = self.history(name)
                 version = history.version
-                wanted = {c: f for c, f in forms.items() if c.references and not _is_circle(c, f)}
+                wanted = _without_circles({c: f for c, f in forms.items() if c.references})
                 affected = [r for r in history.replicas.values() if _leads_to(r, wanted)]
                 known = {r: _forms(r.content, wanted) for r in affected}
             with contextlib.ExitStack() as stack:
@@ -246,14 +327,13 @@ class Index:
                 self.faults("replace: staged")
                 with self.changed:
                     self.check_open()
-                    if history.version != version:
+                    if self.history(name) is not history or history.version != version:
                         continue
                     freed = self._rename_all(history, staged, wanted)
-                    unused = [form.place for chunk, form in forms.items() if chunk not in wanted]
+                    self.forget_if_unused(name)
+                    unused = [f.place for c, f in forms.items() if c not in wanted and not f.place.references]
                 self.faults("replace: renamed")
-            self.free(freed)
-            for place in unused:
-                self.slots.free(place)
+            self.free([*freed, *unused])
             return
 
     def _rename_all(
@@ -285,94 +365,23 @@ class Index:
                 freed += self.let_go([old.base], history)
         return freed
 
-    def drop(self, replica: Replica) -> bool:
-        """Forget a replica; whether it was there still. Chunks that others need stay.
-
-        Raises:
-            StoreError: the file system refuses.
-        """
-        with self.changed:
-            self.check_open()
-            now = self.current(replica)
-            if now is None:
-                return False
-            history = self.history(now.id)
-            freed = self._strike(now, history)
-        self.faults("drop: struck")
-        self.free(freed)
-        return True
-
-    def _strike(self, replica: Replica, history: History) -> list[Place]:
-        """With the lock held: remove manifest and entry."""
-        path = self._path_of(replica.id)
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise StoreError(f"cannot drop {path}: {error.strerror}") from None
-        del history.replicas[replica.id.step]
-        history.version += 1
-        freed = self.let_go(replica.content, history)
-        self.forget_if_unused(replica.id)
-        return freed
-
-    def forget_if_unused(self, name: ReplicaId) -> None:
-        """With the lock held: a history without replicas and drafts is none."""
-        history = self.histories.get(HistoryId.of(name))
-        if history is not None and not history.replicas and not history.drafts:
-            del self.histories[HistoryId.of(name)]
-
-    def condemn(self, replica: Replica, chunk: Chunk, what: str) -> None:
-        """Bytes of a chunk were found bad: drop all replicas that lead to it, counted; its memory is not used again."""
-        with self.changed:
-            history = self.histories.get(HistoryId.of(replica.id))
-            if self.closed or history is None:
-                return
-            doomed = [r for r in history.replicas.values() if _leads_to(r, {chunk})]
-            bad = chunk.form.place
-            bad.bad = True
-            freed: list[Place] = []
-            for each in doomed:
-                try:
-                    freed += self._strike(each, history)
-                except StoreError as error:
-                    # It must not be served in any case; the next process finds it again, and then its bytes bad.
-                    logger.error("%s", error)
-                    history.replicas.pop(each.id.step, None)
-            if history.chunks.get(chunk.digest) is chunk:
-                del history.chunks[chunk.digest]  # a draft must not take it
-        if not doomed:
-            return
-        self.free(freed)
-        self.counters.add("corrupt_found", len(doomed))
-        logger.error(
-            "dropped shard %s: %s in %s at %d does not match its digest%s",
-            tuple(replica.id), what, bad.file.name, bad.offset,
-            f"; with it went {len(doomed) - 1} other steps" if len(doomed) > 1 else "",
-        )  # fmt: skip
-        if (listener := self.on_condemned) is not None:
-            for each in doomed:
-                listener(each)
-
     # --- manifests -------------------------------------------------------------------------------
 
+    def note_checked(self, replica: Replica) -> None:
+        """All bytes of a replica were compared with their digests just now and matched."""
+        with self.changed:
+            replica.verified_at_ms = self.now_ms()
+            for chunk in replica.content:
+                chunk.checked = True
+
     def rewrite(self, replica: Replica) -> None:
-        """Write a manifest anew, of the same chunks: the time of its check has changed."""
-        while True:
-            with self.changed:
-                self.check_open()
-                found = self.find(replica.id)
-                if found is None or found.content is not replica.content:
-                    return
-                history = self.history(replica.id)
-                version, forms = history.version, _forms(replica.content)
-            with self._staged(replica, forms) as staged, self.changed:
-                if self.closed:
-                    return
-                if history.version != version:
-                    continue
-                self._rename(staged, replica.id)
-                history.replicas[replica.id.step] = replica
-                return
+        """Write a manifest anew that does not name the forms of today.
+
+        Raises:
+            StoreFullError, StoreError: as `publish`.
+        """
+        with self._staged(replica, _forms(replica.content)) as staged:
+            self._rename(staged, replica.id)
 
     def _path_of(self, name: ReplicaId) -> Path:
         return self.folder / "manifests" / name.job / file_name(name)
@@ -387,7 +396,7 @@ class Index:
     @contextlib.contextmanager
     def _staged(self, replica: Replica, forms: dict[Chunk, Form]) -> Iterator[Path]:
         """A manifest written in `tmp/`; removed at the end unless it was renamed into place."""
-        data = encode(describe(replica.manifest, replica.content, replica.verified_at_ms, forms))
+        data = encode(describe(replica.manifest, replica.content, forms))
         path = self.folder / "tmp" / f"{secrets.token_hex(16)}.replica"
 
         def write() -> None:
@@ -422,5 +431,13 @@ def _leads_to(replica: Replica, chunks: Mapping[Chunk, Form] | set[Chunk]) -> bo
     return any(link in chunks for chunk in replica.content for link in chunk.chain())
 
 
-def _is_circle(chunk: Chunk, form: Form) -> bool:
-    return form.base is not None and chunk in form.base.chain()
+def _without_circles(forms: Mapping[Chunk, Form]) -> dict[Chunk, Form]:
+    """The changes without those that would have a chunk lead to itself."""
+    found: dict[Chunk, Form] = {}
+    for chunk, form in forms.items():
+        link = form.base
+        while link is not None and link is not chunk:
+            link = found.get(link, link.form).base
+        if link is None:
+            found[chunk] = form
+    return found

@@ -91,41 +91,34 @@ def file_name(name: ReplicaId) -> str:
 
 
 def describe(
-    manifest: pb.ShardManifest, content: tuple[Chunk, ...], verified_at_ms: int, forms: dict[Chunk, Form]
+    manifest: pb.ShardManifest, content: tuple[Chunk, ...], forms: dict[Chunk, Form]
 ) -> store_pb2.StoredReplica:
     """The message for a replica whose chunks, and all that they are decoded against, have these forms."""
-    stored = store_pb2.StoredReplica(version=VERSION, manifest=manifest, verified_at_ms=verified_at_ms)
-    files: dict[str, int] = {}
     numbers: dict[Chunk, int] = {}
-    others: list[Chunk] = []
-
-    def number(chunk: Chunk) -> int:
-        if chunk not in numbers:
-            numbers[chunk] = len(content) + len(others)
-            others.append(chunk)
-        return numbers[chunk]
-
-    def add(chunk: Chunk) -> None:
-        place, base = forms[chunk]
-        file = files.setdefault(place.file.name, len(files))
-        stored.chunks.add(
-            file=file,
-            offset=place.offset,
-            length=place.length,
-            base=0 if base is None else 1 + number(base),
-        )
-
-    for index, chunk in enumerate(content):
-        numbers.setdefault(chunk, index)
-    for chunk in content:
-        add(chunk)
-    at = 0
-    while at < len(others):  # it grows meanwhile
-        add(others[at])
-        at += 1
-    stored.base_digests = b"".join(chunk.digest for chunk in others)
-    stored.files.extend(files)
-    return stored
+    for number, chunk in enumerate(content):
+        numbers.setdefault(chunk, number)
+    listed = list(content)
+    bases: list[int] = []
+    for chunk in listed:  # it grows meanwhile
+        base = forms[chunk].base
+        if base is not None and base not in numbers:
+            numbers[base] = len(listed)
+            listed.append(base)
+        bases.append(0 if base is None else 1 + numbers[base])
+    places = [forms[chunk].place for chunk in listed]
+    files = {name: index for index, name in enumerate(dict.fromkeys(place.file.name for place in places))}
+    return store_pb2.StoredReplica(
+        version=VERSION,
+        manifest=manifest,
+        files=files,
+        places=store_pb2.ChunkPlaces(
+            files=[files[place.file.name] for place in places],
+            offsets=[place.offset for place in places],
+            lengths=[place.length for place in places],
+            bases=bases,
+        ),
+        base_digests=b"".join(chunk.digest for chunk in listed[len(content) :]),
+    )
 
 
 def encode(stored: store_pb2.StoredReplica) -> bytes:
@@ -163,18 +156,49 @@ def decode(data: bytes) -> store_pb2.StoredReplica:
     return stored
 
 
+class StoredChunk(NamedTuple):
+    """One chunk as a manifest describes it."""
+
+    digest: bytes
+    size: int
+    file: str
+    offset: int
+    length: int
+    #: Number of the chunk that it is decoded against; None: its own bytes are there.
+    base: int | None
+
+
+def chunks_of(stored: store_pb2.StoredReplica) -> list[StoredChunk]:
+    """The chunks of a valid message: those of the shard, then those that deltas are decoded against."""
+    digests = stored.manifest.chunk_digests + stored.base_digests
+    places = stored.places
+    rows = zip(places.files, places.offsets, places.lengths, places.bases, sizes(stored), strict=True)
+    return [
+        StoredChunk(
+            digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES],
+            size,
+            stored.files[file],
+            offset,
+            length,
+            base - 1 if base else None,
+        )
+        for number, (file, offset, length, base, size) in enumerate(rows)
+    ]
+
+
 def sizes(stored: store_pb2.StoredReplica) -> list[int]:
-    """Size in bytes of each chunk in `chunks`: those of the shard, then those that deltas are decoded against.
+    """Size in bytes of each chunk that is listed: those of the shard, then those that deltas are decoded against.
 
     Raises:
         CorruptError: a delta's base is not of its own size, or nobody refers to one, or they lead in a circle.
     """
+    bases = list(stored.places.bases)
     own = ChunkTable.of(stored.manifest).lengths
-    found: list[int | None] = [*own, *([None] * (len(stored.chunks) - len(own)))]
+    found: list[int | None] = [*own, *([None] * (len(bases) - len(own)))]
     for start in range(len(own)):
         at, steps = start, 0
-        while stored.chunks[at].base:
-            base = stored.chunks[at].base - 1
+        while bases[at]:
+            base = bases[at] - 1
             if found[base] not in {None, found[at]}:
                 raise CorruptError(f"chunk {at} is decoded against one of another size")
             found[base] = found[at]
@@ -190,12 +214,17 @@ def sizes(stored: store_pb2.StoredReplica) -> list[int]:
 def _check_places(stored: store_pb2.StoredReplica) -> None:
     if not all(_FILE_NAME.fullmatch(name) for name in stored.files):
         raise CorruptError("names a file that is neither a slab nor a segment")
-    own = len(ChunkTable.of(stored.manifest))
-    if len(stored.chunks) < own or len(stored.base_digests) != (len(stored.chunks) - own) * DIGEST_BYTES:
-        raise CorruptError(f"has {len(stored.chunks)} places for {own} chunks and their bases")
-    if any(p.file >= len(stored.files) or p.base > len(stored.chunks) for p in stored.chunks):
+    if stored.manifest.kind == pb.REPLICA_KIND_COPY and any(name.endswith(".seg") for name in stored.files):
+        raise CorruptError("is of a copy, and names a segment: a copy never lies where a trainer can write")
+    own, places = len(ChunkTable.of(stored.manifest)), stored.places
+    listed = len(places.bases)
+    if {len(places.files), len(places.offsets), len(places.lengths)} != {listed}:
+        raise CorruptError("has places of which parts are missing")
+    if listed < own or len(stored.base_digests) != (listed - own) * DIGEST_BYTES:
+        raise CorruptError(f"has {listed} places for {own} chunks and their bases")
+    if any(file >= len(stored.files) for file in places.files) or any(base > listed for base in places.bases):
         raise CorruptError("a chunk is in a file, or decoded against a chunk, that it does not list")
-    for place, size in zip(stored.chunks, sizes(stored), strict=True):
-        bound = size + OVERHEAD_BYTES_MAX if place.base else size
-        if not 0 < place.length <= bound or (not place.base and place.length != size):
-            raise CorruptError(f"a chunk of {size} bytes takes {place.length}")
+    for length, base, size in zip(places.lengths, places.bases, sizes(stored), strict=True):
+        bound = size + OVERHEAD_BYTES_MAX if base else size
+        if not 0 < length <= bound or (not base and length != size):
+            raise CorruptError(f"a chunk of {size} bytes takes {length}")

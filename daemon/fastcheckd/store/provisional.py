@@ -1,8 +1,4 @@
-"""Making room among a shard's provisional steps while there is no registry that would say what is kept.
-
-The committed step is mostly had from the newest one's bytes, through every step in between. Before one of those goes,
-the committed step gets bytes of its own: then a chain of ways back does not grow with the length of the outage.
-"""
+"""Making room among a shard's provisional steps while there is no registry that would say what is kept."""
 
 from __future__ import annotations
 
@@ -12,48 +8,31 @@ from collections.abc import Collection
 from fastcheck_proto.v1 import common_pb2 as pb
 
 from ..counters import Counters
-from ..errors import NotHeldError, StoreError
-from .held import HeldShard
-from .ram_store import RamStore
+from ..errors import StoreError
+from .replica_store import ReplicaStore
 from .retention import provisional_to_drop
 
 logger = logging.getLogger(__name__)
 
 
 def drop_obsolete(
-    store: RamStore,
+    store: ReplicaStore,
     coming: pb.ShardManifest,
     obsolete_steps: Collection[int],
     kept_steps: Collection[int],
     counters: Counters,
 ) -> None:
-    """Drop what `provisional_to_drop` names of the shard that is about to be put. Blocks; may copy a replica.
+    """Drop the copies that `provisional_to_drop` names of the shard that is about to come. Blocks; older steps may be
+    encoded against what stays.
 
-    Never raises for want of room or because somebody reads: then the memory is used a little longer.
+    Raises nothing for want of the file system: then the memory is used a little longer.
     """
-    here = _of_shard(store, coming)
+    here = store.history(coming.key, pb.REPLICA_KIND_COPY)
     doomed = provisional_to_drop([held.manifest for held in here], coming, obsolete_steps, kept_steps)
-    for held in [held for held in here if held.key.step in doomed]:
-        older = [other for other in _of_shard(store, coming) if other.key.step < held.key.step]
-        try:
-            if older and not older[-1].is_full:
-                store.full(older[-1])
-        except StoreError as error:
-            logger.info("step %d stays behind step %d: %s", held.key.step, older[-1].key.step, error)
+    for held in [held for held in reversed(here) if held.key.step in doomed]:
         try:
             store.drop(held)
-        except (NotHeldError, StoreError) as error:
+        except StoreError as error:
             logger.info("provisional step %d stays for now: %s", held.key.step, error)
             continue
         counters.add("provisional_dropped")
-
-
-def _of_shard(store: RamStore, manifest: pb.ShardManifest) -> list[HeldShard]:
-    """This node's copies of that shard, the oldest first."""
-    key = manifest.key
-    found = [
-        held
-        for held in store.held(key.job)
-        if (held.kind, held.key.rank, held.key.shard) == (pb.REPLICA_KIND_COPY, key.rank, key.shard)
-    ]
-    return sorted(found, key=lambda held: held.key.step)

@@ -1,10 +1,12 @@
-"""A replica that this node holds. A value: what it says is true as long as the store says so."""
+"""A replica that this node holds, and what is shared among those of one shard."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
@@ -16,7 +18,7 @@ from .manifests import ReplicaId, replica_id
 from .segments import Segment
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Replica:
     """One published replica. Its bytes stay put while it is open, see `ReplicaStore.reading`."""
 
@@ -24,7 +26,7 @@ class Replica:
     manifest: pb.ShardManifest
     #: In order.
     content: tuple[Chunk, ...]
-    #: When the bytes were last checked, Unix milliseconds. 0: not since this process has them.
+    #: When the bytes were last checked, Unix milliseconds; 0: not since this process has them. The index sets it.
     verified_at_ms: int
 
     @property
@@ -89,3 +91,49 @@ class Replica:
     def chunk_digest(self, index: int) -> bytes:
         """What a chunk's digest has to be."""
         return self.manifest.chunk_digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+
+
+class HistoryId(NamedTuple):
+    """Of which shard, and of which kind, replicas are."""
+
+    job: str
+    rank: int
+    shard: int
+    kind: int
+
+    @classmethod
+    def of(cls, name: ReplicaId) -> HistoryId:
+        """That of a replica."""
+        return cls(name.job, name.rank, name.shard, name.kind)
+
+
+class Listing(Protocol):
+    """Something that needs chunks of a history: a replica, or a draft of one."""
+
+    @property
+    def id(self) -> ReplicaId:
+        """What it is or is going to be."""
+        ...
+
+    @property
+    def content(self) -> Sequence[Chunk | None]:
+        """Its chunks, as far as they are here."""
+        ...
+
+
+@dataclass(eq=False)
+class History:
+    """The replicas of one shard of one rank and kind, and the chunks that they share. Guarded by the index's lock."""
+
+    #: By step.
+    replicas: dict[int, Replica] = field(default_factory=dict)
+    #: Chunks of copies, by digest.
+    chunks: dict[bytes, Chunk] = field(default_factory=dict)
+    #: Drafts of it: they share its chunks.
+    drafts: set[Listing] = field(default_factory=set)
+    #: Rises whenever a manifest of it, written from what was true before, would be wrong.
+    version: int = 0
+
+    def is_unused(self) -> bool:
+        """Whether nobody needs it."""
+        return not self.replicas and not self.drafts

@@ -13,20 +13,23 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
+from ..chunks import ChunkTable
 from ..counters import Counters
-from ..digests import chunk_digest
+from ..digests import DIGEST_BYTES
 from ..errors import CorruptError, InvalidRequestError, NotHeldError, StoreError
 from . import directory as files
 from .adoption import adopt
-from .chunk import Chunk, Form, bytes_of, is_good
-from .draft import DeltaOf, Draft, thin
-from .index import HistoryId, Index
+from .chunk import Chunk, Form, checked_bytes_of
+from .draft import Draft
+from .index import Index
 from .manifests import check_manifest, replica_id
 from .replica import Replica
+from .reverse_deltas import ReverseDeltas, relink
 from .segment_pools import SegmentPools, Usage
 from .segments import Segment, is_staging, restored_pool, staging_pool
 from .slots import Place, SlotPool
@@ -50,21 +53,19 @@ class OpenReplica:
         self._index = index
         self.replica = replica
 
-    @contextlib.contextmanager
-    def chunk(self, number: int) -> Iterator[memoryview]:
-        """A chunk's bytes, read-only: where they lie if it is raw, else decoded into memory of their own.
+    def chunk(self, number: int) -> AbstractContextManager[memoryview]:
+        """A chunk's bytes, read-only: where they lie if it is raw, not checked; else decoded into memory of their own.
 
         Raises:
-            CorruptError: they cannot be had; the replica was dropped, counted.
+            CorruptError: they cannot be decoded; the replica was dropped, counted.
         """
-        chunk = self.replica.content[number]
-        with self._index.pinned(chunk) as chain:
-            try:
-                view = bytes_of(chain)
-            except CorruptError:
-                self._index.condemn(self.replica, chunk, f"chunk {number}")
-                raise
-            yield view
+        return self._index.bytes_of(self.replica, number)
+
+    def check(self, number: int) -> bool:
+        """Compare a chunk with its digest. Where they differ the replica is dropped, counted, and what makes it bad is
+        not used again.
+        """
+        return self._index.check(self.replica.content[number], self.replica.id)
 
 
 class ReplicaStore:
@@ -206,9 +207,9 @@ class ReplicaStore:
             NotHeldError: the replica is not held any more, or not in a segment.
             StoreError: somebody owns the segment already.
         """
-        with self._index.open(replica) as now:
-            if (segment := now.segment) is None:
-                raise NotHeldError(f"shard {tuple(now.id)} does not lie in a segment")
+        with self._index.open(replica):
+            if (segment := replica.segment) is None:
+                raise NotHeldError(f"shard {tuple(replica.id)} does not lie in a segment")
             self._pools.take_again(segment)
         return segment
 
@@ -264,16 +265,17 @@ class ReplicaStore:
         pools = (staging_pool(key.job, key.rank, own.session), restored_pool(key.job))
         if own.kind != pb.REPLICA_KIND_OWNER or segment.pool not in pools:
             raise InvalidRequestError(f"a shard of {key.job!r} may not lie in a segment of {segment.pool!r}")
-        replica = Replica(own, (), self._index.now_ms() if verified else 0)
+        table = ChunkTable.of(own)
+        self._pools.hold(segment, len(table))
         content = []
+        for index in range(len(table)):
+            start, stop = table.range(index)
+            digest = own.chunk_digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+            place = Place(segment, offset + start, stop - start)
+            place.references = 1
+            content.append(Chunk(digest, stop - start, Form(place), checked=verified))
+        replica = Replica(own, tuple(content), self._index.now_ms() if verified else 0)
         try:
-            for index in range(len(replica.chunks)):
-                start, stop = replica.chunks.range(index)
-                self._pools.hold(segment)
-                place = Place(segment, offset + start, stop - start)
-                place.references = 1
-                content.append(Chunk(replica.chunk_digest(index), stop - start, Form(place)))
-            replica = dataclasses.replace(replica, content=tuple(content))
             self._index.publish(replica)
         except BaseException:
             for _ in content:
@@ -331,10 +333,7 @@ class ReplicaStore:
 
     def history(self, key: pb.ShardKey, kind: pb.ReplicaKind.ValueType) -> list[Replica]:
         """All steps of that shard of that rank and kind here, the newest first."""
-        with self._index.changed:
-            found = self._index.histories.get(HistoryId(key.job, key.rank, key.shard, kind))
-            replicas = [] if found is None else list(found.replicas.values())
-        return sorted(replicas, key=lambda replica: -replica.key.step)
+        return self._index.replicas_of(replica_id(key, kind))
 
     @contextlib.contextmanager
     def reading(self, replica: Replica) -> Iterator[OpenReplica]:
@@ -343,38 +342,46 @@ class ReplicaStore:
         Raises:
             NotHeldError: on entry: it is not held any more.
         """
-        with self._index.open(replica) as now:
-            yield OpenReplica(self._index, now)
+        with self._index.open(replica):
+            yield OpenReplica(self._index, replica)
 
     def copy_to(self, replica: Replica, into: memoryview, chunks: Sequence[int] | None = None) -> None:
         """Copy a replica's bytes, each chunk checked, to where a caller wants them; takes no memory of the store.
 
-        With `chunks` only those, into their places.
+        With `chunks` only those, into their places. Several threads may copy parts of one replica.
 
         Raises:
             NotHeldError: it is not held any more.
             CorruptError: a chunk is bad: the replica was dropped, counted. The content of `into` is undefined.
         """
-        with self._index.open(replica) as now:
-            for number in range(len(now.chunks)) if chunks is None else chunks:
-                start, stop = now.chunks.range(number)
-                with self._index.pinned(now.content[number]) as chain, into[start:stop] as out:
+        with self._index.open(replica):
+            for number in range(len(replica.chunks)) if chunks is None else chunks:
+                start, stop = replica.chunks.range(number)
+                chunk = replica.content[number]
+                with self._index.pinned(chunk) as chain, into[start:stop] as out:
                     try:
-                        bytes_of(chain, out)
-                        good = chunk_digest(out) == now.content[number].digest
+                        checked_bytes_of(chain, out)
+                        continue
                     except CorruptError:
-                        good = False
-                if not good:
-                    self._find_bad(now, number)
-                    raise CorruptError(f"chunk {number} of shard {tuple(now.id)} is not what it was")
+                        pass
+                self._index.check(chunk, replica.id)
+                raise CorruptError(f"chunk {number} of shard {tuple(replica.id)} is not what it was")
 
-    def thin(self, older: Replica, newer: Replica, delta_of: DeltaOf) -> None:
-        """Have nothing of `older`, an owner's replica, lie in the segment that it is in: see `draft.thin`."""
-        thin(self._index, older, newer, delta_of)
+    def reverse_deltas(self, older: Replica) -> ReverseDeltas:
+        """Begin to turn an older step of this node's own into reverse deltas, while a newer one is sent.
+
+        Raises:
+            NotHeldError: it is not held any more.
+        """
+        return ReverseDeltas(self._index, older)
 
     def drop(self, replica: Replica) -> None:
-        """Forget a replica. One that is dropped or replaced already is left alone."""
-        self._index.drop(replica)
+        """Forget a replica. One that is dropped or replaced already is left alone.
+
+        Older steps that lead to it are led to what is still held, which takes as long as decoding them.
+        """
+        if self._index.drop(replica):
+            relink(self._index, replica.id)
 
     def verify(self, replica: Replica) -> bool:
         """Check the bytes again. If they do not match, the replica is dropped and the bad memory not used again.
@@ -382,27 +389,14 @@ class ReplicaStore:
         Raises:
             NotHeldError: it is not held any more.
         """
-        with self._index.open(replica) as now:
-            for number, chunk in enumerate(now.content):
-                with self._index.pinned(chunk) as chain:
-                    good = is_good(chain)
-                if not good:
-                    self._find_bad(now, number)
-                    return False
-        self.note_verified(now)
+        with self.reading(replica) as opened:
+            if not all(opened.check(number) for number in range(len(replica.content))):
+                return False
+        self.note_verified(replica)
         return True
 
-    def _find_bad(self, replica: Replica, number: int) -> None:
-        """Condemn the chunk that makes a chunk of a replica bad: itself, or one that it is decoded against."""
-        with self._index.pinned(replica.content[number]) as chain:
-            bad = next(
-                chunk for at, (chunk, _) in reversed(list(enumerate(chain))) if not is_good(chain[at:])
-            )
-        self._index.condemn(replica, bad, f"chunk {number}")
-
     def condemn(self, replica: Replica, what: str) -> None:
-        """Drop a replica whose bytes were found bad; the chunk that is bad is looked for, its memory is not used
-        again."""
+        """Somebody says that bytes of a replica are bad: check it, and drop it if they are."""
         with contextlib.suppress(NotHeldError):
             if self.verify(replica):
                 logger.info("shard %s was called bad (%s), and is good", tuple(replica.id), what)
@@ -418,12 +412,7 @@ class ReplicaStore:
 
     def note_verified(self, replica: Replica) -> None:
         """Remember that a replica's bytes were checked just now and matched."""
-        checked = dataclasses.replace(replica, verified_at_ms=self._index.now_ms())
-        try:
-            self._index.rewrite(checked)
-        except StoreError as error:
-            # The bytes are good, and the time in the file is only for people who look at it.
-            logger.warning("cannot note in its manifest that %s was verified: %s", tuple(replica.id), error)
+        self._index.note_checked(replica)
 
     # --- memory ----------------------------------------------------------------------------------
 

@@ -1,13 +1,13 @@
-"""Who uses which segment or way-back file, which ones are free, and how much memory all of them take.
+"""Who uses which segment, which ones are free, and how much memory all of them take.
 
-A segment is in use while anything refers to it: its allocation, published shards, pins. With the
-last reference it becomes free, for the same pool only, and stays warm. Free segments count
-against the budget like all others and are the first to go when it gets tight. What is in use for a job
-counts against the budget that each job has, too, if there is one; what is free counts for no job.
+A segment is in use while anything refers to it: its allocation, or chunks in it. With the last reference it becomes
+free, for the same pool only, and stays warm. Free segments count against the budget like all others and are the first
+to go when it gets tight. What is in use for a job counts against the budget that each job has, too, if there is one;
+what is free counts for no job.
 
 One lock guards all of it and is never held during slow work: memory is accounted before it is
-allocated and until after it is unlinked, so the files never take more than the books say. Knows
-nothing of shards and manifests, nor what is in a file that grows.
+allocated and until after it is unlinked, so the files never take more than is accounted for. Knows
+nothing of shards and manifests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TypeVar
 from ..errors import InvalidRequestError, OverBudgetError, StoreError, StoreFullError
 from .directory import is_full
 from .job_shares import JobShares
-from .segments import PooledFile, Segment, StagingPool, job_of_pool, rounded
+from .segments import Segment, StagingPool, job_of_pool, rounded
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ UNLINK_WAIT_S = 30.0
 class Usage:
     """Memory of a store at one moment."""
 
-    #: All segments and way-back files, in use, free, or being made.
+    #: All segments and slabs, in use, free, or being made.
     used_bytes: int
     #: The part of `used_bytes` that goes away as soon as something else needs it.
     free_bytes: int
@@ -50,17 +50,17 @@ class Usage:
     segments: int
 
 
-def best_fit(free: Iterable[PooledFile], size_bytes: int) -> Segment | None:
+def best_fit(free: Iterable[Segment], size_bytes: int) -> Segment | None:
     """The smallest that holds `size_bytes` and does not waste more than a quarter and 1 MiB.
 
     Among equals the one that is free for longest, so that what `free_segments` names first comes next.
     """
     most = size_bytes + size_bytes // 4 + (1 << 20)
-    fitting = (s for s in free if isinstance(s, Segment) and size_bytes <= s.size_bytes <= most)
+    fitting = (s for s in free if size_bytes <= s.size_bytes <= most)
     return min(fitting, key=lambda s: s.size_bytes, default=None)
 
 
-def pick_victim(free: Sequence[PooledFile], lack_bytes: int) -> PooledFile:
+def pick_victim(free: Sequence[Segment], lack_bytes: int) -> Segment:
     """The smallest that alone makes up for the lack, else the largest; among equals the oldest."""
     enough = [s for s in free if s.size_bytes >= lack_bytes]
     if enough:
@@ -76,9 +76,9 @@ class SegmentPools:
         self._budget_bytes = budget_bytes
         #: Guards everything below and the counts in the segments; notified when memory comes back.
         self._changed = threading.Condition()
-        self._in_use: set[PooledFile] = set()
+        self._in_use: set[Segment] = set()
         #: In the order in which they became free.
-        self._free: list[PooledFile] = []
+        self._free: list[Segment] = []
         #: Files that exist, and those that a thread is about to make.
         self._used_bytes = 0
         #: The part of `_used_bytes` that is in use for each job, or set aside for it.
@@ -133,25 +133,7 @@ class SegmentPools:
         segment.unlink()  # the next process does not know of it
         raise StoreError(f"the RAM store in {self._folder.parent} is closed")
 
-    def recycle(self, pool: str, job: str = "") -> PooledFile | None:
-        """The file of a pool that became free last, if there is one that the job may have.
-
-        The caller gets one reference, no allocation.
-        """
-        with self._changed:
-            self._check_open()
-            left = self._jobs.left_for(job)
-            file = next((f for f in reversed(self._free) if f.pool == pool and f.size_bytes <= left), None)
-            if file is not None:
-                self._free.remove(file)
-                file.references = 1
-                file.job = job
-                self._jobs.charge(job, file.size_bytes)
-                self._in_use.add(file)
-            self._note_taken(pool)
-            return file
-
-    def grow(self, file: PooledFile, more_bytes: int, *, wait_s: float = 0.0) -> None:
+    def grow(self, file: Segment, more_bytes: int, *, wait_s: float = 0.0) -> None:
         """Set memory aside for a file in use that is about to become longer.
 
         Raises:
@@ -160,14 +142,6 @@ class SegmentPools:
         self._recycle_or_reserve(more_bytes, "", file.job, recycle=False, wait_s=wait_s)
         with self._changed:
             file.size_bytes += more_bytes
-
-    def settle(self, file: PooledFile, size_bytes: int) -> None:
-        """A file in use needs no more than this of what was set aside for it."""
-        with self._changed:
-            self._used_bytes -= file.size_bytes - size_bytes
-            self._jobs.charge(file.job, size_bytes - file.size_bytes)
-            file.size_bytes = size_bytes
-            self._changed.notify_all()
 
     def _recycle_or_reserve(
         self, size: int, pool: str, job: str, *, recycle: bool, wait_s: float
@@ -251,7 +225,7 @@ class SegmentPools:
             if size_bytes < 0:
                 self._changed.notify_all()
 
-    def adopt(self, segment: PooledFile, job: str) -> None:
+    def adopt(self, segment: Segment, job: str) -> None:
         """Add a file of an earlier process, or one that is about to be made, without any reference yet."""
         with self._changed:
             segment.job = job
@@ -259,8 +233,8 @@ class SegmentPools:
             self._used_bytes += segment.size_bytes
             self._in_use.add(segment)
 
-    def hold(self, segment: PooledFile) -> None:
-        """Add a reference to a segment that is in use.
+    def hold(self, segment: Segment, times: int = 1) -> None:
+        """Add references to a segment that is in use.
 
         Raises:
             StoreError: it is free or gone, so its bytes are not the caller's any more.
@@ -269,9 +243,9 @@ class SegmentPools:
             self._check_open()
             if segment not in self._in_use:
                 raise StoreError(f"segment {segment.name} is not in use: it was released too early")
-            segment.references += 1
+            segment.references += times
 
-    def let_go(self, segment: PooledFile) -> None:
+    def let_go(self, segment: Segment) -> None:
         """Take a reference away; with the last one the segment is free. Does nothing on a closed store."""
         with self._changed:
             if self._closed:
@@ -307,12 +281,7 @@ class SegmentPools:
             doomed = self._drop_reference(segment)
         self._unlink(doomed)
 
-    def is_shared(self, segment: Segment) -> bool:
-        """Whether more refers to a published segment than one shard and whoever allocated it."""
-        with self._changed:
-            return segment.references - segment.allocated > 1
-
-    def condemn(self, segment: PooledFile) -> None:
+    def condemn(self, segment: Segment) -> None:
         """See to it that the segment is unlinked, not recycled, once nothing refers to it."""
         with self._changed:
             segment.recyclable = False
@@ -331,7 +300,7 @@ class SegmentPools:
     def free_segments(self, pool: str) -> list[Segment]:
         """The free segments of a pool, in the order in which `allocate` takes those of equal size."""
         with self._changed:
-            return [s for s in self._free if isinstance(s, Segment) and s.pool == pool]
+            return [s for s in self._free if s.pool == pool]
 
     def count(self, pool: str) -> int:
         """Number of a pool's segments, in use or free."""
@@ -345,7 +314,7 @@ class SegmentPools:
         `unused_max` such calls in a row everything, unless `keep(pool)`.
         """
         with self._changed:
-            doomed: list[PooledFile] = []
+            doomed: list[Segment] = []
             for pool in {s.pool for s in self._free}:
                 free = [s for s in self._free if s.pool == pool]
                 if pool in self._least_free:
@@ -368,7 +337,7 @@ class SegmentPools:
                 used_bytes=self._used_bytes,
                 free_bytes=sum(s.size_bytes for s in self._free),
                 budget_bytes=self._budget_bytes,
-                segments=sum(isinstance(s, Segment) for group in (self._in_use, self._free) for s in group),
+                segments=len(self._in_use) + len(self._free),
             )
 
     def job_bytes(self) -> dict[str, int]:
@@ -401,7 +370,7 @@ class SegmentPools:
         left = sum(1 for s in self._free if s.pool == pool)
         self._least_free[pool] = min(left, self._least_free.get(pool, left))
 
-    def _drop_reference(self, segment: PooledFile) -> list[PooledFile]:
+    def _drop_reference(self, segment: Segment) -> list[Segment]:
         """With the lock held: one reference less. Returns what the caller must unlink without the lock."""
         assert segment.references > 0, segment
         segment.references -= 1
@@ -421,13 +390,13 @@ class SegmentPools:
         self._doom(doomed)
         return doomed
 
-    def _doom(self, segments: Sequence[PooledFile]) -> None:
+    def _doom(self, segments: Sequence[Segment]) -> None:
         """With the lock held: take free segments off the books' free side; the caller unlinks them next."""
         for segment in segments:
             self._free.remove(segment)
             self._doomed_bytes += segment.size_bytes
 
-    def _unlink(self, segments: Sequence[PooledFile]) -> None:
+    def _unlink(self, segments: Sequence[Segment]) -> None:
         """Without the lock: unlink doomed segments; their memory counts until they are gone."""
         for segment in segments:
             gone = False

@@ -1,4 +1,4 @@
-"""Files whose memory the pools account for. A segment: one file of bytes, mapped once and kept mapped.
+"""Segments: files of bytes, each mapped once and kept mapped.
 
 Unmapping and mapping again costs tens of milliseconds per GB, and a fresh page seven times a warm
 one, so a segment lives long and changes tenants. Who its tenants are is counted in
@@ -14,18 +14,12 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastcheck_proto.v1 import common_pb2 as pb
-
 from ..errors import CorruptError, StoreError
 from . import directory
 
 PAGE_BYTES = 4096
-#: Pool of the segments that hold other nodes' shards.
-COPY_POOL = "copy"
 #: Pool of the slabs: files whose slots hold chunks.
 SLAB_POOL = "slab"
-#: Pool of the segments that new bytes of a chunk lie in before they go to their place. No manifest names them.
-SLOT_POOL = "slot"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,30 +66,13 @@ def is_staging(pool: str) -> bool:
     return pool.startswith("staging.")
 
 
-def pool_of(manifest: pb.ShardManifest) -> str:
-    """The pool that a replica's segment belongs to: how it is known again after a restart.
-
-    Of an owner's replica that is the pool of the session that saved it: no other process ever copied into it.
-    """
-    if manifest.kind == pb.REPLICA_KIND_COPY:
-        return COPY_POOL
-    return staging_pool(manifest.key.job, manifest.key.rank, manifest.session)
-
-
-def may_hold(pool: str, manifest: pb.ShardManifest) -> bool:
-    """Whether a replica may lie in a segment of a pool: a copy never where a trainer can write."""
-    return pool == pool_of(manifest) or (
-        manifest.kind == pb.REPLICA_KIND_OWNER and pool == restored_pool(manifest.key.job)
-    )
-
-
 def rounded(size_bytes: int) -> int:
     """Size of the segment for so many bytes: whole pages, at least one."""
     return max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
 
 
-class PooledFile:
-    """One file of the RAM directory that takes memory, whoever uses it. Its fields belong to SegmentPools' lock."""
+class Segment:
+    """One file in `segments/`, every byte of it allocated. Its counts belong to the lock of SegmentPools."""
 
     def __init__(self, path: Path, size_bytes: int, pool: str) -> None:
         self.path = path
@@ -104,41 +81,26 @@ class PooledFile:
         self.pool = pool
         #: For which job it is in use: its budget has the bytes. Empty: nobody's, or free.
         self.job = ""
-        #: One for whoever allocated it, one for what is published in it, one per pin. 0: free or gone.
+        #: One for whoever allocated it, one for each chunk that is published in it. 0: free or gone.
         self.references = 0
         #: Whether `references` includes one of an allocation.
         self.allocated = False
         #: Times that it was allocated. The first tenant meets fresh pages.
         self.tenants = 0
-        #: False once its bytes were found damaged: its memory is then given back, not used again.
+        #: False once its memory may not be used again: it is then given back.
         self.recyclable = True
+        self._map_lock = threading.Lock()
+        self._view: memoryview | None = None
+        self._gone = False
 
     @property
     def name(self) -> str:
         """File name, as manifests give it."""
         return self.path.name
 
-    def forget(self) -> None:
-        """Let everything go that this process has of the file."""
-
-    def unlink(self) -> None:
-        """Remove the file; the memory is free when no process maps it any more."""
-        self.path.unlink(missing_ok=True)
-        self.forget()
-
     def __repr__(self) -> str:
         kind = type(self).__name__
         return f"{kind}({self.name}, {self.size_bytes} bytes, pool={self.pool!r}, refs={self.references})"
-
-
-class Segment(PooledFile):
-    """One file in `segments/`, every byte of it allocated."""
-
-    def __init__(self, path: Path, size_bytes: int, pool: str) -> None:
-        super().__init__(path, size_bytes, pool)
-        self._map_lock = threading.Lock()
-        self._view: memoryview | None = None
-        self._gone = False
 
     @classmethod
     def create(cls, folder: Path, size_bytes: int, pool: str) -> Segment:
@@ -194,6 +156,11 @@ class Segment(PooledFile):
                 finally:
                     os.close(fd)
             return self._view
+
+    def unlink(self) -> None:
+        """Remove the file; the memory is free when no process maps it any more."""
+        self.path.unlink(missing_ok=True)
+        self.forget()
 
     def forget(self) -> None:
         """Let the mapping go as soon as nobody has a view of it any more."""

@@ -168,13 +168,16 @@ class SlotPool:
         return slab, offset
 
     def _grow(self, size: int) -> tuple[_Slab, int]:
-        """A slot in a slab that has none in use yet; where a whole slab does not fit, in one of the slot's size."""
-        try:
-            file = self._pools.allocate(max(self._slab_bytes, size), SLAB_POOL)
-        except OverBudgetError:
-            if size >= self._slab_bytes:
-                raise
-            file = self._pools.allocate(size, SLAB_POOL)
+        """A slot in a slab that has none in use yet; where a whole one does not fit, in a smaller one."""
+        slab_bytes = max(self._slab_bytes, size)
+        while True:
+            try:
+                file = self._pools.allocate(slab_bytes, SLAB_POOL)
+                break
+            except OverBudgetError:
+                if slab_bytes == size:
+                    raise
+                slab_bytes = max(size, rounded(slab_bytes // 4))
         slab = self._enter(file)
         with self._changed:
             slab.used_bytes = size

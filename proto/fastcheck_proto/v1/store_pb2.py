@@ -15,19 +15,15 @@ _sym_db = _symbol_database.Default()
 from fastcheck_proto.v1 import common_pb2 as fastcheck__proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x66\x61stcheck_proto/v1/store.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\"\xb6\x01\n\x0bStoredShard\x12\x0e\n\x06schema\x18\x01 \x01(\r\x12-\n\x08manifest\x18\x02 \x01(\x0b\x32\x1b.fastcheck.v1.ShardManifest\x12\x0f\n\x07segment\x18\x03 \x01(\t\x12\x16\n\x0esegment_offset\x18\x04 \x01(\x04\x12\x16\n\x0everified_at_ms\x18\x05 \x01(\x04\x12\'\n\x08way_back\x18\x06 \x01(\x0b\x32\x15.fastcheck.v1.WayBack\"*\n\x07WayBack\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x11\n\tfrom_step\x18\x02 \x01(\x04\"\xb6\x01\n\rStoredReplica\x12\x0f\n\x07version\x18\x01 \x01(\r\x12-\n\x08manifest\x18\x02 \x01(\x0b\x32\x1b.fastcheck.v1.ShardManifest\x12\x16\n\x0everified_at_ms\x18\x03 \x01(\x04\x12\r\n\x05\x66iles\x18\x04 \x03(\t\x12(\n\x06\x63hunks\x18\x05 \x03(\x0b\x32\x18.fastcheck.v1.ChunkPlace\x12\x14\n\x0c\x62\x61se_digests\x18\x06 \x01(\x0c\"H\n\nChunkPlace\x12\x0c\n\x04\x66ile\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x66\x61stcheck_proto/v1/store.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\"\x9f\x01\n\rStoredReplica\x12\x0f\n\x07version\x18\x01 \x01(\r\x12-\n\x08manifest\x18\x02 \x01(\x0b\x32\x1b.fastcheck.v1.ShardManifest\x12\r\n\x05\x66iles\x18\x03 \x03(\t\x12)\n\x06places\x18\x04 \x01(\x0b\x32\x19.fastcheck.v1.ChunkPlaces\x12\x14\n\x0c\x62\x61se_digests\x18\x05 \x01(\x0c\"M\n\x0b\x43hunkPlaces\x12\r\n\x05\x66iles\x18\x01 \x03(\r\x12\x0f\n\x07offsets\x18\x02 \x03(\x04\x12\x0f\n\x07lengths\x18\x03 \x03(\r\x12\r\n\x05\x62\x61ses\x18\x04 \x03(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fastcheck_proto.v1.store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STOREDSHARD']._serialized_start=82
-  _globals['_STOREDSHARD']._serialized_end=264
-  _globals['_WAYBACK']._serialized_start=266
-  _globals['_WAYBACK']._serialized_end=308
-  _globals['_STOREDREPLICA']._serialized_start=311
-  _globals['_STOREDREPLICA']._serialized_end=493
-  _globals['_CHUNKPLACE']._serialized_start=495
-  _globals['_CHUNKPLACE']._serialized_end=567
+  _globals['_STOREDREPLICA']._serialized_start=82
+  _globals['_STOREDREPLICA']._serialized_end=241
+  _globals['_CHUNKPLACES']._serialized_start=243
+  _globals['_CHUNKPLACES']._serialized_end=320
 # @@protoc_insertion_point(module_scope)

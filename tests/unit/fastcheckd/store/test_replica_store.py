@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.unit.fastcheckd.chunkstore.chunkstore_helpers import (
+from store_helpers import (
     CHUNK,
     COPY,
     OWNER,
-    delta_of,
     fill,
     in_use,
     manifest_of,
@@ -18,6 +17,7 @@ from tests.unit.fastcheckd.chunkstore.chunkstore_helpers import (
     put,
     read,
     stage,
+    thin,
     trained,
     weights,
 )
@@ -237,12 +237,12 @@ def test_an_older_step_of_the_owner_gives_its_segment_back_and_is_the_same(tmp_p
     data = weights(1)
     newer = trained(data, 2, {0, 2})
     older_, newer_ = stage(store, data, 1), stage(store, newer, 2)
-    store.thin(older_, newer_, delta_of(older_, newer_))
+    thin(store, older_, newer_)
     assert len(store.free_segments("staging.gpt.0.1")) == 1
     assert older_.segment is None and read(store, older_) == data and read(store, newer_) == newer
     third = trained(newer, 3)
     third_ = stage(store, third, 3)  # in the segment of the first
-    store.thin(newer_, third_, delta_of(newer_, third_))
+    thin(store, newer_, third_)
     store.close()
     store = open_store(tmp_path / "ram")
     assert [read(store, each) for each in store.held()] == [data, newer, third]
@@ -252,7 +252,7 @@ def test_an_older_step_of_the_owner_gives_its_segment_back_and_is_the_same(tmp_p
 
 def test_what_does_not_shrink_is_moved_to_slots(store):
     older, newer = stage(store, weights(1), 1), stage(store, weights(2), 2)
-    store.thin(older, newer, lambda index, old, new: None)
+    thin(store, older, newer, chunks=())
     assert read(store, older) == weights(1) and older.segment is None
 
 
@@ -260,7 +260,7 @@ def test_without_room_to_thin_all_stays_as_it_was(tmp_path):
     store = open_store(tmp_path / "ram", budget_bytes=9 * CHUNK)
     older, newer = stage(store, weights(1), 1), stage(store, weights(2), 2)
     with pytest.raises(OverBudgetError):
-        store.thin(older, newer, lambda index, old, new: None)
+        thin(store, older, newer, chunks=())
     assert older.segment is not None and read(store, older) == weights(1)
     assert in_use(store) == 8 * CHUNK
     store.close()
@@ -335,16 +335,23 @@ def test_what_does_not_hold_up_is_dropped_at_start_and_the_rest_stays(tmp_path):
     store.close()
 
 
-def test_manifests_that_say_that_different_chunks_share_bytes_are_both_dropped(tmp_path):
+@pytest.mark.parametrize(("damaged", "kept"), [(False, [0, 2]), (True, [2])])
+def test_of_manifests_that_say_that_different_chunks_share_bytes_the_true_one_is_kept(
+    tmp_path, damaged, kept
+):
     store = open_store(tmp_path / "ram")
     one, other = put(store, weights(1)), put(store, weights(2), rank=1)
+    place = one.content[2].form.place
     # As a defect might write it.
-    other.content[0].form.place.offset = one.content[2].form.place.offset
-    store.note_verified(other)
+    other.content[0].form.place.offset = place.offset
+    store._index.rewrite(other)
     put(store, weights(3), rank=2)
+    if damaged:
+        place.view[5] ^= 1
     store.close()
     store = open_store(tmp_path / "ram")
-    assert [held.key.rank for held in store.held()] == [2]
+    assert [held.key.rank for held in store.held()] == kept
+    assert all(store.verify(held) for held in store.held())
     store.close()
 
 
@@ -373,7 +380,7 @@ def life(directory: Path, faults) -> None:
             store.drop(store.held("gpt", step - 2)[0])
     own = [weights(7), trained(weights(7), 8, {1, 2})]
     older, newer = stage(store, own[0], 1), stage(store, own[1], 2)
-    store.thin(older, newer, delta_of(older, newer))
+    thin(store, older, newer)
     store.drop(newer)
 
 

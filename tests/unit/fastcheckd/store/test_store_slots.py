@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcheckd.chunkstore.slots import SlotPool
+from fastcheckd.store.slots import SlotPool
 from fastcheckd.errors import OverBudgetError
 from fastcheckd.store.segment_pools import SegmentPools
 
