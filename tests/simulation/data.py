@@ -1,6 +1,6 @@
-"""A node's data process with records for replicas: takes puts by the real checks, serves reads, prunes by the view.
+"""A node's data process with records for replicas: takes offers by the real checks, serves reads, prunes by the view.
 
-A put and a fetch keep the real one's order of checks and effects; bytes are digests, and transferring takes time.
+A copy keeps the real one's order of checks and effects; bytes are digests, and transferring takes time.
 """
 
 from __future__ import annotations
@@ -26,22 +26,16 @@ from fastcheckd.identity import Identity
 from fastcheckd.maintenance.inventory import Inventory
 from fastcheckd.rpc import answers
 from fastcheckd.store.retention import what_to_drop
-from fastcheckd.transfer import put_checks
+from fastcheckd.transfer import checks
 from fastcheckd.view import ViewFollower
 
 #: Copies that a node takes when it is not made to be full.
 REPLICAS_MAX = 400
-TRANSFERS_MAX = 64
-FETCHES_MAX = 2
+COPIES_MAX = 64
+REPAIRS_MAX = 2
 #: More often than the real one, since runs are short.
 PRUNE_S = 2.0
 PEER_TIMEOUT_S = 2.0
-
-
-@dataclass
-class _Transfer:
-    request: peer_pb2.BeginPutRequest
-    incarnation: int
 
 
 @dataclass(frozen=True)
@@ -77,10 +71,7 @@ class Data:
             counters=Counters(),
             kept_steps=lambda: self.view.kept_steps() if self.view.view.version else None,
         )
-        self._fetching: set[Key] = set()
-        self._transfers: dict[str, _Transfer] = {}
-        self._by_key: dict[Key, str] = {}
-        self._number = 0
+        self._making: set[Key] = set()
 
     def assume(self, incarnation: int, heard: Callable[[], None]) -> None:
         """The agent says who this is and hears that it lives."""
@@ -156,76 +147,30 @@ class Data:
         for key, digest in bad:
             self.condemn(key, digest)
 
-    # Puts
+    # Copies, in the order of `transfer.receiver`
 
     @answers
-    async def BeginPut(self, request: peer_pb2.BeginPutRequest, context: Any) -> peer_pb2.BeginPutResponse:
-        await self.lease.until_held()
-        incarnation = self.identity.incarnation
-        put_checks.check_put(
+    async def Replicate(
+        self, request: peer_pb2.ReplicateRequest, context: Any
+    ) -> peer_pb2.ReplicateResponse:
+        checks.check_offer(
             request,
             cluster_id=self.machine.config.cluster_id,
-            node_id=self.machine.name,
-            incarnation=incarnation,
+            incarnation=self.identity.incarnation,
             epoch=self.identity.epoch,
             budget_bytes=self.machine.config.ram_budget_bytes,
         )
-        key = request.manifest.key
-        own: Key = (COPY, key.job, key.step, key.rank, key.shard)
-        self._check_session(own, request.manifest.session)
-        if self.machine.full or len(self.replicas) > REPLICAS_MAX or len(self._transfers) > TRANSFERS_MAX:
-            raise StoreFullError("no memory")
-        self._number += 1
-        transfer_id = f"{self.process.name}-{self._number}"
-        if (older := self._by_key.pop(own, None)) is not None:
-            del self._transfers[older]
-        self._transfers[transfer_id] = _Transfer(request, incarnation)
-        self._by_key[own] = transfer_id
-        return peer_pb2.BeginPutResponse(transfer_id=transfer_id)
-
-    @answers
-    async def FinishPut(self, request: peer_pb2.FinishPutRequest, context: Any) -> peer_pb2.FinishPutResponse:
-        with contextlib.suppress(NoLeaseError):
-            await self.lease.until_held()
-        transfer = self._transfers.pop(request.transfer_id, None)
-        if transfer is None:
-            raise NotHeldError("no such transfer here")
-        key = transfer.request.manifest.key
-        own: Key = (COPY, key.job, key.step, key.rank, key.shard)
-        del self._by_key[own]
-        self.lease.require()
-        put_checks.check_life(transfer.incarnation, self.identity.incarnation)
-        self._check_session(own, transfer.request.manifest.session)
-        self.truth.took(self.machine.name, self.identity.incarnation, transfer.request.holder_incarnation)
-        self.truth.puts += 1
-        self.keep(own, request.digest, transfer.request.manifest.session)
-        return peer_pb2.FinishPutResponse(digest=request.digest)
-
-    def _check_session(self, key: Key, session: int) -> None:
-        held = self.replicas.get(key)
-        if held is not None and held.session > session:
-            raise FencedError("a newer session's copy is here")
-
-    # Repairs, in the order of `maintenance.copies`
-
-    @answers
-    async def FetchReplica(
-        self, request: peer_pb2.FetchReplicaRequest, context: Any
-    ) -> peer_pb2.FetchReplicaResponse:
-        put_checks.check_cluster(request.cluster_id, self.machine.config.cluster_id)
-        put_checks.check_life(request.holder_incarnation, self.identity.incarnation)
-        if request.epoch < self.identity.epoch:
-            raise FencedError("the copy was ordered in an older epoch")
-        self.lease.require()
+        await self._require_lease()
         name = (request.key.job, request.key.step, request.key.rank, request.key.shard)
         own: Key = (COPY, *name)
-        here = self.find(name, request.digest)
-        if here is not None and (here.checked or here.intact):
+        here = self.find(name, request.digest) if request.repair else self.replicas.get(own)
+        if here is not None and here.digest == request.digest and (here.checked or here.intact):
             here.checked = True
-            return peer_pb2.FetchReplicaResponse(digest=request.digest, was_here=True)
-        if len(self._fetching) >= FETCHES_MAX or self.machine.full:
-            raise PeerError("too many copies are being made here")
-        self._fetching.add(own)
+            return peer_pb2.ReplicateResponse(digest=request.digest, was_here=True)
+        most = REPAIRS_MAX if request.repair else COPIES_MAX
+        if self.machine.full or len(self._making) >= most or len(self.replicas) > REPLICAS_MAX:
+            raise StoreFullError("no memory")
+        self._making.add(own)
         try:
             wanted = FetchRequest(name, request.digest)
             got = None
@@ -233,15 +178,34 @@ class Data:
                 if source.node.node_id != self.machine.name and got is None:
                     got = await self.pull(source.data_address, wanted)
             if got is None:
-                raise PeerError("none of the holders gave it")
-            put_checks.check_life(request.holder_incarnation, self.identity.incarnation)
-            self.lease.require()
+                raise PeerError("none of the sources gave it")
+            mine = (OWNER, *name) in self.replicas and not request.repair
+            owner = self.machine.name if mine else request.sources[0].node.node_id
+            checks.check_copy(self._manifest(request.key, owner), self.machine.name)
+            checks.check_life(request.holder_incarnation, self.identity.incarnation)
+            await self._require_lease()
+            self._check_session(own, got.session)
             self.truth.took(self.machine.name, self.identity.incarnation, request.holder_incarnation)
-            self.truth.repairs += 1
+            self.truth.repairs += request.repair
+            self.truth.puts += not request.repair
             self.keep(own, request.digest, got.session)
         finally:
-            self._fetching.discard(own)
-        return peer_pb2.FetchReplicaResponse(digest=request.digest)
+            self._making.discard(own)
+        return peer_pb2.ReplicateResponse(digest=request.digest)
+
+    @staticmethod
+    def _manifest(key: pb.ShardKey, owner: str) -> pb.ShardManifest:
+        return pb.ShardManifest(key=key, shard_count=key.shard + 1, world_size=key.rank + 1, owner=owner)
+
+    async def _require_lease(self) -> None:
+        with contextlib.suppress(NoLeaseError):
+            await self.lease.until_held()
+        self.lease.require()
+
+    def _check_session(self, key: Key, session: int) -> None:
+        held = self.replicas.get(key)
+        if held is not None and held.session > session:
+            raise FencedError("a newer session's copy is here")
 
     @answers
     async def ListReplicas(

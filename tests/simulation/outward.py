@@ -72,12 +72,12 @@ class NetworkOutward:
             return None
         return from_wire(response.finding)
 
-    async def fetch_replica(
-        self, node_id: str, data_address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
-    ) -> peer_pb2.FetchReplicaResponse:
+    async def replicate(
+        self, node_id: str, data_address: str, request: peer_pb2.ReplicateRequest, timeout_s: float
+    ) -> peer_pb2.ReplicateResponse:
         try:
-            response: peer_pb2.FetchReplicaResponse = await self._network.call(
-                self._machine, data_address, "FetchReplica", request, timeout_s
+            response: peer_pb2.ReplicateResponse = await self._network.call(
+                self._machine, data_address, "Replicate", request, timeout_s
             )
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, f"the data process at {data_address}") from None

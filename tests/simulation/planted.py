@@ -21,7 +21,7 @@ from fastcheckd.registry import collector, commits, deletion, leader, reports, s
 from fastcheckd.registry.raft import engine, journal, transport
 from fastcheckd.registry.records import Json
 from fastcheckd.store import retention
-from fastcheckd.transfer import put_checks
+from fastcheckd.transfer import checks
 
 Patches = list[tuple[Any, str, Any]]
 
@@ -49,7 +49,7 @@ def no_fence() -> Any:
             (reports, "check_session", anything_goes),
             (leader, "check_session", anything_goes),
             (commits, "lost_holders", lambda *_: []),
-            (put_checks, "check_life", anything_goes),
+            (checks, "check_life", anything_goes),
         ]
     )
 
@@ -82,7 +82,7 @@ def commit_without_a_rank() -> Any:
 
 def owner_as_holder() -> Any:
     """An owner is among the holders of its own shards: two copies in one memory."""
-    place, check_put = leader.place, put_checks.check_put
+    place = leader.place
 
     def bad_place(**given: Any) -> Any:
         plan = place(**given)
@@ -105,15 +105,12 @@ def owner_as_holder() -> Any:
             return commits.refusal("HOLDER_LOST", "lost", lost=lost, ranks=[record["rank"]])
         return None
 
-    def check(request: Any, **given: Any) -> Any:
-        return check_put(request, **{**given, "node_id": ""})
-
     return _with(
         [
             (leader, "place", bad_place),
             (commits, "check_rank", check_rank),
             (reports, "check_rank", check_rank),
-            (put_checks, "check_put", check),
+            (checks, "check_copy", lambda *_: None),
         ]
     )
 
@@ -121,16 +118,16 @@ def owner_as_holder() -> Any:
 def repair_in_words_only() -> Any:
     """A copy counts as made though nobody made it: the record says more than there is."""
 
-    async def fetch_replica(
+    async def replicate(
         self: NetworkOutward,
         node_id: str,
         address: str,
-        request: peer_pb2.FetchReplicaRequest,
+        request: peer_pb2.ReplicateRequest,
         timeout_s: float,
-    ) -> peer_pb2.FetchReplicaResponse:
-        return peer_pb2.FetchReplicaResponse(digest=request.digest)
+    ) -> peer_pb2.ReplicateResponse:
+        return peer_pb2.ReplicateResponse(digest=request.digest)
 
-    return _with([(NetworkOutward, "fetch_replica", fetch_replica)])
+    return _with([(NetworkOutward, "replicate", replicate)])
 
 
 def deletion_that_ends_no_session() -> Any:

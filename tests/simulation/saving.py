@@ -1,7 +1,7 @@
 """A save and a load as a data process does them, around the real client, choice of holders and restore plan.
 
-The order is that of `saving.replicate` and `restore.room`: place, put to every holder, place again what failed,
-publish the own copy at the first acknowledgement, report until the registry has decided.
+The order is that of `saving.replicate` and `restore.room`: place, publish the own copy, offer it to every holder, place
+again what failed, report until the registry has decided.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 
 import grpc.aio
-from tests.simulation.data import PEER_TIMEOUT_S, Data, FetchRequest, transfer_time
+from tests.simulation.data import PEER_TIMEOUT_S, Data, FetchRequest
 from tests.simulation.truth import OWNER
 
 from fastcheck_proto.v1 import common_pb2 as pb
@@ -39,6 +39,8 @@ QUARANTINE_S = 3.0
 ATTEMPTS_MAX = 30
 #: A save that has not moved for so long is over.
 PATIENCE_S = 20.0
+#: A holder asks each source once, and transfers.
+OFFER_TIMEOUT_S = 3 * PEER_TIMEOUT_S
 
 
 def digest_of(job: str, step: int, rank: int, session: int, shard: int) -> bytes:
@@ -75,6 +77,9 @@ class Save:
             self._digests = [digest_of(self.job, self.step, self.rank, self.session, n) for n in numbers]
             self._acknowledged = [{} for _ in numbers]
             self.data.truth.made[(self.job, self.step, self.rank, self.session)] = self._digests
+            for number, digest in enumerate(self._digests):
+                key = (OWNER, self.job, self.step, self.rank, number)
+                self.data.keep(key, digest, self.session)
             copies = min(len(shard.holders) for shard in self._shards)
             while True:
                 epoch = await self._replicate(placement, copies)
@@ -134,12 +139,12 @@ class Save:
 
     async def _replicate(self, placement: rpb.PlaceResponse, copies: int) -> int:
         for attempt in range(ATTEMPTS_MAX):
-            puts = [
-                self._put(number, holder, placement.epoch)
+            offers = [
+                self._offer(number, holder, placement.epoch)
                 for number, got in enumerate(self._acknowledged)
                 for holder in pick_holders(number, copies - len(got), got, placement)
             ]
-            await asyncio.gather(*puts)
+            await asyncio.gather(*offers)
             if all(len(got) >= copies for got in self._acknowledged):
                 return placement.epoch
             if self.data.process.now - self._moved_at > PATIENCE_S:
@@ -148,40 +153,32 @@ class Save:
             placement = await self._place()
         raise PlacementError("no round of sending reached enough holders")
 
-    async def _put(self, number: int, holder: pb.Holder, epoch: int) -> None:
+    async def _offer(self, number: int, holder: pb.Holder, epoch: int) -> None:
         data, shard = self.data, self._shards[number]
-        request = peer_pb2.BeginPutRequest(
-            cluster_id=data.machine.config.cluster_id,
+        network, machine = data.machine.world.network, data.machine
+        request = peer_pb2.ReplicateRequest(
+            cluster_id=machine.config.cluster_id,
             epoch=epoch,
             holder_incarnation=holder.node.incarnation,
-            owner=data.identity.ref(),
-            streams=1,
-            manifest=pb.ShardManifest(
-                key=pb.ShardKey(job=self.job, step=self.step, rank=self.rank, shard=number),
-                shard_count=len(self._shards),
-                world_size=self.world_size,
-                owner=data.machine.name,
-                session=self.session,
-                state_bytes=self._state_bytes,
-                offset=shard.offset,
-                bytes=shard.bytes,
-                chunk_bytes=data.machine.config.chunk_bytes,
-            ),
+            key=pb.ShardKey(job=self.job, step=self.step, rank=self.rank, shard=number),
+            digest=self._digests[number],
+            bytes=shard.bytes,
+            sources=[
+                pb.Holder(
+                    node=data.identity.ref(),
+                    data_address=machine.config.data_address,
+                    lane_address=machine.config.lane_address,
+                )
+            ],
         )
-        network, here = data.machine.world.network, data.machine.name
-        digest = self._digests[number]
         try:
-            began = await network.call(here, holder.data_address, "BeginPut", request, PEER_TIMEOUT_S)
-            await transfer_time(data)
-            finish = peer_pb2.FinishPutRequest(transfer_id=began.transfer_id, digest=digest)
-            await network.call(here, holder.data_address, "FinishPut", finish, PEER_TIMEOUT_S)
+            await network.call(machine.name, holder.data_address, "Replicate", request, OFFER_TIMEOUT_S)
         except grpc.aio.AioRpcError as rpc_error:
             error = from_rpc_error(rpc_error, holder.node.node_id)
             if not isinstance(error, FencedError):
                 self._resting[holder.node.node_id] = data.process.now + QUARANTINE_S
             return
         self._moved_at = data.process.now
-        data.keep((OWNER, self.job, self.step, self.rank, number), digest, self.session)
         self._acknowledged[number][holder.node.node_id] = holder.node
 
     async def _report(self, epoch: int) -> list[str]:

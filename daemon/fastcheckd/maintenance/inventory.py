@@ -18,7 +18,8 @@ from ..counters import Counters
 from ..errors import FastCheckdError, FencedError, NoQuorumError
 from ..identity import Identity
 from ..registry.client import RegistryClient
-from ..store.ram_store import HeldShard, RamStore
+from ..store.replica import Replica
+from ..store.replica_store import ReplicaStore
 from .check import Checker
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Inventory:
         self,
         *,
         identity: Identity,
-        store: RamStore,
+        store: ReplicaStore,
         registry: RegistryClient,
         checker: Checker,
         counters: Counters,
@@ -68,12 +69,12 @@ class Inventory:
         """There is a new life, or a new view."""
         self._wake.set()
 
-    def brought(self, shards: Iterable[HeldShard]) -> None:
+    def brought(self, shards: Iterable[Replica]) -> None:
         """A restore has brought these here: an owner whose memory was lost has its bytes again."""
         self._untold.update(tuple(held.id) for held in shards)
         self._wake.set()
 
-    def lost(self, held: HeldShard) -> None:
+    def lost(self, held: Replica) -> None:
         """A replica was found bad and dropped."""
         if len(self._lost) < LOSSES_MAX and not self._has(held):
             entry = rpb.InventoryEntry(
@@ -82,7 +83,7 @@ class Inventory:
             self._lost[tuple(held.id)] = entry
             self._wake.set()
 
-    def _has(self, held: HeldShard) -> bool:
+    def _has(self, held: Replica) -> bool:
         """Whether the same bytes are here all the same, as the other kind of replica."""
         found = (self._store.find(held.key, kind) for kind in (pb.REPLICA_KIND_COPY, pb.REPLICA_KIND_OWNER))
         return any(other is not None and other.manifest.digest == held.manifest.digest for other in found)
@@ -106,7 +107,7 @@ class Inventory:
             else:
                 await self._wake.wait()
 
-    def _to_tell(self, kept: dict[str, list[int]]) -> list[HeldShard]:
+    def _to_tell(self, kept: dict[str, list[int]]) -> list[Replica]:
         """What is held of kept steps and was not told in this life."""
         if not self._untold:
             return []
@@ -178,9 +179,9 @@ class Inventory:
         return None
 
 
-def _by_rank(held: Iterable[HeldShard]) -> list[list[HeldShard]]:
+def _by_rank(held: Iterable[Replica]) -> list[list[Replica]]:
     """Replicas of one job, step, rank and kind together; the newest steps first."""
-    groups: dict[tuple[object, ...], list[HeldShard]] = {}
+    groups: dict[tuple[object, ...], list[Replica]] = {}
     for shard in sorted(held, key=lambda shard: (-shard.key.step, shard.id)):
         key = (shard.key.step, shard.key.job, shard.key.rank, shard.kind)
         groups.setdefault(key, []).append(shard)

@@ -1,4 +1,4 @@
-"""Maintenance of what one data process holds: copies, checks, the scrub, the reports. All of it gives way to saves."""
+"""Maintenance of what one data process holds: checks, the scrub, the reports. All of it gives way to saves."""
 
 from __future__ import annotations
 
@@ -14,23 +14,17 @@ from ..config import Config
 from ..counters import Counters
 from ..identity import Identity
 from ..registry.client import RegistryClient
-from ..store.ram_store import HeldShard, RamStore
+from ..store.replica import Replica
+from ..store.replica_store import ReplicaStore
 from ..store.retention import Kept
-from ..transfer.pacing import Gate, Pacer
-from ..transfer.peer_client import PeerClient
 from ..view import ViewFollower
 from .check import Checker
-from .copies import CopyMaker
 from .inventory import Inventory
 from .prune import Pruner
 from .scrub import Scrubber
 
 logger = logging.getLogger(__name__)
 
-#: A repair that has to wait for this node's saves and puts moves a chunk this often: they may never end, and a job that
-#: saves no more would stay without its copies. For a load it waits longer, at its source.
-TRICKLE_S = 1.0
-BURST_S = 0.1
 RESTART_S = 1.0
 #: How often free memory that nobody has needed meanwhile is given back.
 TRIM_S = 60.0
@@ -41,8 +35,7 @@ class Maintenance:
 
     Args:
         executor: the threads that hash.
-        busy: whether saves, puts or restores move bytes here; may be asked from any thread.
-        require_lease: raises NoLeaseError when this node may have been declared DOWN.
+        busy: whether saves, copies or restores move bytes here; may be asked from any thread.
         on_pruned: told, by job, what is kept, when all else has been dropped.
     """
 
@@ -51,30 +44,17 @@ class Maintenance:
         *,
         config: Config,
         identity: Identity,
-        store: RamStore,
+        store: ReplicaStore,
         registry: RegistryClient,
-        peers: PeerClient,
         view: ViewFollower,
         counters: Counters,
         executor: Executor,
         busy: Callable[[], bool],
-        require_lease: Callable[[], None],
         on_pruned: Callable[[Mapping[str, Kept]], None],
     ) -> None:
         self._store = store
         self._view = view
         self._checker = Checker(store, executor, counters)
-        rate = config.repair_bytes_per_s
-        pacer = Pacer(
-            rate,
-            burst_bytes=max(config.chunk_bytes, int(rate * BURST_S)),
-            trickle_s=min(TRICKLE_S, config.transfer_timeout_s / 4),
-        )
-        self._fetches = CopyMaker(
-            config=config, identity=identity, store=store, peers=peers, counters=counters,
-            checker=self._checker, require_lease=require_lease,
-            gate=Gate(pacer, busy, paused=lambda: counters.add("repair_pauses")),
-        )  # fmt: skip
         self._scrubber = Scrubber(
             store, self._checker, period_s=config.scrub_period_s, budget_bytes=config.ram_budget_bytes,
             chunk_bytes=config.chunk_bytes, busy=busy,
@@ -92,7 +72,7 @@ class Maintenance:
         """Begin to scrub, to report and to tidy up."""
         loop = asyncio.get_running_loop()
 
-        def condemned(held: HeldShard) -> None:
+        def condemned(held: Replica) -> None:
             loop.call_soon_threadsafe(self._inventory.lost, held)
 
         self._store.on_condemned = condemned
@@ -109,20 +89,15 @@ class Maintenance:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._fetches.stop()
 
     def changed(self) -> None:
         """There is a new life of this node, or a new view."""
         self._inventory.changed()
         self._pruner.changed()
 
-    def brought(self, shards: Sequence[HeldShard]) -> None:
+    def brought(self, shards: Sequence[Replica]) -> None:
         """A restore has brought these here."""
         self._inventory.brought(shards)
-
-    async def fetch(self, request: peer_pb2.FetchReplicaRequest) -> peer_pb2.FetchReplicaResponse:
-        """Make a copy; errors as in `CopyMaker.fetch`."""
-        return await self._fetches.fetch(request)
 
     async def verify(self, job: str, step: int | None) -> peer_pb2.VerifyReplicasResponse:
         """Check what is held of a job (empty: of all), of one step or of all, now."""

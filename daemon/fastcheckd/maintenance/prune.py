@@ -1,8 +1,7 @@
 """Drops what the registry does not keep any more: with each new view, and now and then.
 
 Now and then, because a copy can arrive after the view that says that its step is not kept: of a put or a repair that
-was under way, or of a load that has published what it brought. And what cannot be dropped while it is being read can
-be later.
+was under way, or of a load that has published what it brought.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 
-from ..errors import NotHeldError, OverBudgetError, StoreFullError
+from ..errors import StoreError
 from ..store.manifests import replica_id
-from ..store.ram_store import RamStore
+from ..store.replica_store import ReplicaStore
 from ..store.retention import Kept, what_to_drop
 from ..view import ViewFollower
 
@@ -32,7 +31,7 @@ class Pruner:
 
     def __init__(
         self,
-        store: RamStore,
+        store: ReplicaStore,
         view: ViewFollower,
         on_pruned: Callable[[Mapping[str, Kept]], None] = lambda _jobs: None,
     ) -> None:
@@ -42,7 +41,7 @@ class Pruner:
         self._wanted = asyncio.Event()
 
     def changed(self) -> None:
-        """There is a new view. Returns at once: what is being read may take a while to go."""
+        """There is a new view. Returns at once."""
         self._wanted.set()
 
     async def prune(self) -> None:
@@ -61,8 +60,8 @@ class Pruner:
             await self.prune()
 
 
-def prune(store: RamStore, jobs: Mapping[str, Kept]) -> None:
-    """Drop replicas of steps that the registry no longer keeps, the oldest first: they need the newer ones. Blocks.
+def prune(store: ReplicaStore, jobs: Mapping[str, Kept]) -> None:
+    """Drop replicas of steps that the registry no longer keeps, the oldest first: they lead to newer ones. Blocks.
 
     Nor is memory kept ready for sessions that are over.
     """
@@ -71,7 +70,6 @@ def prune(store: RamStore, jobs: Mapping[str, Kept]) -> None:
     for kind, key, _ in sorted(drop, key=lambda entry: entry[1].step):
         try:
             store.drop(held[replica_id(key, kind)])
-        except (NotHeldError, OverBudgetError, StoreFullError) as error:
-            # Older steps need its bytes, and they are being read: the next time brings it up again.
-            logger.info("cannot drop step %d of job %r yet: %s", key.step, key.job, error)
+        except StoreError as error:  # the next time brings it up again
+            logger.warning("cannot drop step %d of job %r yet: %s", key.step, key.job, error)
     store.retire_jobs({job: kept.void_below_session for job, kept in jobs.items()})

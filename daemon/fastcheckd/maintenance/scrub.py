@@ -12,10 +12,11 @@ import math
 from collections.abc import Callable
 
 from ..errors import FastCheckdError
-from ..store.ram_store import HeldShard, RamStore
+from ..store.replica import Replica
+from ..store.replica_store import ReplicaStore
 from ..transfer.pacing import Gate, Pacer
 from .check import Checker
-from .scrub_schedule import Replica, ScrubSchedule
+from .scrub_schedule import ScrubItem, ScrubSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class Scrubber:
 
     def __init__(
         self,
-        store: RamStore,
+        store: ReplicaStore,
         checker: Checker,
         *,
         period_s: float,
@@ -52,17 +53,17 @@ class Scrubber:
         """Check one replica after the other, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            held = {_replica(shard): shard for shard in self._store.held()}
+            held = {_item(replica): replica for replica in self._store.held()}
             self._book.refresh(held, loop.time())
-            replica = self._book.next(loop.time())
-            if replica is None:
+            item = self._book.next(loop.time())
+            if item is None:
                 await asyncio.sleep(LOOK_INTERVAL_S)
                 continue
             try:
-                await self._checker.check(held[replica], self._gate)
+                await self._checker.check(held[item], self._gate)
             except FastCheckdError as error:
-                logger.warning("cannot check %s: %s", replica.name, error)
-            self._book.checked(replica, loop.time())
+                logger.warning("cannot check %s: %s", item.name, error)
+            self._book.checked(item, loop.time())
 
     def age_ms(self) -> int | None:
         """How long ago the replica that waits longest was checked; None: nothing is held."""
@@ -70,11 +71,11 @@ class Scrubber:
         return None if age_s is None else max(0, round(age_s * 1000))
 
 
-def _replica(shard: HeldShard) -> Replica:
-    return Replica(
-        name=tuple(shard.id),
-        step=shard.key.step,
-        digest=shard.manifest.digest,
-        bytes=shard.manifest.bytes,
-        verified=shard.verified_at_ms != 0,
+def _item(replica: Replica) -> ScrubItem:
+    return ScrubItem(
+        name=tuple(replica.id),
+        step=replica.key.step,
+        digest=replica.manifest.digest,
+        bytes=replica.manifest.bytes,
+        verified=replica.verified_at_ms != 0,
     )

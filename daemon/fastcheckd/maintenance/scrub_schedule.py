@@ -14,7 +14,7 @@ from typing import NamedTuple
 TURN_SHARE = 0.8
 
 
-class Replica(NamedTuple):
+class ScrubItem(NamedTuple):
     """One replica and the bytes that it has."""
 
     #: Job, step, rank, shard and kind.
@@ -31,12 +31,12 @@ class ScrubSchedule:
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
-        self._held: dict[tuple[tuple[object, ...], bytes], Replica] = {}
+        self._held: dict[tuple[tuple[object, ...], bytes], ScrubItem] = {}
         self._checked_at: dict[tuple[tuple[object, ...], bytes], float] = {}
         self._first_seen: dict[tuple[tuple[object, ...], bytes], float] = {}
         self._turn_ends_at: float | None = None
 
-    def refresh(self, held: Iterable[Replica], now: float) -> None:
+    def refresh(self, held: Iterable[ScrubItem], now: float) -> None:
         """What is held now; what was verified when it came counts as checked when it is first seen."""
         self._held = {(replica.name, replica.digest): replica for replica in held}
         self._first_seen = {key: self._first_seen.get(key, now) for key in self._held}
@@ -45,12 +45,12 @@ class ScrubSchedule:
             if replica.verified:
                 self._checked_at.setdefault(key, now)
 
-    def checked(self, replica: Replica, now: float) -> None:
+    def checked(self, replica: ScrubItem, now: float) -> None:
         """The replica was checked, or could not be: its turn is over."""
         self._checked_at[replica.name, replica.digest] = now
         self._turn_ends_at = None
 
-    def next(self, now: float) -> Replica | None:
+    def next(self, now: float) -> ScrubItem | None:
         """The replica that is to be checked now: whose turn ends, for each is read at the end of its own."""
         unchecked = [replica for key, replica in self._held.items() if key not in self._checked_at]
         if unchecked:
@@ -62,7 +62,7 @@ class ScrubSchedule:
             self._turn_ends_at = now + self._share_s(oldest)
         return oldest if now >= self._turn_ends_at else None
 
-    def _share_s(self, replica: Replica) -> float:
+    def _share_s(self, replica: ScrubItem) -> float:
         total = sum(each.bytes for each in self._held.values())
         return TURN_SHARE * self._period_s * (replica.bytes / total if total else 1.0)
 

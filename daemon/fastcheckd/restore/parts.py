@@ -19,7 +19,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
-from ..store.ram_store import RamStore
+from ..store.replica_store import ReplicaStore
 from ..store.segments import PAGE_BYTES, Segment
 from ..tasks import settled, to_its_end
 
@@ -97,7 +97,7 @@ class Whole:
 class Wholes:
     """The whole states that somebody reads at present. Owned by the event loop's thread."""
 
-    def __init__(self, store: RamStore) -> None:
+    def __init__(self, store: ReplicaStore) -> None:
         self._store = store
         #: By job, for as long as somebody holds or awaits one.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

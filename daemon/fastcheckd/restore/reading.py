@@ -19,7 +19,7 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 from ..config import Config
 from ..counters import Counters
 from ..errors import LostError, OverBudgetError
-from ..store.ram_store import RamStore
+from ..store.replica_store import ReplicaStore
 from ..store.segments import Segment
 from ..tasks import to_its_end
 from .bringing import Bringer
@@ -42,7 +42,7 @@ class Read:
     ready: tpb.ReadReady
     segment: Segment
     _marked: Sequence[Marked]
-    _store: RamStore
+    _store: ReplicaStore
 
     def pieces(self) -> Iterator[bytes]:
         """The bytes that were asked for, one after the other, in pieces for a stream."""
@@ -69,7 +69,7 @@ class ReadingRoom:
     """All reads of one data process. Used on the event loop."""
 
     def __init__(
-        self, config: Config, store: RamStore, finder: Finder, bringer: Bringer, counters: Counters
+        self, config: Config, store: ReplicaStore, finder: Finder, bringer: Bringer, counters: Counters
     ) -> None:
         self._config = config
         self._store = store

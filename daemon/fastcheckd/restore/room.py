@@ -21,7 +21,8 @@ from ..counters import Counters
 from ..durations import Durations
 from ..errors import FastCheckdError, InvalidRequestError, LostError, StepGoneError, WorldSizeError
 from ..registry.client import RegistryClient
-from ..store.ram_store import HeldShard, RamStore
+from ..store.replica import Replica
+from ..store.replica_store import ReplicaStore
 from ..store.segments import Segment
 from ..tasks import to_its_end
 from ..transfer.client import PeerClient
@@ -63,7 +64,7 @@ class RestoreRoom:
         self,
         *,
         config: Config,
-        store: RamStore,
+        store: ReplicaStore,
         registry: RegistryClient,
         client: PeerClient,
         fetcher: Fetcher,
@@ -71,7 +72,7 @@ class RestoreRoom:
         counters: Counters,
         durations: Durations,
         executor: Executor,
-        on_brought: Callable[[Sequence[HeldShard]], None],
+        on_brought: Callable[[Sequence[Replica]], None],
     ) -> None:
         self._config = config
         self._store = store
@@ -143,14 +144,14 @@ class RestoreRoom:
         record = candidate.record
         lock = self._locks.setdefault((request.job, request.rank), asyncio.Lock())
         async with lock:  # two loads of one rank must not both fetch
-            self._bringing += 1
-            try:
-                shards = await self._bring(request.job, record, tally, checks, candidate.nodes)
-            finally:
-                self._bringing -= 1
             with contextlib.ExitStack() as pins:
-                pins.enter_context(self._store.pinned(shards[0]))  # all lie in one segment
-                first, segment = shards[0].manifest, shards[0].segment
+                self._bringing += 1
+                try:
+                    first, segment = await self._bring(
+                        request.job, record, tally, checks, pins, candidate.nodes
+                    )
+                finally:
+                    self._bringing -= 1
                 ready = tpb.LoadReady(
                     step=record.step,
                     segment=tpb.SegmentRef(path=str(segment.path), bytes=segment.size_bytes),
@@ -189,7 +190,8 @@ class RestoreRoom:
             for own in [rank for rank in step.ranks if rank.rank == request.rank]:
                 async with self._locks.setdefault((request.job, request.rank), asyncio.Lock()):
                     alone = rpb.StepRecord(job=request.job, step=step.step, ranks=[own])
-                    await self._bring(request.job, alone, tally, checks, nodes)
+                    with contextlib.ExitStack() as pins:
+                        await self._bring(request.job, alone, tally, checks, pins, nodes)
                 fetched_bytes += tally.fetched_bytes
             whole_bytes = sum(rank.state_bytes for rank in step.ranks)
             tally.begin(whole_bytes)
@@ -218,31 +220,32 @@ class RestoreRoom:
         step: rpb.StepRecord,
         tally: Tally,
         checks: Checks,
+        pins: contextlib.ExitStack,
         nodes: Mapping[str, rpb.NodeRecord] | None = None,
-    ) -> list[HeldShard]:
-        """The rank's shards in one segment here; `nodes`: whom to ask, if not those of the registry's view."""
+    ) -> tuple[pb.ShardManifest, Segment]:
+        """The rank's state in one segment here, which stays as it is until `pins` is closed, and a manifest of it.
+
+        `nodes`: whom to ask, if not those of the registry's view.
+        """
         record = step.ranks[0]
         tally.begin(record.state_bytes)
-        own = await self._own_copies.find(job, step.step, record, tally, checks)
+        own = await self._own_copies.find(job, step.step, record, tally, checks, pins)
         if own is not None:
             return own
         allocate = partial(self._store.allocate_to_restore, record.state_bytes, job)
         segment = await to_its_end(allocate, undo=self._store.release)
+        pins.callback(self._store.release, segment)
         tally.expect(segment)
-        try:
-            if nodes is None:
-                nodes = await self._bringer.nodes()
-            plans = plan_fetch(record, nodes, self._config.node_id)
-            manifests = await self._bringer.gather(job, step.step, record.rank, plans, segment, nodes, tally)
-            # Called off or not: what is published stays, and is told of.
-            publish = partial(self._publish, manifests, segment)
-            shards = await to_its_end(publish, undo=self._on_brought)
-        finally:
-            self._store.release(segment)
-        self._on_brought(shards)
-        return shards
+        if nodes is None:
+            nodes = await self._bringer.nodes()
+        plans = plan_fetch(record, nodes, self._config.node_id)
+        manifests = await self._bringer.gather(job, step.step, record.rank, plans, segment, nodes, tally)
+        # Called off or not: what is published stays, and is told of.
+        publish = partial(self._publish, manifests, segment)
+        self._on_brought(await to_its_end(publish, undo=self._on_brought))
+        return manifests[0], segment
 
-    def _publish(self, manifests: list[pb.ShardManifest], segment: Segment) -> list[HeldShard]:
+    def _publish(self, manifests: list[pb.ShardManifest], segment: Segment) -> list[Replica]:
         """Keep what was brought here as this node's own copy: it serves others and the next load."""
         held = []
         for source in manifests:

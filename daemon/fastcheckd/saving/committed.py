@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
-from ..store.ram_store import RamStore
+from ..store.replica_store import ReplicaStore
 from ..view import ViewFollower
 from .save import SaveKey
 
@@ -15,7 +15,7 @@ from .save import SaveKey
 class Committed:
     """The newest step of each job that was seen being committed here. Owned by the event loop's thread."""
 
-    def __init__(self, store: RamStore, view: ViewFollower) -> None:
+    def __init__(self, store: ReplicaStore, view: ViewFollower) -> None:
         self._store = store
         self._view = view
         #: Newest session of a job of which a step was committed from here, and its newest such step.

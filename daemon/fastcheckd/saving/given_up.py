@@ -12,10 +12,10 @@ import logging
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
-from ..errors import FastCheckdError, NoQuorumError, NotHeldError, StoreError
+from ..errors import FastCheckdError, NoQuorumError, StoreError
 from ..identity import Identity
 from ..registry.client import RegistryClient
-from ..store.ram_store import RamStore
+from ..store.replica_store import ReplicaStore
 from ..store.retention import Kept
 from ..view import ViewFollower
 from .of_rank import RankSaves
@@ -34,7 +34,7 @@ class GivenUp:
         self,
         *,
         identity: Identity,
-        store: RamStore,
+        store: ReplicaStore,
         registry: RegistryClient,
         view: ViewFollower,
         silence: Silence,
@@ -118,6 +118,6 @@ class GivenUp:
             try:
                 self._store.drop(held)
                 dropped = True
-            except (NotHeldError, StoreError) as error:
+            except StoreError as error:
                 logger.info("step %d of job %r stays for now: %s", held.key.step, job, error)
         return dropped

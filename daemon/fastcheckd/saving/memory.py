@@ -17,7 +17,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from ..config import Config
 from ..counters import Counters
 from ..errors import FastCheckdError, StoreError
-from ..store.ram_store import RamStore
+from ..store.replica_store import ReplicaStore
 from ..store.retention import Kept
 from ..store.segments import staging_pool
 from ..tasks import to_its_end
@@ -47,7 +47,7 @@ class StepMemory:
         self,
         *,
         config: Config,
-        store: RamStore,
+        store: ReplicaStore,
         view: ViewFollower,
         counters: Counters,
         short_of_room: Container[Rank],
@@ -173,17 +173,17 @@ class StepMemory:
             (h for h in self._store.held(job) if h.kind == pb.REPLICA_KIND_OWNER and h.key.rank == rank),
             key=lambda h: h.key.step,
         )
-        if not any(h.key.step == newest and h.is_full for h in own):
+        older = [h for h in own if h.key.step < newest]
+        if not older or not any(h.key.step == newest for h in own):
             return False
-        full_step = min((h.key.step for h in own if h.is_full), default=newest)
-        if full_step >= newest:
-            return False
+        # Up to the first that has a segment: what is in slots alone may be too little.
+        last = next((h.key.step for h in older if h.segment is not None), older[-1].key.step)
         logger.warning(
             "no room for another step of rank %d of job %r: its steps up to %d stay at their holders alone",
-            rank, job, full_step,
+            rank, job, last,
         )  # fmt: skip
         try:
-            for held in [h for h in own if h.key.step <= full_step]:
+            for held in [h for h in older if h.key.step <= last]:
                 self._store.drop(held)
         except StoreError as error:
             logger.warning("and cannot be dropped here: %s", error)

@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
-from ..errors import StoreError
-from ..store.ram_store import HeldShard, RamStore
+from ..errors import NotHeldError, StoreError
+from ..store.replica import Replica
+from ..store.replica_store import ReplicaStore
 from .content import of_manifests
 from .save import Save, SaveKey
 
 logger = logging.getLogger(__name__)
 
 
-def left_over(store: RamStore, node_id: str, is_over: Callable[[SaveKey, int], bool]) -> Iterator[Save]:
+def left_over(store: ReplicaStore, node_id: str, is_over: Callable[[SaveKey, int], bool]) -> Iterator[Save]:
     """The saves to carry on with, step by step of each rank; each takes its segment again.
 
     The scrub runs meanwhile: what it finds corrupt is left out, and every other rank goes on.
@@ -24,7 +25,7 @@ def left_over(store: RamStore, node_id: str, is_over: Callable[[SaveKey, int], b
     Args:
         is_over: whether a session's step need not be committed any more.
     """
-    shards: dict[tuple[str, int, int], list[HeldShard]] = {}
+    shards: dict[tuple[str, int, int], list[Replica]] = {}
     for held in store.held():
         # What was restored here for a rank of another node is that node's to commit.
         if held.kind == pb.REPLICA_KIND_OWNER and held.manifest.owner == node_id:
@@ -41,15 +42,16 @@ def left_over(store: RamStore, node_id: str, is_over: Callable[[SaveKey, int], b
 
 
 def _save(
-    key: SaveKey, manifests: list[pb.ShardManifest], store: RamStore, shards: Sequence[HeldShard]
+    key: SaveKey, manifests: list[pb.ShardManifest], store: ReplicaStore, shards: Sequence[Replica]
 ) -> Save:
     first = manifests[0]
     content = of_manifests(manifests)
     segment = store.take_again(shards[-1])
     try:
         for shard in shards:
-            with store.pinned(shard):  # all are in that segment, and all are still good
-                pass
+            with store.mapped(shard) as found:  # still good
+                if found is not segment or shard.offset != shard.manifest.offset:
+                    raise NotHeldError(f"shard {tuple(shard.id)} does not lie with the others of its state")
     except StoreError:
         store.release(segment)
         raise

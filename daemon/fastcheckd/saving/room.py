@@ -40,7 +40,7 @@ from ..errors import (
 from ..identity import Identity
 from ..registry.client import RegistryClient
 from ..registry.owners import LOCAL
-from ..store.ram_store import RamStore
+from ..store.replica_store import ReplicaStore
 from ..store.retention import PROVISIONAL_KEPT
 from ..store.segments import Segment, staging_pool
 from ..tasks import to_its_end
@@ -78,7 +78,7 @@ class SavingRoom:
         *,
         config: Config,
         identity: Identity,
-        store: RamStore,
+        store: ReplicaStore,
         registry: RegistryClient,
         view: ViewFollower,
         counters: Counters,
@@ -582,7 +582,7 @@ class SavingRoom:
                 except StoreError as error:
                     logger.info("%s stays here until a newer step is committed: %s", key, error)
 
-        # In a thread: older steps may have to be decoded from its bytes first.
+        # In a thread: older steps may have to be led to others.
         asyncio.get_running_loop().run_in_executor(None, drop)
 
     async def find(self, request: tpb.WatchSaveRequest) -> Save:

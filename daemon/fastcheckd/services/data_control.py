@@ -13,7 +13,7 @@ from fastcheck_proto.v1 import node_pb2_grpc as npb_grpc
 from ..health.lease import LeaseHolder
 from ..identity import Identity
 from ..rpc import answers
-from ..store.ram_store import RamStore
+from ..store.replica_store import ReplicaStore
 from ..view import ViewFollower
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -26,7 +26,7 @@ class DataControlService(npb_grpc.DataControlServiceServicer):
         self,
         identity: Identity,
         lease: LeaseHolder,
-        store: RamStore,
+        store: ReplicaStore,
         view: ViewFollower,
         on_assume: Callable[[], None],
     ) -> None:

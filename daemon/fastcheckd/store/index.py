@@ -80,6 +80,12 @@ class Index:
         history = self.histories.get(HistoryId.of(name))
         return None if history is None else history.replicas.get(name.step)
 
+    def check_held(self, replica: Replica) -> None:
+        """Raise NotHeldError if a replica was dropped or replaced, StoreError on a closed store."""
+        self.check_open()
+        if self.find(replica.id) is not replica:
+            raise NotHeldError(f"shard {tuple(replica.id)} is not held here any more")
+
     def hold(self, chunks: Iterable[Chunk]) -> None:
         """One reference more to each."""
         for chunk in chunks:
@@ -138,10 +144,16 @@ class Index:
             self.pools.let_go(place.file)
 
     @contextlib.contextmanager
-    def pinned(self, chunk: Chunk) -> Iterator[Chain]:
-        """While inside, the bytes of a chunk, and of those that it is decoded against, stay where they are."""
+    def pinned(self, chunk: Chunk, of: Replica | None = None) -> Iterator[Chain]:
+        """While inside, the bytes of a chunk, and of those that it is decoded against, stay where they are.
+
+        The caller holds the chunk, or says of which replica it is.
+
+        Raises:
+            NotHeldError: that one is not held any more.
+        """
         with self.changed:
-            self.check_open()
+            self.check_open() if of is None else self.check_held(of)
             chain = [(link, link.form) for link in chunk.chain()]
             for _, form in chain:
                 form.place.references += 1
@@ -160,9 +172,7 @@ class Index:
             NotHeldError: it is not held any more.
         """
         with self.changed:
-            self.check_open()
-            if self.find(replica.id) is not replica:
-                raise NotHeldError(f"shard {tuple(replica.id)} is not held here any more")
+            self.check_held(replica)
             history = self.history(replica.id)
             self.hold(replica.content)
         try:
@@ -254,11 +264,13 @@ class Index:
         self.forget_if_unused(replica.id)
         return freed
 
-    def check(self, chunk: Chunk, name: ReplicaId) -> bool:
+    def check(self, chunk: Chunk, name: ReplicaId, of: Replica | None = None) -> bool:
         """Compare a chunk of a history with its digest. If it is bad, all replicas that lead to what makes it so are
         dropped, counted, and that memory is not used again.
+
+        The caller holds the chunk, or says of which replica it is; raises NotHeldError if that is not held any more.
         """
-        with self.pinned(chunk) as chain:
+        with self.pinned(chunk, of) as chain:
             return not self._condemn(chain, name)
 
     def _condemn(self, chain: Chain, name: ReplicaId) -> bool:

@@ -61,12 +61,6 @@ class OpenReplica:
         """
         return self._index.bytes_of(self.replica, number)
 
-    def check(self, number: int) -> bool:
-        """Compare a chunk with its digest. Where they differ the replica is dropped, counted, and what makes it bad is
-        not used again.
-        """
-        return self._index.check(self.replica.content[number], self.replica.id)
-
 
 class ReplicaStore:
     """One RAM directory."""
@@ -367,6 +361,25 @@ class ReplicaStore:
                 self._index.check(chunk, replica.id)
                 raise CorruptError(f"chunk {number} of shard {tuple(replica.id)} is not what it was")
 
+    @contextlib.contextmanager
+    def mapped(self, replica: Replica) -> Iterator[Segment]:
+        """The segment that a replica lies in. While inside, nothing is written to it, whatever becomes of the replica:
+        somebody reads it where it is.
+
+        Raises:
+            NotHeldError: the replica is not held any more, or does not lie in a segment.
+        """
+        with self._index.changed:
+            self._index.check_held(replica)
+            segment = replica.segment
+            if segment is None:
+                raise NotHeldError(f"the bytes of shard {tuple(replica.id)} do not lie in one segment")
+            self._pools.hold(segment)
+        try:
+            yield segment
+        finally:
+            self._pools.let_go(segment)
+
     def reverse_deltas(self, older: Replica) -> ReverseDeltas:
         """Begin to turn an older step of this node's own into reverse deltas, while a newer one is sent.
 
@@ -389,11 +402,18 @@ class ReplicaStore:
         Raises:
             NotHeldError: it is not held any more.
         """
-        with self.reading(replica) as opened:
-            if not all(opened.check(number) for number in range(len(replica.content))):
-                return False
+        if not all(self.check(replica, number) for number in range(len(replica.content))):
+            return False
         self.note_verified(replica)
         return True
+
+    def check(self, replica: Replica, number: int) -> bool:
+        """The same for one chunk. Of the others nothing is held meanwhile, and nothing is noted.
+
+        Raises:
+            NotHeldError: the replica is not held any more.
+        """
+        return self._index.check(replica.content[number], replica.id, replica)
 
     def condemn(self, replica: Replica, what: str) -> None:
         """Somebody says that bytes of a replica are bad: check it, and drop it if they are."""

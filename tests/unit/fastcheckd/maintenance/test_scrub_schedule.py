@@ -7,16 +7,16 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheckd.maintenance.scrub_schedule import Replica, ScrubSchedule
+from fastcheckd.maintenance.scrub_schedule import ScrubItem, ScrubSchedule
 
 
 def replica(
     name: str, *, step: int = 1, size: int = 100, verified: bool = True, digest: bytes = b"d"
-) -> Replica:
-    return Replica((name, step), step, digest, size, verified)
+) -> ScrubItem:
+    return ScrubItem((name, step), step, digest, size, verified)
 
 
-def turns(book: ScrubSchedule, held: list[Replica], *, start: float, stop: float) -> list[tuple[float, str]]:
+def turns(book: ScrubSchedule, held: list[ScrubItem], *, start: float, stop: float) -> list[tuple[float, str]]:
     """Who was checked when, looking each second."""
     done = []
     now = start

@@ -76,7 +76,7 @@ class World:
         self.asked.append((asker_address, life[0]))
         return self.dead.get(life[0], Finding.ANSWERED)
 
-    async def fetch_replica(self, node_id: str, data_address: str, request: Any, timeout_s: float) -> Any:
+    async def replicate(self, node_id: str, data_address: str, request: Any, timeout_s: float) -> Any:
         raise AssertionError("no business of the arbiter")
 
 

@@ -58,9 +58,9 @@ class Nodes:
         #: By data address; None: does not answer.
         self.holds: dict[str, list[peer_pb2.Replica] | None] = {}
 
-    async def fetch_replica(
-        self, node_id: str, data_address: str, request: peer_pb2.FetchReplicaRequest, timeout_s: float
-    ) -> peer_pb2.FetchReplicaResponse:
+    async def replicate(
+        self, node_id: str, data_address: str, request: peer_pb2.ReplicateRequest, timeout_s: float
+    ) -> peer_pb2.ReplicateResponse:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
@@ -73,7 +73,7 @@ class Nodes:
             self.running -= 1
         key = request.key
         self.fetched.append((data_address, ShardId(key.job, key.step, key.rank, key.shard)))
-        return peer_pb2.FetchReplicaResponse(digest=request.digest)
+        return peer_pb2.ReplicateResponse(digest=request.digest)
 
     async def list_replicas(
         self, node_id: str, data_address: str, timeout_s: float
