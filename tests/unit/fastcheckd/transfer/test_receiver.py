@@ -465,19 +465,18 @@ async def test_a_provisional_offer_for_a_rank_that_a_newer_process_has_is_refuse
 @in_a_loop
 async def test_given_up_provisional_steps_make_room_and_others_stay(tmp_path: Path) -> None:
     async with running_nodes(tmp_path, "owner", "holder") as (owner, holder):
-        steps = {step: some_bytes(SIZE, seed=step) for step in (5, 6, 7, 8)}
+        steps = {step: some_bytes(SIZE, seed=step) for step in range(5, 11)}
         manifests = {step: owner.publish(data, step=step) for step, data in steps.items()}
         holder.kept_steps["job"] = [5]
         await owner.offer(holder, manifests[5])
-        for step in (6, 7):
+        for step in (6, 7, 8, 9):
             await owner.offer(holder, manifests[step], provisional=True)
-        await owner.offer(holder, manifests[8], provisional=True, obsolete_steps=[5, 6])
-        here = {replica.key.step for replica in holder.store.held()}
-        assert {5, 8} <= here, "what is committed stays, whatever the owner says"
-        assert 6 not in here
-        assert holder.counters.get("provisional_dropped") >= 1
-        assert holder.has_exactly(manifests[5], steps[5])
-        assert holder.has_exactly(manifests[8], steps[8])
+        await owner.offer(holder, manifests[10], provisional=True, obsolete_steps=[5, 6, 9])
+        # What is committed stays, whatever the owner says; so do the newest, and what it has perhaps reported.
+        assert {replica.key.step for replica in holder.store.held()} == {5, 7, 8, 9, 10}
+        assert holder.counters.get("provisional_dropped") == 1
+        for step in (5, 7, 8, 9, 10):
+            assert holder.has_exactly(manifests[step], steps[step])
 
 
 # --- together ---------------------------------------------------------------------------------------
@@ -736,7 +735,7 @@ async def test_chunks_come_encoded_against_the_step_that_both_have(tmp_path: Pat
                 answer = await owner.offer(holder, manifests[step])
             assert answer.received_bytes < SIZE / 10
             assert shard.sent_bytes == answer.received_bytes
-            assert shard.chunks_encoded == 6
+            assert shard.chunks_encoded >= 5, "17 bytes are hardly worth it"
             assert shard.moved_at("holder") > 0
             assert shard.encoding[0] == SIZE
             assert sum(use.raw_bytes for use in answer.codecs) == SIZE
@@ -801,19 +800,24 @@ async def test_a_chunk_that_the_holder_decodes_otherwise_comes_again_as_it_is(
     tmp_path: Path, streams: int
 ) -> None:
     """The holder's base is not what its digests say: as if both ends computed differently."""
+    count = 60
     async with running_nodes(tmp_path, "owner", "holder", streams=streams) as (owner, holder):
-        first = owner.publish(DATA, step=5)
+        data = some_bytes(count * CHUNK)
+        first = owner.publish(data, step=5)
         await owner.offer(holder, first)
-        for at in (3, CHUNK + 9, 4 * CHUNK):
-            damage(holder.copy(first), at)
-        changed = slightly_changed(DATA, 1)
+        bad = range(0, count, 3)
+        for index in bad:
+            damage(holder.copy(first), index * CHUNK + 9)
+        changed = slightly_changed(data, 1)
         second = owner.publish(changed, step=6)
         with owner.announced(second):
             answer = await owner.offer(holder, second)
         assert holder.has_exactly(second, changed)
-        assert 3 * CHUNK < answer.received_bytes < 4 * CHUNK
-        assert holder.counters.get("corrupt_received") == 3
-        assert len(owner.store.held()) == 2, "its own bytes are good"
+        assert len(bad) * CHUNK < answer.received_bytes < (len(bad) + 5) * CHUNK
+        assert holder.counters.get("corrupt_received") == len(bad)
+        assert owner.counters.get("chunks_resent") == len(bad)
+        assert holder.counters.get("corrupt_reported") == 0
+        assert len(owner.store.held()) == 2
 
 
 @in_a_loop
