@@ -1,4 +1,4 @@
-"""Replication beside other traffic, on links that are formulas: who gets what, never below the floor, and back again."""
+"""Copies beside other traffic, on links that are formulas: who gets what, never below the floor, and back again."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fastcheckd.transfer.interface_share import (
     LOOK_S,
     PEAK_S,
     TRICKLE_SHARE,
-    WindowMax,
     InterfaceShare,
+    WindowMax,
 )
 
 SAMPLE_S = 0.1
