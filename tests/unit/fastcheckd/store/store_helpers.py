@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +25,22 @@ CHUNK = 16 << 10
 BUDGET = 64 << 20
 
 
-def open_store(directory: Path, budget_bytes: int = BUDGET, job_budget_bytes: int = 0) -> ReplicaStore:
+def open_store(
+    directory: Path,
+    budget_bytes: int = BUDGET,
+    job_budget_bytes: int = 0,
+    counters: Counters | None = None,
+) -> ReplicaStore:
     return ReplicaStore.open(
-        directory, budget_bytes=budget_bytes, job_budget_bytes=job_budget_bytes, counters=Counters()
+        directory,
+        budget_bytes=budget_bytes,
+        job_budget_bytes=job_budget_bytes,
+        counters=counters or Counters(),
     )
+
+
+def payload(seed: int, size_bytes: int) -> bytes:
+    return random.Random(seed).randbytes(size_bytes)
 
 
 def weights(seed: int, size: int = 4 * CHUNK) -> bytes:
@@ -50,15 +63,25 @@ def trained(data: bytes, seed: int, chunks: set[int] | None = None) -> bytes:
 
 
 def manifest_of(
-    data: bytes, step: int = 1, *, job="gpt", rank=0, shard=0, kind=COPY, session=1, lengths=None
-):
-    table = ChunkTable.uniform(len(data), CHUNK) if lengths is None else ChunkTable(lengths)
+    data: bytes,
+    step: int = 1,
+    *,
+    job="gpt",
+    rank=0,
+    shard=0,
+    kind=COPY,
+    session=1,
+    lengths=None,
+    chunk_bytes=CHUNK,
+) -> pb.ShardManifest:
+    table = ChunkTable.uniform(len(data), chunk_bytes) if lengths is None else ChunkTable(lengths)
     ranges = [table.range(i) for i in range(len(table))]
     digests = b"".join(chunk_digest(data[start:stop]) for start, stop in ranges)
     return pb.ShardManifest(
         key=pb.ShardKey(job=job, step=step, rank=rank, shard=shard),
         shard_count=8, world_size=4, owner="node-0", session=session, state_bytes=len(data), bytes=len(data),
-        chunk_bytes=CHUNK, chunk_lengths=lengths or [], chunk_digests=digests, digest=shard_digest(digests), kind=kind,
+        chunk_bytes=chunk_bytes, chunk_lengths=lengths or [], chunk_digests=digests, digest=shard_digest(digests),
+        kind=kind,
     )  # fmt: skip
 
 
@@ -98,12 +121,13 @@ def put(
         draft.abandon()
 
 
-def stage(store: ReplicaStore, data: bytes, step: int, session: int = 1) -> Replica:
+def stage(store: ReplicaStore, data: bytes, step: int = 1, *, job="gpt", rank=0, session=1, **key) -> Replica:
     """The owner's own replica, in a segment."""
-    segment = store.allocate(len(data), staging_pool("gpt", 0, session))
+    manifest = manifest_of(data, step, kind=OWNER, job=job, rank=rank, session=session, **key)
+    segment = store.allocate(len(data), staging_pool(job, rank, session))
     segment.view[: len(data)] = data
     try:
-        return store.publish(manifest_of(data, step, kind=OWNER, session=session), segment, 0, verified=True)
+        return store.publish(manifest, segment, 0, verified=True)
     finally:
         store.release(segment)
 
@@ -132,3 +156,18 @@ def read(store: ReplicaStore, replica: Replica) -> bytes:
 def in_use(store: ReplicaStore) -> int:
     usage = store.usage()
     return usage.used_bytes - usage.free_bytes
+
+
+def files_of(directory: Path, kind: str = "") -> dict[str, int]:
+    """Segments (`seg`), slabs (`slab`) or both, by name, with their sizes."""
+    return {p.name: p.stat().st_size for p in (directory / "segments").iterdir() if p.name.endswith(kind)}
+
+
+def manifest_files(directory: Path) -> list[Path]:
+    return sorted(p for p in (directory / "manifests").glob("*/*"))
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)

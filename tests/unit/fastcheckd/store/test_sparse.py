@@ -7,11 +7,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.fastcheckd.store.store_helpers import make_manifest, payload, put
+from store_helpers import open_store
 
-from fastcheckd.counters import Counters
-from fastcheckd.errors import CorruptError, OverBudgetError
-from fastcheckd.store.ram_store import RamStore
+from fastcheckd.errors import OverBudgetError
 from fastcheckd.store.segments import PAGE_BYTES
 from fastcheckd.store.sparse import filled_pages
 
@@ -20,7 +18,7 @@ BUDGET = 64 * PAGE_BYTES
 
 @pytest.fixture
 def store(tmp_path):
-    made = RamStore.open(tmp_path / "ram", budget_bytes=BUDGET, counters=Counters())
+    made = open_store(tmp_path / "ram", BUDGET)
     yield made
     made.close()
 
@@ -71,20 +69,7 @@ def test_free_segments_give_way(store):
 def test_the_next_process_removes_what_is_left(store, tmp_path):
     made = store.allocate_sparse(1 << 20, [range(100)])
     store.close()
-    again = RamStore.open(tmp_path / "ram", budget_bytes=BUDGET, counters=Counters())
+    again = open_store(tmp_path / "ram", BUDGET)
     assert not made.path.exists()
     assert again.usage().used_bytes == 0
     again.close()
-
-
-def test_some_chunks_of_a_shard_are_copied_and_checked(store):
-    data = payload(1, 5 * 4096 + 100)
-    held = put(store, data)
-    into = bytearray(len(data))
-    store.copy_to(held, memoryview(into), [1, 5])
-    assert into == bytes(4096) + data[4096:8192] + bytes(3 * 4096) + data[5 * 4096 :]
-    held.segment.view[4096] ^= 1
-    store.copy_to(held, memoryview(into), [0, 2])  # of the bad one nothing is wanted
-    with pytest.raises(CorruptError):
-        store.copy_to(held, memoryview(into), [1])
-    assert store.find(make_manifest(data).key, held.kind) is None

@@ -5,21 +5,22 @@ from __future__ import annotations
 import threading
 
 import pytest
-from store_helpers import changed, open_store, payload, put, put_patch
+from store_helpers import CHUNK, in_use, open_store, put, trained, weights
 
 from fastcheckd.errors import JobBudgetError, OverBudgetError, StoreFullError
 from fastcheckd.store.job_shares import WAITERS_MAX
 from fastcheckd.store.segment_pools import SegmentPools
-from fastcheckd.store.segments import COPY_POOL, Segment, job_of_pool, staging_pool
+from fastcheckd.store.segments import SLAB_POOL, Segment, job_of_pool, restored_pool, staging_pool
 
 PAGE = 4096
 BUDGET, LIMIT = 100 * PAGE, 20 * PAGE
+POOL = "gathered"
 A, B = staging_pool("a", 0, 1), staging_pool("b", 0, 1)
 
 
 @pytest.fixture
 def store(tmp_path):
-    store, _ = open_store(tmp_path / "ram", BUDGET, LIMIT)
+    store = open_store(tmp_path / "ram", BUDGET, LIMIT)
     yield store
     store.close()
 
@@ -27,15 +28,15 @@ def store(tmp_path):
 @pytest.mark.parametrize("job", ["gpt", "a.b", "x.staging.1", "..."])
 def test_a_staging_pool_says_whose_it_is_and_no_other_does(job):
     assert job_of_pool(staging_pool(job, 17, 1)) == job
-    assert job_of_pool(COPY_POOL) == job_of_pool("way") == job_of_pool("slot") == ""
+    assert job_of_pool(SLAB_POOL) == job_of_pool(restored_pool(job)) == ""
 
 
 def test_a_job_at_its_limit_is_refused_and_another_is_not(store):
     own = store.allocate(12 * PAGE, A)
-    copy = store.allocate(8 * PAGE, COPY_POOL, job="a")
+    copy = store.allocate(8 * PAGE, POOL, job="a")
     assert store.job_bytes() == {"a": LIMIT}
     before = store.usage()
-    for pool, job in ((A, ""), (staging_pool("a", 1, 1), ""), (COPY_POOL, "a")):
+    for pool, job in ((A, ""), (staging_pool("a", 1, 1), ""), (POOL, "a")):
         with pytest.raises(
             JobBudgetError, match=rf"job 'a' has {LIMIT} of the {LIMIT} bytes.*raise job_budget"
         ):
@@ -55,9 +56,9 @@ def test_a_job_at_its_limit_is_refused_and_another_is_not(store):
 
 def test_the_nodes_budget_still_holds_for_all_jobs_together(store):
     for job in "abcde":
-        store.allocate(LIMIT, COPY_POOL, job=job)
+        store.allocate(LIMIT, POOL, job=job)
     with pytest.raises(OverBudgetError) as refused:
-        store.allocate(PAGE, COPY_POOL, job="f")
+        store.allocate(PAGE, POOL, job="f")
     assert not isinstance(refused.value, JobBudgetError)
 
 
@@ -68,15 +69,15 @@ def test_what_is_free_counts_for_no_job_and_goes_for_another(store):
     again = store.allocate(5 * PAGE, A)
     assert again.tenants == 2 and store.job_bytes() == {"a": 5 * PAGE}
     for job in "bcde":
-        store.allocate(LIMIT, COPY_POOL, job=job)
-    store.allocate(15 * PAGE, COPY_POOL, job="f")  # the three that a does not use are unlinked for it
+        store.allocate(LIMIT, POOL, job=job)
+    store.allocate(15 * PAGE, POOL, job="f")  # the three that a does not use are unlinked for it
 
 
 def test_a_larger_segment_is_not_recycled_into_a_job_that_may_not_have_all_of_it(store):
-    store.allocate(9 * PAGE, COPY_POOL, job="a")
-    large = store.allocate(12 * PAGE, COPY_POOL, job="b")
+    store.allocate(9 * PAGE, POOL, job="a")
+    large = store.allocate(12 * PAGE, POOL, job="b")
     store.release(large)
-    exact = store.allocate(11 * PAGE, COPY_POOL, job="a")
+    exact = store.allocate(11 * PAGE, POOL, job="a")
     assert exact is not large and store.job_bytes() == {"a": LIMIT}
 
 
@@ -90,14 +91,13 @@ def test_an_allocation_that_fails_is_not_charged(store, monkeypatch):
     assert store.job_bytes() == {}
 
 
-def test_ways_back_count_and_come_back(tmp_path):
-    store, _ = open_store(tmp_path / "ram", 4 << 20, 2 << 20)
-    data = payload(1, 8 * PAGE)
-    base = put(store, data, job="a", step=1, chunk_bytes=PAGE)
-    newest = put_patch(store, base, changed(data, 2, chunk_bytes=PAGE), 2)
-    way = next(held for held in store.held("a", 1)).way_back
-    assert way is not None
-    assert store.job_bytes() == {"a": newest.segment.size_bytes + way.file.size_bytes}
+def test_slots_and_reverse_deltas_count_and_come_back(tmp_path):
+    store = open_store(tmp_path / "ram", 4 << 20, 2 << 20)
+    data = weights(1)
+    base = put(store, data, job="a")
+    put(store, trained(data, 2), 2, job="a", base=base)
+    assert store.job_bytes() == {"a": in_use(store)}
+    assert 4 * CHUNK < in_use(store) < 8 * CHUNK
     for held in store.held("a"):
         store.drop(held)
     assert store.job_bytes() == {}
@@ -105,11 +105,10 @@ def test_ways_back_count_and_come_back(tmp_path):
 
 
 def test_what_is_found_after_a_restart_counts(tmp_path):
-    store, _ = open_store(tmp_path / "ram", BUDGET, LIMIT)
-    data = payload(1, 12 * PAGE)
-    put(store, data, job="a", step=1)
+    store = open_store(tmp_path / "ram", BUDGET, LIMIT)
+    put(store, weights(1, 12 * PAGE), job="a")
     store.close()
-    store, _ = open_store(tmp_path / "ram", BUDGET, 10 * PAGE)
+    store = open_store(tmp_path / "ram", BUDGET, 10 * PAGE)
     assert store.job_bytes() == {"a": 12 * PAGE}
     with pytest.raises(JobBudgetError):  # lowered meanwhile: nothing goes, nothing new comes
         store.allocate(PAGE, A)
@@ -120,7 +119,7 @@ def test_what_is_found_after_a_restart_counts(tmp_path):
 
 
 def test_without_a_limit_jobs_are_counted_and_not_refused(tmp_path):
-    store, _ = open_store(tmp_path / "ram", BUDGET)
+    store = open_store(tmp_path / "ram", BUDGET)
     store.allocate(BUDGET, A)
     assert store.job_bytes() == {"a": BUDGET}
     store.close()
@@ -129,9 +128,7 @@ def test_without_a_limit_jobs_are_counted_and_not_refused(tmp_path):
 def test_memory_that_comes_back_in_time_will_do(store):
     first = store.allocate(LIMIT, A)
     found = []
-    waiting = threading.Thread(
-        target=lambda: found.append(store.allocate(LIMIT, COPY_POOL, job="a", wait_s=20.0))
-    )
+    waiting = threading.Thread(target=lambda: found.append(store.allocate(LIMIT, POOL, job="a", wait_s=20.0)))
     waiting.start()
     store.release(first)
     waiting.join(20)
@@ -144,7 +141,7 @@ def test_few_wait_for_one_job_and_none_of_them_in_anothers_way(tmp_path):
     pools = SegmentPools(tmp_path / "segments", BUDGET, LIMIT)
     first = pools.allocate(LIMIT, A)
     waiting = [
-        threading.Thread(target=lambda: pools.allocate(PAGE, COPY_POOL, job="a", wait_s=20.0))
+        threading.Thread(target=lambda: pools.allocate(PAGE, POOL, job="a", wait_s=20.0))
         for _ in range(WAITERS_MAX)
     ]
     for thread in waiting:
@@ -153,8 +150,8 @@ def test_few_wait_for_one_job_and_none_of_them_in_anothers_way(tmp_path):
     while sum(pools._jobs._waiters.values()) < WAITERS_MAX:
         assert not patience.wait(0.01)
     with pytest.raises(JobBudgetError):
-        pools.allocate(PAGE, COPY_POOL, job="a", wait_s=20.0)
-    pools.allocate(LIMIT, COPY_POOL, job="b", wait_s=20.0)
+        pools.allocate(PAGE, POOL, job="a", wait_s=20.0)
+    pools.allocate(LIMIT, POOL, job="b", wait_s=20.0)
     pools.give_back(first)
     for thread in waiting:
         thread.join(20)

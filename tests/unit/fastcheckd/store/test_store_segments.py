@@ -9,20 +9,22 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from store_helpers import make_manifest, open_store, payload, put, segment_files
+from store_helpers import OWNER, files_of, manifest_of, open_store, payload, read, stage
 
 from fastcheckd.errors import InvalidRequestError, OverBudgetError, StoreError, StoreFullError
-from fastcheckd.store.ram_store import UNUSED_TRIMS
+from fastcheckd.store.replica_store import UNUSED_TRIMS
 from fastcheckd.store.segment_pools import FREE_SEGMENTS_MIN, best_fit, pick_victim
-from fastcheckd.store.segments import COPY_POOL, Segment, rounded, staging_pool
+from fastcheckd.store.segments import Segment, rounded, staging_pool
 
 KIB = 1 << 10
 MIB = 1 << 20
+POOL = "gathered.gpt"
+OWN = staging_pool("gpt", 0, 1)
 
 
 @pytest.fixture
 def store(tmp_path):
-    store, _ = open_store(tmp_path / "ram", budget_bytes=256 * KIB)
+    store = open_store(tmp_path / "ram", budget_bytes=256 * KIB)
     yield store
     store.close()
 
@@ -50,7 +52,7 @@ def test_the_victim_is_the_smallest_that_suffices_else_the_largest():
 
 
 def test_a_segment_is_a_private_allocated_file(store):
-    segment = store.allocate(5000, COPY_POOL)
+    segment = store.allocate(5000, POOL)
     found = segment.path.stat()
     assert segment.size_bytes == found.st_size == 8192
     assert found.st_blocks * 512 >= 8192
@@ -62,9 +64,9 @@ def test_a_segment_is_a_private_allocated_file(store):
 
 
 def test_zero_bytes_still_get_a_segment(store):
-    assert len(store.allocate(0, COPY_POOL).view) == 4096
+    assert len(store.allocate(0, POOL).view) == 4096
     with pytest.raises(InvalidRequestError):
-        store.allocate(-1, COPY_POOL)
+        store.allocate(-1, POOL)
 
 
 def test_a_released_segment_is_recycled_for_its_own_pool_only(store):
@@ -75,21 +77,21 @@ def test_a_released_segment_is_recycled_for_its_own_pool_only(store):
     assert store.free_segments(mine) == [first]
     assert store.free_segments(yours) == []
     assert store.allocate(8192, yours) is not first
-    assert store.allocate(8192, COPY_POOL) is not first
+    assert store.allocate(8192, POOL) is not first
     assert store.allocate(8192, mine) is first
     assert store.free_segments(mine) == []
 
 
 def test_a_segment_given_back_twice_is_an_error(store):
-    segment = store.allocate(1, COPY_POOL)
+    segment = store.allocate(1, POOL)
     store.release(segment)
     with pytest.raises(StoreError, match="released twice"):
         store.release(segment)
-    assert store.allocate(1, COPY_POOL) is segment
+    assert store.allocate(1, POOL) is segment
 
 
 def test_free_segments_count_and_go_when_it_gets_tight(store):
-    for segment in [store.allocate(64 * KIB, COPY_POOL) for _ in range(3)]:
+    for segment in [store.allocate(64 * KIB, POOL) for _ in range(3)]:
         store.release(segment)
     assert store.usage().used_bytes == 192 * KIB
     assert store.usage().free_bytes == 192 * KIB
@@ -98,20 +100,20 @@ def test_free_segments_count_and_go_when_it_gets_tight(store):
     big = store.allocate(180 * KIB, "staging.b.0.1")
     assert store.usage().used_bytes == 64 * KIB + big.size_bytes
     assert store.usage().free_bytes == 0
-    assert sum(segment_files(store.directory).values()) == store.usage().used_bytes
+    assert sum(files_of(store.directory).values()) == store.usage().used_bytes
 
 
 def test_no_more_free_segments_go_than_needed(store):
     sizes = [16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB]
-    for segment in [store.allocate(size, COPY_POOL) for size in sizes]:
+    for segment in [store.allocate(size, POOL) for size in sizes]:
         store.release(segment)
     store.allocate(44 * KIB, "staging.a.0.1")
-    assert sorted(segment_files(store.directory).values()) == [16 * KIB, 44 * KIB, 64 * KIB, 128 * KIB]
+    assert sorted(files_of(store.directory).values()) == [16 * KIB, 44 * KIB, 64 * KIB, 128 * KIB]
 
 
 def test_over_budget_says_the_numbers_and_evicts_nothing(store):
-    kept = store.allocate(100 * KIB, COPY_POOL)
-    store.release(store.allocate(100 * KIB, COPY_POOL))
+    kept = store.allocate(100 * KIB, POOL)
+    store.release(store.allocate(100 * KIB, POOL))
     with pytest.raises(
         OverBudgetError, match=rf"{160 * KIB} bytes asked.* {200 * KIB} of .*{256 * KIB}.*raise"
     ):
@@ -126,16 +128,16 @@ def test_a_pool_keeps_few_free_segments_or_as_many_as_it_uses(store):
             store.release(segment)
         return store.usage().free_bytes // 4096
 
-    segments = [store.allocate(1, COPY_POOL) for _ in range(20)]
+    segments = [store.allocate(1, POOL) for _ in range(20)]
     assert release(segments[:10]) == 10
     assert release(segments[10:15]) == FREE_SEGMENTS_MIN + 1
     assert release(segments[15:]) == FREE_SEGMENTS_MIN
     # The ones that became free last stay.
-    assert set(segment_files(store.directory)) == {s.name for s in segments[16:]}
+    assert set(files_of(store.directory)) == {s.name for s in segments[16:]}
 
 
 def test_a_view_outlives_the_file_but_a_released_segment_gives_no_new_one(store):
-    segments = [store.allocate(4096, COPY_POOL) for _ in range(FREE_SEGMENTS_MIN + 1)]
+    segments = [store.allocate(4096, POOL) for _ in range(FREE_SEGMENTS_MIN + 1)]
     view = segments[0].view
     view[0] = 9
     for segment in segments:
@@ -147,7 +149,7 @@ def test_a_view_outlives_the_file_but_a_released_segment_gives_no_new_one(store)
 
 
 def test_a_segment_replaced_by_a_link_is_not_followed(store, tmp_path):
-    segment = store.allocate(4096, COPY_POOL)
+    segment = store.allocate(4096, POOL)
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(4096))
     segment.path.unlink()
@@ -158,7 +160,7 @@ def test_a_segment_replaced_by_a_link_is_not_followed(store, tmp_path):
 
 def test_threads_never_slip_under_the_budget_together(tmp_path):
     budget = 64 * 4096
-    store, _ = open_store(tmp_path / "ram", budget_bytes=budget)
+    store = open_store(tmp_path / "ram", budget_bytes=budget)
     too_much: list[int] = []
     refused = threading.Event()
 
@@ -186,8 +188,8 @@ def test_threads_never_slip_under_the_budget_together(tmp_path):
     assert too_much == []
     assert refused.is_set()
     usage = store.usage()
-    assert usage.used_bytes == usage.free_bytes == sum(segment_files(store.directory).values())
-    assert store.allocate(budget, COPY_POOL).size_bytes == budget
+    assert usage.used_bytes == usage.free_bytes == sum(files_of(store.directory).values())
+    assert store.allocate(budget, POOL).size_bytes == budget
     store.close()
 
 
@@ -215,49 +217,49 @@ def small_tmpfs(tmp_path):
 
 
 def test_a_full_tmpfs_is_an_error_and_loses_nothing(small_tmpfs):
-    store, _ = open_store(small_tmpfs / "ram", budget_bytes=1 << 30)
+    store = open_store(small_tmpfs / "ram", budget_bytes=1 << 30)
     data = payload(1, 3 * MIB)
-    held = put(store, data)
+    held = stage(store, data)
     # Free segments are given up for it before anybody is refused.
     store.release(store.allocate(3 * MIB, "staging.a.0.1"))
     large = store.allocate(4 * MIB, "staging.b.0.1")
     assert store.usage().free_bytes == 0
     large.view[:] = b"x" * large.size_bytes
-    before = segment_files(store.directory)
+    before = files_of(store.directory)
     with pytest.raises(StoreFullError, match=r"allocate 2097152 bytes.* of 8388608 bytes and .*enlarge"):
-        store.allocate(2 * MIB, COPY_POOL)
-    assert segment_files(store.directory) == before
+        store.allocate(2 * MIB, POOL)
+    assert files_of(store.directory) == before
     assert store.usage().used_bytes == 7 * MIB
-    assert held.view == data
+    assert read(store, held) == data
     assert store.verify(held)
     store.close()
 
 
 def test_a_manifest_finds_no_room_unless_free_segments_go(small_tmpfs):
-    store, _ = open_store(small_tmpfs / "ram", budget_bytes=1 << 30)
-    first = store.allocate(4096, COPY_POOL)
+    store = open_store(small_tmpfs / "ram", budget_bytes=1 << 30)
+    first = store.allocate(4096, OWN)
     first.view[:4096] = payload(1, 4096)
     store.release(store.allocate(MIB, "staging.a.0.1"))
     filler = small_tmpfs / "filler"
     fill(filler)
-    held = store.publish(make_manifest(payload(1, 4096)), first, 0, verified=True)
+    held = store.publish(manifest_of(payload(1, 4096), kind=OWNER), first, 0, verified=True)
     assert store.usage().free_bytes == 0
     fill(small_tmpfs / "filler-2")
     with pytest.raises(StoreFullError, match="write a manifest"):
-        store.publish(make_manifest(payload(1, 4096), step=2), first, 0, verified=True)
+        store.publish(manifest_of(payload(1, 4096), 2, kind=OWNER), first, 0, verified=True)
     assert list((store.directory / "tmp").iterdir()) == []
     assert store.held() == [held]
-    # A check that cannot be noted in the file is still a check.
-    assert store.verify(held)
+    assert store.verify(held)  # that needs no room
     filler.unlink()
-    store.publish(make_manifest(payload(1, 4096), step=2), first, 0, verified=True)
+    store.publish(manifest_of(payload(1, 4096), 2, kind=OWNER), first, 0, verified=True)
     assert len(store.held()) == 2
     store.close()
 
 
 def test_a_file_system_without_inodes_is_full_as_well(small_tmpfs):
-    store, _ = open_store(small_tmpfs / "ram", budget_bytes=1 << 30)
-    segment = store.allocate(4096, COPY_POOL)
+    store = open_store(small_tmpfs / "ram", budget_bytes=1 << 30)
+    segment = store.allocate(4096, OWN)
+    other = store.allocate(4096, staging_pool("other", 0, 1))
     for spare in [store.allocate(4096, "staging.a.0.1") for _ in range(2)]:
         store.release(spare)
     subprocess.run(["mount", "-o", "remount,nr_inodes=100", str(small_tmpfs)], check=True, timeout=20)
@@ -266,13 +268,13 @@ def test_a_file_system_without_inodes_is_full_as_well(small_tmpfs):
         while True:
             (small_tmpfs / f"filler-{next(fillers)}").touch()
     # The manifest and the folder of its job, an inode each, take the place of the two free segments.
-    store.publish(make_manifest(bytes(4096)), segment, 0, verified=True)
+    store.publish(manifest_of(bytes(4096), kind=OWNER), segment, 0, verified=True)
     assert store.usage().free_bytes == 0
     with pytest.raises(StoreFullError, match="and 0 inodes left"):
-        store.publish(make_manifest(bytes(4096), job="other"), segment, 0, verified=True)
+        store.publish(manifest_of(bytes(4096), kind=OWNER, job="other"), other, 0, verified=True)
     with pytest.raises(StoreFullError, match="and 0 inodes left"):
-        store.allocate(4096, COPY_POOL)
-    assert store.usage().used_bytes == 4096
+        store.allocate(4096, POOL)
+    assert store.usage().used_bytes == 2 * 4096
     store.close()
 
 
@@ -286,17 +288,17 @@ def fill(path):
 
 
 def test_an_error_that_is_not_about_room_is_told_as_such(tmp_path):
-    store, _ = open_store(tmp_path / "ram")
+    store = open_store(tmp_path / "ram")
     (store.directory / "segments").rmdir()
     with pytest.raises(StoreError, match="No such file") as caught:
-        store.allocate(1, COPY_POOL)
+        store.allocate(1, POOL)
     assert not isinstance(caught.value, StoreFullError)
     assert store.usage().used_bytes == 0
     store.close()
 
 
 def test_whoever_may_wait_gets_the_room_that_comes_back(store):
-    held = store.allocate(200 * KIB, COPY_POOL)
+    held = store.allocate(200 * KIB, POOL)
     with pytest.raises(OverBudgetError):
         store.allocate(200 * KIB, "staging.a.0.1", wait_s=0.01)
     letting_go = threading.Timer(0.05, store.release, [held])
@@ -319,7 +321,7 @@ def test_what_nobody_needed_meanwhile_is_given_back(store):
 
 
 def test_rare_tenants_find_warm_memory_for_trainers_and_not_for_copies(store):
-    pools = (staging_pool("gpt", 0, 1), COPY_POOL)
+    pools = (staging_pool("gpt", 0, 1), POOL)
     for pool in pools:
         store.release(store.allocate(8 * KIB, pool))
     for _ in range(1 + UNUSED_TRIMS):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcheckd.store.slots import SlotPool
 from fastcheckd.errors import OverBudgetError
 from fastcheckd.store.segment_pools import SegmentPools
+from fastcheckd.store.slots import SlotPool
 
 PAGE = 4096
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.fuzzing import examples
 from store_helpers import (
     CHUNK,
     COPY,
@@ -24,6 +23,7 @@ from store_helpers import (
     trained,
     weights,
 )
+from tests.fuzzing import examples
 
 from fastcheckd.errors import OverBudgetError
 
