@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from fastcheckd.transfer.stream_crew import LoopProgress, hired
 
 from fastcheckd.errors import PeerError
 from fastcheckd.transfer.connections import LoopProgress, connections

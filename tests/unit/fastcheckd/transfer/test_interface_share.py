@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 
 import pytest
-from fastcheckd.transfer.yielding import CAPACITY_S, LOOK_S, PEAK_S, TRICKLE_SHARE, WindowMax, Yielding
 from hypothesis import given
 from hypothesis import strategies as st
 

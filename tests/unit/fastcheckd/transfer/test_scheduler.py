@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from fastcheckd.restore.sharing import BAD_CHUNKS_MAX, TRIES_MAX, YIELD_S_MAX, Part, Sharing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -17,12 +17,6 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import grpc.aio
-from fastcheckd.store.ram_store import RamStore
-from fastcheckd.transfer.lane_server import LaneServer
-from fastcheckd.transfer.peer_client import PeerClient
-from fastcheckd.transfer.put_desk import PutDesk
-from fastcheckd.transfer.put_tally import PutOutcome
-from fastcheckd.transfer.shard_source import BaseSource, ShardSource
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
