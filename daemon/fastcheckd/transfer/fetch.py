@@ -31,7 +31,7 @@ from .checks import chunk_table
 from .client import PeerClient, name_of, shown
 from .codec_pool import CodecPool
 from .connections import Connections, connections
-from .frames import Hello
+from .frames import Codec, Hello
 from .lane_meter import LaneMeter
 from .lane_tls import LaneTls
 from .pacing import ChunkGate, passing
@@ -349,7 +349,7 @@ def _receive(
             if good:
                 asker.got(index, header.encoded_bytes)
             else:
-                asker.came_bad(index)
+                asker.came_bad(index, encoded=header.codec == Codec.ENCODED)
         if not due:
             channel.send_end()
 

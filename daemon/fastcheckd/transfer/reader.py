@@ -145,7 +145,7 @@ class Progress:
             return self._manifests[shard] if self._scheduler.finished(shard) else None
 
     def bad_chunks(self, shard: int, node_id: str) -> int:
-        """How many of a shard's chunks came bad from a node."""
+        """How many of a shard's chunks came bad from a node as they are."""
         with self._changed:
             return self._scheduler.bad_chunks(node_id, shard)
 
@@ -207,10 +207,10 @@ class Progress:
                 self._on_bytes(source.node_id, size)
             self._changed.notify_all()
 
-    def _came_bad(self, number: int, chunk: int) -> bool:
+    def _came_bad(self, number: int, chunk: int, *, encoded: bool) -> bool:
         with self._changed:
             self._changed.notify_all()
-            return self._scheduler.came_bad(number, chunk, self._clock())
+            return self._scheduler.came_bad(number, chunk, self._clock(), encoded=encoded)
 
 
 class Source:
@@ -255,11 +255,12 @@ class SourceReader:
         self._under_way -= 1
         self._progress._got(self._number, self._source, chunk, received_bytes)
 
-    def came_bad(self, chunk: int) -> None:
+    def came_bad(self, chunk: int, *, encoded: bool) -> None:
         """It is not what it should be; raises CorruptError if there is no point in going on."""
         self._under_way -= 1
-        self._bad.append(chunk)
-        if not self._progress._came_bad(self._number, chunk):
+        if not encoded:
+            self._bad.append(chunk)
+        if not self._progress._came_bad(self._number, chunk, encoded=encoded):
             raise CorruptError(f"chunk {chunk} is the last of too many that are not what was committed")
 
 

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from fastcheck_proto.v1 import common_pb2 as pb
@@ -105,7 +105,16 @@ class _Copy:
     request: peer_pb2.ReplicateRequest
     task: asyncio.Task[peer_pb2.ReplicateResponse] | None = None
     waiting: int = 0
-    session: int = field(default=0)
+    #: Of the rank's process that saved it; 0: not known yet.
+    session: int = 0
+    #: It is about to end: whoever comes now begins anew.
+    over: bool = False
+
+    def end(self) -> None:
+        """Give it up."""
+        self.over = True
+        if self.task is not None:
+            self.task.cancel()
 
 
 class _WantedCopy:
@@ -206,10 +215,12 @@ class Receiver:
 
     async def stop(self) -> None:
         """End the copies under way; nobody writes to the store's memory for them afterwards."""
-        running = [copy.task for copy in self._running.values() if copy.task is not None]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        running = list(self._running.values())
+        for copy in running:
+            copy.end()
+        await asyncio.gather(
+            *(copy.task for copy in running if copy.task is not None), return_exceptions=True
+        )
 
     async def _replicate(self, request: peer_pb2.ReplicateRequest) -> peer_pb2.ReplicateResponse:
         check_offer(
@@ -234,16 +245,19 @@ class Receiver:
         finally:
             copy.waiting -= 1
             if not copy.waiting and not request.repair and not copy.task.done():
-                copy.task.cancel()
+                copy.end()
 
     async def _join_or_begin(self, request: peer_pb2.ReplicateRequest) -> _Copy:
         key = _key(request.key)
         while (running := self._running.get(key)) is not None:
-            if running.request.digest == request.digest and running.request.repair == request.repair:
-                return running
-            # Two states of one step: the later offer counts, unless the one under way is of a newer process.
             assert running.task is not None
-            running.task.cancel()
+            same = running.request.digest == request.digest and running.request.repair == request.repair
+            if same and not running.over:
+                return running
+            if not same and running.session:
+                # Two states of one step: the later offer counts, unless the one under way is of a newer process.
+                _check_newer_session(running.request.key, running.session, await self._session(request))
+            running.end()
             await asyncio.wait({running.task})
         repairs = sum(copy.request.repair for copy in self._running.values())
         if len(self._running) >= COPIES_MAX or (request.repair and repairs >= REPAIRS_MAX):
@@ -256,6 +270,24 @@ class Receiver:
         copy.task = asyncio.create_task(self._make(request, copy), name="copy")
         copy.task.add_done_callback(partial(self._ended, key, copy))
         return copy
+
+    async def _session(self, request: peer_pb2.ReplicateRequest) -> int:
+        """The session that a shard was saved by, as its sources say.
+
+        Raises:
+            FastCheckdError: what the last of them failed with.
+        """
+        failed: FastCheckdError = PeerError("the offer names no other node")
+        for source in request.sources:
+            if source.node.node_id == self._config.node_id:
+                continue
+            try:
+                manifest, _ = await self._fetcher.describe(source, request.key, request.digest, request.bytes)
+            except FastCheckdError as error:
+                failed = error
+            else:
+                return manifest.session
+        raise failed
 
     def _ended(self, key: _Key, copy: _Copy, task: asyncio.Task[peer_pb2.ReplicateResponse]) -> None:
         if self._running.get(key) is copy:
@@ -368,20 +400,19 @@ class Receiver:
         """A copy from a rank's newer process is not replaced by one from its older."""
         held = self._store.find(manifest.key, pb.REPLICA_KIND_COPY)
         if held is not None:
-            _check_newer_session(held.manifest, manifest)
+            _check_newer_session(held.key, held.manifest.session, manifest.session)
 
     def _check_rank_session(self, manifest: pb.ShardManifest) -> None:
         """Nobody has looked whether the sender's session is current: at least none of a newer one has been here."""
         for held in self._store.held(manifest.key.job):
             if held.key.rank == manifest.key.rank:
-                _check_newer_session(held.manifest, manifest)
+                _check_newer_session(held.key, held.manifest.session, manifest.session)
 
 
-def _check_newer_session(here: pb.ShardManifest, coming: pb.ShardManifest) -> None:
-    if here.session > coming.session:
+def _check_newer_session(key: pb.ShardKey, here: int, coming: int) -> None:
+    if here > coming:
         raise FencedError(
-            f"this node has step {here.key.step} from session {here.session} of the rank; "
-            f"session {coming.session} is over"
+            f"this node has step {key.step} from session {here} of the rank; session {coming} is over"
         )
 
 

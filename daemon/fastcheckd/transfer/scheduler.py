@@ -116,6 +116,8 @@ class Scheduler:
         self._next_reader = 0
         #: (source, shard) → chunk → how often it came bad from there.
         self._bad: dict[tuple[str, int], dict[int, int]] = {}
+        #: (source, shard) → chunks that came bad from there as they are.
+        self._bad_raw: dict[tuple[str, int], set[int]] = {}
         #: (source, shard) whose connections were ended for being slow.
         self._too_slow: set[tuple[str, int]] = set()
 
@@ -154,8 +156,8 @@ class Scheduler:
         return self._shards[shard].finished
 
     def bad_chunks(self, source: str, shard: int) -> int:
-        """How many chunks of a shard came bad from a source."""
-        return sum(self._bad.get((source, shard), {}).values())
+        """How many chunks of a shard came bad from a source as they are."""
+        return len(self._bad_raw.get((source, shard), ()))
 
     def was_too_slow(self, source: str, shard: int) -> bool:
         """Whether a connection to a source was ended so that others could take over."""
@@ -213,14 +215,21 @@ class Scheduler:
         shard.finished = len(shard.done) == shard.count
         return self._size(shard, chunk)
 
-    def came_bad(self, number: int, chunk: int, now: float) -> bool:
-        """A chunk is not what it should be. False: the source is not worth asking any more."""
+    def came_bad(self, number: int, chunk: int, now: float, *, encoded: bool = False) -> bool:
+        """A chunk is not what it should be. False: the source is not worth asking any more.
+
+        One that came encoded says nothing of the source: this node's base may be bad. It comes again as it is.
+        """
         reader = self._readers[number]
-        counts = self._bad.setdefault((reader.source, reader.shard), {})
+        name = reader.source, reader.shard
+        counts = self._bad.setdefault(name, {})
         counts[chunk] = counts.get(chunk, 0) + 1
+        bad_raw = self._bad_raw.setdefault(name, set())
+        if not encoded:
+            bad_raw.add(chunk)
         if self._received(reader, chunk, now):
             self._give_back(self._shards[reader.shard], chunk)
-        return len(counts) < BAD_CHUNKS_MAX
+        return len(bad_raw) < BAD_CHUNKS_MAX
 
     # --- rules -----------------------------------------------------------------------------------
 

@@ -253,14 +253,14 @@ class TransferServer:
         """Send what the reader asks for, run after run; its next request waits in the socket meanwhile."""
         replica, outgoing = encoder.replica, encoder.outgoing
         table = replica.chunks
-        asked: set[int] = set()
-        sent: set[int] = set()
+        again: set[int] = set()
 
         def plain(index: int) -> bool:
             # One that is asked for again came bad: perhaps this side encodes what the other decodes otherwise.
-            again = index in asked
-            asked.add(index)
-            return again or not grant.accept_encoded
+            if index in grant.asked:
+                again.add(index)
+            grant.asked.add(index)
+            return index in again or not grant.accept_encoded
 
         while run := channel.receive_want(len(table)):
             # Encoded ahead within a run only: nobody knows whether there will be another one.
@@ -281,8 +281,7 @@ class TransferServer:
                             payload.data,
                         )
                     self._counters.add("bytes_sent", size)
-                    self._counters.add("chunks_resent", index in sent)
-                    sent.add(index)
+                    self._counters.add("chunks_resent", index in again)
                     if outgoing is not None:
                         outgoing.sent(grant.reader, raw_bytes=stop - start, sent_bytes=size)
 

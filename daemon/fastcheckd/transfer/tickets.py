@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastcheck_proto.v1 import peer_pb2
 
@@ -36,6 +36,8 @@ class Grant:
     accept_encoded: bool = False
     #: It is short of memory.
     lean: bool = False
+    #: Chunks that it has asked for, over any of its connections. It never asks for one over two at a time.
+    asked: set[int] = field(default_factory=set)
 
 
 class TicketOffice:

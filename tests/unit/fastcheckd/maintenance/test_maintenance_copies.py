@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastcheckd.maintenance.copies import FETCHES_MAX, CopyMaker
+from fastcheckd.store.ram_store import HeldShard, RamStore
+from fastcheckd.transfer.peer_client import PeerClient
 from tests.unit.fastcheckd.transfer.transfer_harness import (
     BUDGET,
     CHUNK,
@@ -35,10 +38,7 @@ from fastcheckd.errors import (
 )
 from fastcheckd.identity import Identity
 from fastcheckd.maintenance.check import Checker
-from fastcheckd.maintenance.copies import FETCHES_MAX, CopyMaker
-from fastcheckd.store.ram_store import HeldShard, RamStore
 from fastcheckd.transfer.pacing import Gate, Pacer
-from fastcheckd.transfer.peer_client import PeerClient
 
 LIFE = 4
 SIZE = 5 * CHUNK + 17

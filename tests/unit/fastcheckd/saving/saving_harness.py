@@ -9,6 +9,9 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from fastcheckd.codec.planner import Planner
+from fastcheckd.store.ram_store import RamStore
+from fastcheckd.transfer.peer_client import PeerClient
 from tests.unit.fastcheckd.transfer.transfer_harness import EPOCH, Holder, running_holder
 
 from fastcheck_proto.conventions import LAYOUT_SCHEMA
@@ -16,7 +19,6 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import layout_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
-from fastcheckd.codec.planner import Planner
 from fastcheckd.config import Config
 from fastcheckd.counters import Counters
 from fastcheckd.durations import DATA, Durations
@@ -25,9 +27,7 @@ from fastcheckd.identity import Identity
 from fastcheckd.saving.replicate import Replicator
 from fastcheckd.saving.room import SavingRoom
 from fastcheckd.saving.save import Save
-from fastcheckd.store.ram_store import RamStore
 from fastcheckd.transfer.codec_pool import CodecPool
-from fastcheckd.transfer.peer_client import PeerClient
 from fastcheckd.view import ViewFollower
 
 CHUNK = 64 << 10

@@ -1,97 +1,94 @@
-"""A lane server in this process with something to get, and strangers' ways to it."""
+"""A lane server in this process with a shard to read, and strangers' ways to it."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import socket
-import threading
+import tempfile
 import time
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
 
-from fastcheck_proto.v1 import common_pb2 as pb
-from fastcheckd.chunks import ChunkTable
+from transfer_harness import CHUNK, manifest_of
+
+from fastcheck_proto.v1 import peer_pb2
 from fastcheckd.counters import Counters
-from fastcheckd.digests import chunk_digest
+from fastcheckd.store.replica_store import ReplicaStore
+from fastcheckd.store.segments import staging_pool
 from fastcheckd.transfer.codec_pool import CodecPool
-from fastcheckd.transfer.frames import FRAME_BYTES, Hello, Kind, pack_hello, parse_frame
-from fastcheckd.transfer.incoming import IncomingShard
-from fastcheckd.transfer.lane_server import LaneServer
-from fastcheckd.transfer.targets import WholeTarget
-from fastcheckd.transfer.tickets import GetGrant, PutGrant, TicketOffice
+from fastcheckd.transfer.encoder_cache import EncoderCache
+from fastcheckd.transfer.frames import (
+    FRAME_BYTES,
+    FrameHeader,
+    Hello,
+    Kind,
+    pack_frame,
+    pack_hello,
+    pack_want,
+    parse_frame,
+)
+from fastcheckd.transfer.policy import RestorePolicy
+from fastcheckd.transfer.server import TransferServer
+from fastcheckd.transfer.tickets import Grant, TicketOffice
 
-CHUNK = 64 << 10
 DATA = random.Random(4).randbytes(2 * CHUNK + 9)
+COUNT = 3
+END = pack_frame(FrameHeader(kind=Kind.END))
 
 
-class Put:
-    """A put under way, into memory of this process."""
-
-    def __init__(self, manifest: pb.ShardManifest) -> None:
-        self.failed = threading.Event()
-        self.released: list[object] = []
-        self.memory = bytearray(b"." * len(DATA))
-        self.segment: Any = SimpleNamespace(view=memoryview(self.memory), tenants=2)
-        store: Any = SimpleNamespace(release=self.released.append)
-        target = WholeTarget(store, self.segment, ChunkTable.of(manifest), step=5)
-        self.incoming = IncomingShard(manifest, target, streams=1)
+def want(*chunks: int) -> bytes:
+    """A request, as a reader sends it."""
+    return b"".join(pack_want(chunks))
 
 
 class Stand:
-    """A lane server with something to get."""
+    """A lane server with something to read."""
 
-    def __init__(self, *, transfer_timeout_s: float = 2.0, **options: float) -> None:
+    def __init__(self, directory: Path, *, transfer_timeout_s: float = 2.0, **options: float) -> None:
         self.counters = Counters()
         self.tickets = TicketOffice()
         self.codec = CodecPool(1, 1)
-        self.server = LaneServer(
-            "127.0.0.1",
-            0,
-            self.tickets,
-            self.counters,
-            transfer_timeout_s,
-            pool=self.codec,
-            **options,  # type: ignore[arg-type]
-        )
-        pieces = [DATA[i : i + CHUNK] for i in range(0, len(DATA), CHUNK)]
-        self.manifest = pb.ShardManifest(
-            bytes=len(DATA), chunk_bytes=CHUNK, chunk_digests=b"".join(chunk_digest(p) for p in pieces)
-        )
+        self.store = ReplicaStore.open(directory / "ram", budget_bytes=16 << 20, counters=self.counters)
+        self.encoders = EncoderCache(self.store, self.codec, RestorePolicy("auto", 1), self.counters)
+        self.server = TransferServer(
+            "127.0.0.1", 0, self.tickets, self.counters, transfer_timeout_s, **options  # type: ignore[arg-type]
+        )  # fmt: skip
+        segment = self.store.allocate(len(DATA), staging_pool("job", 0, 1))
+        segment.view[: len(DATA)] = DATA
+        self.replica = self.store.publish(manifest_of(DATA), segment, 0, verified=True)
 
     def connect(self) -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", self.server.port), timeout=60)
         sock.settimeout(5)
         return sock
 
+    def grant(self) -> Grant:
+        return Grant(
+            opened=partial(self.encoders.opened, self.replica, None), purpose=peer_pb2.PURPOSE_RESTORE
+        )
+
     def ticket(self) -> bytes:
-        @contextlib.contextmanager
-        def opened() -> Iterator[memoryview]:
-            yield memoryview(DATA)
+        return self.tickets.issue(self.grant())
 
-        return self.tickets.issue(GetGrant(manifest=self.manifest, streams=1, opened=opened))
-
-    def put_ticket(self) -> tuple[bytes, Put]:
-        """A ticket to put what is there already, and what becomes of it."""
-        put = Put(self.manifest)
-        return self.tickets.issue(PutGrant(incoming=put.incoming, streams=1, fail=put.failed.set)), put
-
-    def fetch(self, ticket: bytes) -> bytes:
-        """A get by hand: the raw bytes that the server answers."""
+    def ask(self, ticket: bytes, words: Sequence[bytes] = (want(*range(COUNT)), END)) -> bytes:
+        """A reader by hand: what the server answers to a hello and these words."""
         with self.connect() as sock:
-            sock.sendall(pack_hello(Hello(first=0, stride=1, ticket=ticket)))
+            with contextlib.suppress(ConnectionError):  # closed before all was said
+                sock.sendall(pack_hello(Hello(ticket)) + b"".join(words))
             return read_all(sock)
 
     def check_it_works(self) -> None:
-        answer, got = self.fetch(self.ticket()), b""
-        while True:
+        answer = self.ask(self.ticket(), [want(2, 0), want(1), END])
+        got = {}
+        while answer:
             header = parse_frame(answer[:FRAME_BYTES])
-            if header.kind == Kind.END:
-                break
-            got += answer[FRAME_BYTES : FRAME_BYTES + header.encoded_bytes]
+            assert header.kind == Kind.DATA
+            got[header.chunk] = answer[FRAME_BYTES : FRAME_BYTES + header.encoded_bytes]
             answer = answer[FRAME_BYTES + header.encoded_bytes :]
-        assert got == DATA
+        assert list(got) == [2, 0, 1], "in the order in which they were asked for"
+        assert b"".join(got[index] for index in range(COUNT)) == DATA
 
     def is_idle(self) -> None:
         """Wait until nobody is connected."""
@@ -117,11 +114,13 @@ def read_all(sock: socket.socket) -> bytes:
 
 @contextlib.contextmanager
 def standing(**options: float) -> Iterator[Stand]:
-    stand = Stand(**options)
-    stand.server.start()
-    try:
-        yield stand
-    finally:
-        stand.server.stop()
-        stand.codec.close()
-        assert stand.server.connections == 0
+    with tempfile.TemporaryDirectory() as directory:
+        stand = Stand(Path(directory), **options)
+        stand.server.start()
+        try:
+            yield stand
+        finally:
+            stand.server.stop()
+            stand.codec.close()
+            stand.store.close()
+            assert stand.server.connections == 0

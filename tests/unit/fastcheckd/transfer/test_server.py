@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from lane_stand import CHUNK, DATA, read_all, standing
+from lane_stand import COUNT, DATA, END, read_all, standing, want
 
+from fastcheck_proto.v1 import peer_pb2
 from fastcheckd.counters import Counters
 from fastcheckd.errors import ConfigError, NotHeldError
 from fastcheckd.log import COMPLAINTS_MAX
-from fastcheckd.transfer.codec_pool import CodecPool
+from fastcheckd.transfer.encoder_cache import ShardEncoder
 from fastcheckd.transfer.frames import (
     FRAME_BYTES,
-    ON_DEMAND,
     FrameHeader,
     Hello,
     Kind,
@@ -26,8 +26,8 @@ from fastcheckd.transfer.frames import (
     pack_hello,
     parse_frame,
 )
-from fastcheckd.transfer.lane_server import LaneServer
-from fastcheckd.transfer.tickets import GetGrant, TicketOffice
+from fastcheckd.transfer.server import TransferServer
+from fastcheckd.transfer.tickets import Grant, TicketOffice
 
 
 def test_random_bytes_half_a_hello_and_nothing_are_closed_and_counted() -> None:
@@ -37,7 +37,7 @@ def test_random_bytes_half_a_hello_and_nothing_are_closed_and_counted() -> None:
                 sock.sendall(random.Random(seed).randbytes(64 + 50 * seed))
                 assert read_all(sock) == b""
         stand.eventually("lane_rejected", 20)
-        for words in (b"", pack_hello(Hello(first=0, stride=1, ticket=bytes(32)))[:31]):
+        for words in (b"", pack_hello(Hello(bytes(32)))[:31]):
             with stand.connect() as sock:
                 sock.sendall(words)
         stand.eventually("lane_rejected", 22)
@@ -48,7 +48,7 @@ def test_random_bytes_half_a_hello_and_nothing_are_closed_and_counted() -> None:
 def test_a_hello_that_drips_is_closed_when_its_time_is_up() -> None:
     with standing(hello_timeout_s=0.3) as stand, stand.connect() as sock:
         started = time.monotonic()
-        hello = pack_hello(Hello(first=0, stride=1, ticket=stand.ticket()))
+        hello = pack_hello(Hello(stand.ticket()))
         sock.settimeout(0.5)
         closed = False
         for byte in hello[:63]:
@@ -69,51 +69,80 @@ def test_a_hello_that_drips_is_closed_when_its_time_is_up() -> None:
 def test_a_ticket_opens_once() -> None:
     with standing() as stand:
         ticket = stand.ticket()
-        assert len(stand.fetch(ticket)) > len(DATA)
-        assert stand.fetch(ticket) == b""
-        assert stand.fetch(bytes(32)) == b""
+        assert len(stand.ask(ticket)) > len(DATA)
+        assert stand.ask(ticket) == b""
+        assert stand.ask(bytes(32)) == b""
         assert stand.counters.get("lane_rejected") == 2
 
 
-def test_a_grant_that_is_gone_and_a_wrong_stride_are_explained() -> None:
+def test_a_replica_that_is_gone_is_explained() -> None:
     @contextlib.contextmanager
-    def gone() -> Iterator[memoryview]:
+    def gone() -> Iterator[ShardEncoder]:
         raise NotHeldError("it is gone")
         yield
 
     with standing() as stand:
-        grant = GetGrant(manifest=stand.manifest, streams=2, opened=gone)
-        assert b"stride" in stand.fetch(stand.tickets.issue(grant))
-        grant = GetGrant(manifest=stand.manifest, streams=1, opened=gone)
-        assert b"it is gone" in stand.fetch(stand.tickets.issue(grant))
+        grant = Grant(opened=gone, purpose=peer_pb2.PURPOSE_RESTORE)
+        assert b"it is gone" in stand.ask(stand.tickets.issue(grant))
+        stand.store.drop(stand.replica)
+        assert b"not held" in stand.ask(stand.ticket()) or b"no longer" in stand.ask(stand.ticket())
+
+
+def test_a_reader_that_has_all_hears_nothing_more_and_bytes_are_counted() -> None:
+    with standing() as stand:
+        assert stand.ask(stand.ticket(), [END]) == b""
+        assert stand.ask(stand.ticket(), [END, want(0)]) == b""
         stand.check_it_works()
+        assert stand.counters.get("bytes_sent") == len(DATA)
+        assert stand.counters.get("lane_rejected") == stand.counters.get("chunks_resent") == 0
+
+
+def test_a_chunk_that_is_asked_for_again_is_counted_over_whichever_connection() -> None:
+    with standing() as stand:
+        grant = stand.grant()
+        for _ in range(2):
+            stand.ask(stand.tickets.issue(grant), [want(0), END])
+        assert stand.counters.get("chunks_resent") == 1
 
 
 @pytest.mark.parametrize(
     "frame",
     [
-        pack_frame(FrameHeader(kind=Kind.DATA, chunk=3, raw_bytes=9, encoded_bytes=9, offset=3 * CHUNK)),
-        pack_frame(FrameHeader(kind=Kind.DATA, chunk=0, raw_bytes=16 << 20, encoded_bytes=16 << 20)),
-        pack_frame(FrameHeader(kind=Kind.DATA, chunk=1, raw_bytes=CHUNK, encoded_bytes=CHUNK, offset=0)),
-        pack_frame(FrameHeader(kind=Kind.RESULT)),
+        pack_frame(FrameHeader(kind=Kind.DATA, chunk=0, raw_bytes=9, encoded_bytes=9)),
         pack_frame(FrameHeader(kind=Kind.END, chunk=1)),
+        want(COUNT),
+        want(0, 0),
+        want(0, 2**32 - 1),
         struct.pack("<64s", b"FCFR"),
     ],
-    ids=["no such chunk", "too large", "wrong offset", "a result", "a wrong count", "no checksum"],
+    ids=["data", "an end with a count", "no such chunk", "a chunk twice", "far off", "no checksum"],
 )
-def test_a_broken_frame_after_a_good_hello_fails_the_put_before_a_payload_is_read(frame: bytes) -> None:
+def test_broken_words_after_a_good_hello_end_the_connection_and_nothing_is_sent(frame: bytes) -> None:
     with standing() as stand:
-        ticket, put = stand.put_ticket()
-        with stand.connect() as sock:
-            sock.sendall(pack_hello(Hello(first=0, stride=1, ticket=ticket)) + frame)
-            answer = read_all(sock)
+        answer = stand.ask(stand.ticket(), [frame])
         assert parse_frame(answer[:FRAME_BYTES]).kind == Kind.ERROR
-        assert put.failed.wait(5)
+        assert len(answer) < FRAME_BYTES + 1024
         stand.eventually("lane_rejected", 1)
-        assert put.memory == b"." * len(DATA)
-        assert put.released == []
-        put.incoming.abandon()
-        assert put.released == [put.segment]
+        assert stand.counters.get("bytes_sent") == 0
+        stand.check_it_works()
+
+
+def test_a_reader_that_leaves_in_the_middle_costs_nothing() -> None:
+    with standing(transfer_timeout_s=600.0) as stand:
+        with stand.connect() as sock:
+            sock.sendall(pack_hello(Hello(stand.ticket())) + want(0, 1, 2))
+            sock.recv(100)
+        stand.is_idle()
+        stand.store.drop(stand.replica)
+        assert stand.server.connections == 0
+
+
+def test_a_reader_that_asks_for_nothing_is_left_after_the_timeout() -> None:
+    with standing(transfer_timeout_s=0.2) as stand, stand.connect() as sock:
+        sock.sendall(pack_hello(Hello(stand.ticket())))
+        started = time.monotonic()
+        assert read_all(sock) == b""
+        assert time.monotonic() - started < 20
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -141,9 +170,9 @@ def test_when_all_have_shown_tickets_one_more_is_turned_away_and_room_comes_back
     with standing(connections_max=3, transfer_timeout_s=600.0) as stand, contextlib.ExitStack() as stack:
         readers = [stack.enter_context(stand.connect()) for _ in range(3)]
         for sock in readers:  # will say what they want, and do not
-            sock.sendall(pack_hello(Hello(first=0, stride=ON_DEMAND, ticket=stand.ticket())))
+            sock.sendall(pack_hello(Hello(stand.ticket())))
         until(lambda: stand.server.connections == 3 and stand.server.unproved == 0)
-        assert stand.fetch(stand.ticket()) == b""
+        assert stand.ask(stand.ticket()) == b""
         stand.eventually("lane_rejected", 1)
         readers[0].close()
         until(lambda: stand.server.connections == 2)
@@ -177,17 +206,13 @@ def test_stopping_ends_connections_that_wait() -> None:
 
 def test_a_port_in_use_names_its_key() -> None:
     with standing() as stand:
-        second = LaneServer(
-            "127.0.0.1", stand.server.port, stand.tickets, stand.counters, 2.0, pool=stand.codec
-        )
+        second = TransferServer("127.0.0.1", stand.server.port, stand.tickets, stand.counters, 2.0)
         with pytest.raises(ConfigError, match="lane_port"):
             second.start()
         second.stop()
 
 
 def test_a_congestion_control_that_does_not_exist_names_its_key() -> None:
-    server = LaneServer(
-        "127.0.0.1", 0, TicketOffice(), Counters(), 2.0, pool=CodecPool(1, 1), congestion="no-such-thing"
-    )
+    server = TransferServer("127.0.0.1", 0, TicketOffice(), Counters(), 2.0, congestion="no-such-thing")
     with pytest.raises(ConfigError, match="lane_congestion"):
         server.start()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcheckd.chunks import ChunkTable
-from fastcheckd.restore.sharing import BAD_CHUNKS_MAX, TRIES_MAX, YIELD_S_MAX, Part, Sharing
+from fastcheckd.transfer.scheduler import BAD_CHUNKS_MAX, TRIES_MAX, YIELD_S_MAX, Part, Scheduler
 
 MIB = 1 << 20
 PLENTY = 1 << 40
@@ -17,11 +17,11 @@ PLENTY = 1 << 40
 SILENT_S = 30.0
 
 
-def sharing_of(chunks: int, size: int = MIB, shards: int = 1) -> Sharing:
-    sharing = Sharing(range(shards))
+def scheduler_of(chunks: int, size: int = MIB, shards: int = 1) -> Scheduler:
+    scheduler = Scheduler(range(shards))
     for shard in range(shards):
-        assert sharing.describe(shard, ChunkTable.uniform(chunks * size, size))
-    return sharing
+        assert scheduler.describe(shard, ChunkTable.uniform(chunks * size, size))
+    return scheduler
 
 
 @dataclass
@@ -42,7 +42,9 @@ class Reading:
     received: list[int] = field(default_factory=list)
 
 
-def simulate(sharing: Sharing, readings: list[Reading], sizes: dict[int, list[int]], until_s: float = 1000.0):
+def simulate(
+    scheduler: Scheduler, readings: list[Reading], sizes: dict[int, list[int]], until_s: float = 1000.0
+):
     """Play a load in small steps of time; when it ended, and what was got by whom.
 
     As in a load, sources that were ended for being slow are asked once more when the others are through.
@@ -50,20 +52,20 @@ def simulate(sharing: Sharing, readings: list[Reading], sizes: dict[int, list[in
     got: dict[tuple[int, int], str] = {}
     now, tick = 0.0, 0.01
     for reading in readings:
-        reading.number = sharing.join(reading.shard, reading.source, now)
+        reading.number = scheduler.join(reading.shard, reading.source, now)
     by_number = {reading.number: reading for reading in readings}
     slow: list[Reading] = []
 
     def leave(reading: Reading) -> None:
-        sharing.leave(reading.number)
+        scheduler.leave(reading.number)
         reading.gone = True
 
     def arrive(reading: Reading, chunk: int) -> None:
         reading.received.append(chunk)
         if chunk in reading.bad:
-            if not sharing.came_bad(reading.number, chunk, now):
+            if not scheduler.came_bad(reading.number, chunk, now):
                 leave(reading)
-        elif sharing.got(reading.number, chunk, now):
+        elif scheduler.got(reading.number, chunk, now):
             assert reading.in_place
             assert (reading.shard, chunk) not in got, "got twice"
             got[reading.shard, chunk] = reading.source
@@ -75,17 +77,19 @@ def simulate(sharing: Sharing, readings: list[Reading], sizes: dict[int, list[in
         while reading.queue and budget > 0 and not reading.gone:
             if not reading.left_bytes:
                 reading.left_bytes = sizes[reading.shard][reading.queue[0]]
-                reading.in_place = sharing.wanted(reading.number, reading.queue[0])
+                reading.in_place = scheduler.wanted(reading.number, reading.queue[0])
             moved = min(budget, reading.left_bytes)
             budget -= moved
             reading.left_bytes -= moved
             if not reading.left_bytes:
                 arrive(reading, reading.queue.pop(0))
 
-    while now < until_s and not all(sharing.finished(shard) for shard in sizes):
-        for reading in [r for r in slow if not sharing.is_read(r.shard) and not sharing.finished(r.shard)]:
+    while now < until_s and not all(scheduler.finished(shard) for shard in sizes):
+        for reading in [
+            r for r in slow if not scheduler.is_read(r.shard) and not scheduler.finished(r.shard)
+        ]:
             slow.remove(reading)
-            reading.number = sharing.join(reading.shard, reading.source, now)
+            reading.number = scheduler.join(reading.shard, reading.source, now)
             by_number[reading.number] = reading
             reading.gone, reading.queue, reading.left_bytes = False, [], 0.0
         if all(reading.gone for reading in readings):
@@ -103,7 +107,7 @@ def simulate(sharing: Sharing, readings: list[Reading], sizes: dict[int, list[in
                 if now > reading.stops_at + SILENT_S:
                     leave(reading)
                 continue  # its thread is inside a read
-            turn = sharing.turn(reading.number, now, PLENTY)
+            turn = scheduler.turn(reading.number, now, PLENTY)
             assert len(set(turn.ask)) == len(turn.ask)
             reading.queue += turn.ask
             if turn.end is not None:
@@ -116,9 +120,9 @@ def simulate(sharing: Sharing, readings: list[Reading], sizes: dict[int, list[in
 
 
 def test_whoever_is_fast_takes_more():
-    sharing = sharing_of(200)
+    scheduler = scheduler_of(200)
     readings = [Reading("fast", 0, 90e6), Reading("slow", 0, 10e6)]
-    took_s, got = simulate(sharing, readings, {0: [MIB] * 200})
+    took_s, got = simulate(scheduler, readings, {0: [MIB] * 200})
     assert len(got) == 200
     fast = sum(source == "fast" for source in got.values())
     assert 165 <= fast <= 192
@@ -126,98 +130,98 @@ def test_whoever_is_fast_takes_more():
 
 
 def test_what_a_silent_one_was_asked_for_is_taken_over():
-    sharing = sharing_of(50)
+    scheduler = scheduler_of(50)
     readings = [Reading("good", 0, 50e6), Reading("silent", 0, 50e6, stops_at=0.3)]
-    took_s, got = simulate(sharing, readings, {0: [MIB] * 50})
+    took_s, got = simulate(scheduler, readings, {0: [MIB] * 50})
     assert len(got) == 50
     assert took_s < 3.0
     assert readings[1].gone, "its connection was ended, or two would have written to one place"
-    assert sharing.was_too_slow("silent", 0)
-    assert not sharing.was_too_slow("good", 0)
+    assert scheduler.was_too_slow("silent", 0)
+    assert not scheduler.was_too_slow("good", 0)
 
 
 def test_what_one_has_left_is_brought_by_others_and_what_came_stays():
-    sharing = sharing_of(60)
+    scheduler = scheduler_of(60)
     readings = [Reading("stays", 0, 20e6), Reading("dies", 0, 20e6, ends_at=0.5)]
-    _, got = simulate(sharing, readings, {0: [MIB] * 60})
+    _, got = simulate(scheduler, readings, {0: [MIB] * 60})
     assert len(got) == 60
     assert sum(source == "dies" for source in got.values()) >= 3
     assert not set(readings[0].received) & {c for (_, c), s in got.items() if s == "dies"}
 
 
 def test_a_bad_chunk_comes_from_elsewhere_and_the_rest_still_from_there():
-    sharing = sharing_of(40)
+    scheduler = scheduler_of(40)
     readings = [Reading("rotten", 0, 30e6, bad=frozenset({0, 1, 2})), Reading("good", 0, 30e6)]
-    _, got = simulate(sharing, readings, {0: [MIB] * 40})
+    _, got = simulate(scheduler, readings, {0: [MIB] * 40})
     assert len(got) == 40
     assert sum(source == "rotten" for source in got.values()) >= 10
-    assert sharing.bad_chunks("rotten", 0) <= 3
+    assert scheduler.bad_chunks("rotten", 0) <= 3
 
 
 def test_the_only_source_is_asked_once_more_for_a_bad_chunk_and_then_given_up():
-    sharing = sharing_of(5)
+    scheduler = scheduler_of(5)
     reading = Reading("only", 0, 30e6, bad=frozenset({2}))
-    _, got = simulate(sharing, [reading], {0: [MIB] * 5})
+    _, got = simulate(scheduler, [reading], {0: [MIB] * 5})
     assert sorted(chunk for _, chunk in got) == [0, 1, 3, 4]
     assert reading.received.count(2) == TRIES_MAX
     assert reading.gone
 
 
 def test_a_source_of_nothing_but_bad_chunks_is_given_up():
-    sharing = sharing_of(100)
+    scheduler = scheduler_of(100)
     readings = [Reading("rotten", 0, 30e6, bad=frozenset(range(100))), Reading("good", 0, 30e6)]
-    _, got = simulate(sharing, readings, {0: [MIB] * 100})
+    _, got = simulate(scheduler, readings, {0: [MIB] * 100})
     assert len(got) == 100
-    assert sharing.bad_chunks("rotten", 0) == BAD_CHUNKS_MAX
+    assert scheduler.bad_chunks("rotten", 0) == BAD_CHUNKS_MAX
 
 
 def test_a_source_first_gives_what_only_it_has():
-    sharing = sharing_of(50, shards=2)
+    scheduler = scheduler_of(50, shards=2)
     sizes = {0: [MIB] * 50, 1: [MIB] * 50}
     # The source's link is shared by its two connections; each has half of it while both are at work.
     readings = [Reading("both", 0, 25e6), Reading("both", 1, 25e6), Reading("one", 1, 25e6)]
-    _, got = simulate(sharing, readings, sizes)
+    _, got = simulate(scheduler, readings, sizes)
     assert len(got) == 100
     from_both = sum(source == "both" for (shard, _), source in got.items() if shard == 1)
     assert from_both < 20, "it would be a third to a half if it gave of both alike"
 
 
 def test_a_reader_that_yields_shows_now_and_then_that_it_lives():
-    sharing = sharing_of(50, shards=2)
-    needy = sharing.join(0, "both", 0.0)
-    yielding = sharing.join(1, "both", 0.0)
-    sharing.join(1, "other", 0.0)
-    assert sharing.turn(needy, 0.0, PLENTY).ask
-    assert not sharing.turn(yielding, 0.1, PLENTY).ask
-    assert sharing.turn(yielding, YIELD_S_MAX + 0.2, PLENTY).ask
+    scheduler = scheduler_of(50, shards=2)
+    needy = scheduler.join(0, "both", 0.0)
+    yielding = scheduler.join(1, "both", 0.0)
+    scheduler.join(1, "other", 0.0)
+    assert scheduler.turn(needy, 0.0, PLENTY).ask
+    assert not scheduler.turn(yielding, 0.1, PLENTY).ask
+    assert scheduler.turn(yielding, YIELD_S_MAX + 0.2, PLENTY).ask
 
 
 def test_a_load_among_many_asks_for_a_chunk_per_reader_at_least_and_not_for_much_more():
-    sharing = sharing_of(64)
-    numbers = [sharing.join(0, f"n{i}", 0.0) for i in range(4)]
-    asked = [sharing.turn(number, 0.0, 4 * MIB).ask for number in numbers]
+    scheduler = scheduler_of(64)
+    numbers = [scheduler.join(0, f"n{i}", 0.0) for i in range(4)]
+    asked = [scheduler.turn(number, 0.0, 4 * MIB).ask for number in numbers]
     assert [len(run) for run in asked] == [1, 1, 1, 1]
-    generous = sharing_of(64)
+    generous = scheduler_of(64)
     assert len(generous.turn(generous.join(0, "n", 0.0), 0.0, PLENTY).ask) == 2
 
 
 def test_another_cut_of_a_shard_is_believed_only_while_the_first_is_of_no_use():
-    sharing = Sharing([0])
+    scheduler = Scheduler([0])
     one, other = ChunkTable.uniform(4 * MIB, MIB), ChunkTable.uniform(4 * MIB, 2 * MIB)
-    assert sharing.describe(0, one)
-    reader = sharing.join(0, "a", 0.0)
-    assert sharing.describe(0, one)
-    assert not sharing.describe(0, other)
-    sharing.leave(reader)
-    assert sharing.describe(0, other)
-    assert len(sharing.turn(sharing.join(0, "b", 0.0), 0.0, PLENTY).ask) == 2
+    assert scheduler.describe(0, one)
+    reader = scheduler.join(0, "a", 0.0)
+    assert scheduler.describe(0, one)
+    assert not scheduler.describe(0, other)
+    scheduler.leave(reader)
+    assert scheduler.describe(0, other)
+    assert len(scheduler.turn(scheduler.join(0, "b", 0.0), 0.0, PLENTY).ask) == 2
 
 
 def test_an_empty_shard_is_finished_as_soon_as_it_is_described():
-    sharing = Sharing([0])
-    assert not sharing.finished(0)
-    assert sharing.describe(0, ChunkTable.uniform(0, MIB))
-    assert sharing.finished(0)
+    scheduler = Scheduler([0])
+    assert not scheduler.finished(0)
+    assert scheduler.describe(0, ChunkTable.uniform(0, MIB))
+    assert scheduler.finished(0)
 
 
 @settings(max_examples=150, deadline=None)
@@ -227,9 +231,9 @@ def test_every_chunk_is_got_exactly_once_whatever_fails(data, seed):
     rng = random.Random(seed)
     shards = data.draw(st.integers(1, 3))
     sizes = {s: [rng.randrange(1, 2 * MIB) for _ in range(rng.randrange(0, 30))] for s in range(shards)}
-    sharing = Sharing(sizes)
+    scheduler = Scheduler(sizes)
     for shard, lengths in sizes.items():
-        assert sharing.describe(shard, ChunkTable(lengths))
+        assert scheduler.describe(shard, ChunkTable(lengths))
     readings = [Reading(f"good{shard}", shard, rng.uniform(5e6, 60e6)) for shard in sizes]
     for number in range(data.draw(st.integers(0, 5))):
         for shard in sizes:
@@ -246,7 +250,7 @@ def test_every_chunk_is_got_exactly_once_whatever_fails(data, seed):
                 )
     rng.shuffle(readings)
     # What the good ones bring stays good: a chunk that is lost to all of them would hang the simulation.
-    _, got = simulate(sharing, readings, sizes)
+    _, got = simulate(scheduler, readings, sizes)
     assert sorted(got) == [
         (s, chunk) for s, lengths in sorted(sizes.items()) for chunk in range(len(lengths))
     ]
@@ -258,20 +262,20 @@ def test_every_chunk_is_got_exactly_once_whatever_fails(data, seed):
 def test_of_a_part_only_its_chunks_are_asked_for():
     table = ChunkTable.uniform(6 * MIB, MIB)
     part = Part(table, (1, 2, 5))
-    sharing = Sharing([0, 1], {0: part})
+    scheduler = Scheduler([0, 1], {0: part})
     assert part.bytes == 3 * MIB
     # Its numbers mean nothing for a shard that is cut in another way, whoever says so first.
-    assert not sharing.describe(0, ChunkTable.uniform(6 * MIB, 2 * MIB))
-    assert sharing.describe(0, table)
-    assert sharing.describe(1, ChunkTable.uniform(2 * MIB, MIB))
+    assert not scheduler.describe(0, ChunkTable.uniform(6 * MIB, 2 * MIB))
+    assert scheduler.describe(0, table)
+    assert scheduler.describe(1, ChunkTable.uniform(2 * MIB, MIB))
     got = {}
     for shard in (0, 1):
-        reader = sharing.join(shard, "a", 0.0)
-        while not (turn := sharing.turn(reader, 1.0, PLENTY)).over:
+        reader = scheduler.join(shard, "a", 0.0)
+        while not (turn := scheduler.turn(reader, 1.0, PLENTY)).over:
             for chunk in turn.ask:
-                assert sharing.wanted(reader, chunk)
-                assert sharing.got(reader, chunk, 1.0) == MIB
+                assert scheduler.wanted(reader, chunk)
+                assert scheduler.got(reader, chunk, 1.0) == MIB
                 got.setdefault(shard, []).append(chunk)
             assert turn.ask
-        assert sharing.finished(shard)
+        assert scheduler.finished(shard)
     assert got == {0: [1, 2, 5], 1: [0, 1]}

@@ -8,18 +8,26 @@ import math
 import socket
 import struct
 import threading
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transfer_harness import CHUNK, manifest_of, running_holder, running_owner, some_bytes
+from transfer_harness import CHUNK, Wanted, eventually, running_node, some_bytes
 
+from fastcheck_proto.v1 import peer_pb2
 from fastcheckd.counters import Counters
 from fastcheckd.errors import PeerError
-from fastcheckd.transfer.lane import Lane
+from fastcheckd.transfer.channel import Channel
 from fastcheckd.transfer.lane_meter import LaneMeter, WireBytes
 from fastcheckd.transfer.pacing import Gate, Pacer
-from fastcheckd.transfer.put_pacing import IDLE_SAMPLE_S, SAMPLE_S, Course, PutPacing, interface_bytes
+from fastcheckd.transfer.reader import MemoryTarget
+from fastcheckd.transfer.replication_pacing import (
+    IDLE_SAMPLE_S,
+    SAMPLE_S,
+    Course,
+    ReplicationPacing,
+    interface_bytes,
+)
 
 MB = 1_000_000
 
@@ -51,7 +59,7 @@ class Stand:
         self.restoring = threading.Event()
         self.counters = Counters()
         self.meter = ToldMeter()
-        self.pacing = PutPacing(
+        self.pacing = ReplicationPacing(
             cap_bytes_per_s=cap,
             interface=interface,
             restoring=self.restoring.is_set,
@@ -81,7 +89,7 @@ def test_nothing_is_held_back_without_cap_traffic_or_restore() -> None:
     assert stand.told == ("none", 0)
     for _ in range(1000):
         stand.pacing.wait("s", MB, lambda: None)
-    assert stand.counters.get("puts_paced") == 0
+    assert stand.counters.get("copies_paced") == 0
 
 
 def test_the_cap_is_a_rate_for_all_puts_together() -> None:
@@ -101,12 +109,12 @@ def test_the_cap_is_a_rate_for_all_puts_together() -> None:
             stand.pacing.wait("ab"[passed % 2], MB, tick)
             passed += 1
     assert 95 <= passed <= 103
-    assert stand.counters.get("puts_paced") >= 90
+    assert stand.counters.get("copies_paced") >= 90
 
 
 def test_puts_give_way_to_others_but_are_in_time_and_never_above_the_cap() -> None:
     stand = Stand(cap=60 * MB)
-    with stand.pacing.put_under_way(300 * MB, lambda: 200.0):
+    with stand.pacing.replicating(300 * MB, lambda: 200.0):
         stand.others_send(100 * MB, 2)
         reason, rate = stand.told
         assert reason == "deadline"
@@ -148,7 +156,7 @@ def test_while_somebody_restores_a_put_has_a_trickle_and_that_is_counted() -> No
         "a piece in half the time after which it seems dead"
     )
     assert passed[-1] < 23.0, "when the restore is done, nothing is held back any more"
-    assert stand.counters.get("puts_for_restore") >= 4
+    assert stand.counters.get("copies_for_restore") >= 4
     stand.restoring.set()
     assert stand.told == ("restore", 0)
 
@@ -172,41 +180,73 @@ def test_a_node_that_restores_takes_the_copies_of_others_by_a_trickle(tmp_path: 
     gate = Gate(Pacer(math.inf, burst_bytes=CHUNK, trickle_s=3600.0), restoring.is_set, paused.release)
 
     async def story() -> None:
-        async with running_holder(tmp_path, gate=gate) as holder, running_owner() as owner:
-            put = asyncio.create_task(owner.put(holder.ref(), some_bytes(8 * CHUNK)))
-            for _ in range(owner.client._config.lane_streams):
-                assert await asyncio.to_thread(paused.acquire, timeout=60)
-            assert holder.counters.get("bytes_received") == 0 and not put.done()
-            assert not holder.lane.serving
+        async with (
+            running_node(tmp_path, "owner") as owner,
+            running_node(tmp_path, "holder", incoming=gate) as holder,
+        ):
+            offer = asyncio.create_task(owner.offer(holder, owner.publish(some_bytes(8 * CHUNK))))
+            assert await asyncio.to_thread(paused.acquire, timeout=60)
+            assert holder.counters.get("bytes_received") == 0 and not offer.done()
+            assert not owner.server.serving
             restoring.clear()
-            await put
+            await offer
             assert holder.counters.get("bytes_received") == 8 * CHUNK
 
     asyncio.run(asyncio.wait_for(story(), 60))
 
 
-def test_a_copy_that_is_made_anew_waits_at_its_source_for_a_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize("repair", [False, True])
+def test_a_copy_waits_at_its_source_for_a_load(tmp_path: Path, repair: bool) -> None:
     loading = threading.Event()
     loading.set()
     paused = threading.Semaphore(0)
     aside = Gate(Pacer(math.inf, burst_bytes=CHUNK, trickle_s=3600.0), loading.is_set, paused.release)
-    unhurried = Gate(Pacer(math.inf, burst_bytes=CHUNK, trickle_s=3600.0), lambda: False)
+    purpose = peer_pb2.PURPOSE_REPAIR if repair else peer_pb2.PURPOSE_REPLICATE
     data = some_bytes(8 * CHUNK)
 
     async def story() -> None:
-        async with running_holder(tmp_path, aside=aside) as holder, running_owner() as owner:
-            digest = await owner.put(holder.ref(), data)
-            copy, loaded = bytearray(len(data)), bytearray(len(data))
-            key = manifest_of(len(data)).key
-            get = partial(owner.client.get_shard, holder.ref(), key, digest)
-            repair = asyncio.create_task(get(memoryview(copy), lambda _: None, streams=1, gate=unhurried))
+        async with (
+            running_node(tmp_path, "source", gates={purpose: aside}) as source,
+            running_node(tmp_path, "reader") as reader,
+        ):
+            manifest = source.publish(data)
+            offer = asyncio.create_task(source.offer(reader, manifest, repair=repair))
             assert await asyncio.to_thread(paused.acquire, timeout=60)
-            await get(memoryview(loaded), lambda _: None)
-            assert loaded == data, "a load waits for no gate"
-            assert not repair.done() and copy != data
+            assert (await reader.fetch(manifest, source.ref())).wanted.into == data, (
+                "a load waits for no gate"
+            )
+            assert not offer.done()
             loading.clear()
-            await repair
-            assert copy == data
+            await offer
+            assert reader.has_exactly(manifest, data)
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_whoever_waits_for_bytes_is_known_while_it_is_served(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with running_node(tmp_path, "source") as source, running_node(tmp_path, "reader") as reader:
+            manifest = source.publish(some_bytes(8 * CHUNK))
+            seen = threading.Event()
+
+            class Looks(Wanted):
+                async def target(self, *args: Any) -> MemoryTarget:
+                    found = await super().target(*args)
+                    place = found.place
+
+                    def looking(index: int) -> memoryview:
+                        if source.server.serving:
+                            seen.set()
+                        return place(index)
+
+                    found.place = looking  # type: ignore[method-assign]
+                    return found
+
+            fetch = reader.begin_fetch(manifest)
+            fetch.wanted = Looks(manifest)
+            assert await reader.run(fetch, [source.ref()]) is not None
+            assert seen.is_set()
+            await eventually(lambda: not source.server.serving)
 
     asyncio.run(asyncio.wait_for(story(), 60))
 
@@ -229,7 +269,7 @@ def test_the_kernel_counts_our_bytes_for_open_and_closed_lanes(
 ) -> None:
     here, there = connection
     with here, there:
-        meter, lane, other = LaneMeter(), Lane(here, "b", 5.0), Lane(there, "a", 5.0)
+        meter, lane, other = LaneMeter(), Channel(here, "b", 5.0), Channel(there, "a", 5.0)
         meter.add(lane)
         assert meter.total() == WireBytes(0, 0)
         here.sendall(b"x" * 300_000)
@@ -245,7 +285,7 @@ def test_the_kernel_counts_our_bytes_for_open_and_closed_lanes(
 def test_a_limited_lane_is_spaced_by_the_kernel(connection: tuple[socket.socket, socket.socket]) -> None:
     here, there = connection
     with here, there:
-        lane = Lane(here, "b", 5.0)
+        lane = Channel(here, "b", 5.0)
         lane.limit(2 * MB)
         (limited,) = _max_pacing(here)
         assert limited == 2 * MB
@@ -274,7 +314,7 @@ def test_glances_between_samples_find_the_gaps() -> None:
                 stand.pacing.sample()
             stand.pacing.glance()
 
-    with stand.pacing.put_under_way(300 * MB, lambda: 1e9):
+    with stand.pacing.replicating(300 * MB, lambda: 1e9):
         others_send(100 * MB, 2)
         reason, rate = stand.told
         assert reason == "traffic" and rate < 1 * MB, "a trickle: there is all the time of the world"
@@ -295,7 +335,7 @@ def test_bursts_between_puts_are_known_when_a_put_begins() -> None:
         assert stand.pacing.idle_s() == SAMPLE_S, "over a second a burst would be six tenths of one"
         stand.others_send(0, 0.4)
         assert stand.pacing.idle_s() == SAMPLE_S
-    with stand.pacing.put_under_way(300 * MB, lambda: 1e9):
+    with stand.pacing.replicating(300 * MB, lambda: 1e9):
         stand.pacing.sample()
         assert stand.pacing.report().foreign_bytes_per_s == pytest.approx(100 * MB, rel=0.02)
     stand.others_send(0, 5)
@@ -314,12 +354,12 @@ def test_what_waits_in_the_kernel_is_not_there_yet(connection: tuple[socket.sock
     stand = Stand()
     stand.others_send(100 * MB, 4)
     here, there = connection
-    with here, there, stand.pacing.put_under_way(MB, lambda: 0.0) as course:
+    with here, there, stand.pacing.replicating(MB, lambda: 0.0) as course:
         here.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:  # until the kernel takes no more
                 here.send(bytes(1 << 16))
-        lane = Lane(here, "b", 5.0)
+        lane = Channel(here, "b", 5.0)
         stand.pacing.begin(lane)
         course.sent(raw_bytes=MB, sent_bytes=MB)
         assert lane.waiting_bytes() > 0

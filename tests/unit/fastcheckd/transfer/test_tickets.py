@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import pytest
 
-from fastcheck_proto.v1 import common_pb2 as pb
-from fastcheckd.errors import FrameError, PeerError
-from fastcheckd.transfer.tickets import GetGrant, TicketOffice
+from fastcheck_proto.v1 import peer_pb2
+from fastcheckd.errors import FrameError, NotHeldError, PeerError
+from fastcheckd.transfer.encoder_cache import ShardEncoder
+from fastcheckd.transfer.tickets import Grant, TicketOffice
 
 
 class Clock:
@@ -19,13 +19,12 @@ class Clock:
         return self.now_s
 
 
-@contextlib.contextmanager
-def nothing() -> Iterator[memoryview]:
-    yield memoryview(b"")
+def nothing() -> contextlib.AbstractContextManager[ShardEncoder]:
+    raise NotHeldError("nobody opens it here")
 
 
-def grant() -> GetGrant:
-    return GetGrant(manifest=pb.ShardManifest(), streams=1, opened=nothing)
+def grant() -> Grant:
+    return Grant(opened=nothing, purpose=peer_pb2.PURPOSE_RESTORE)
 
 
 def test_a_ticket_is_good_once_and_for_its_own_grant() -> None:

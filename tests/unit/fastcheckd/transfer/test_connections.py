@@ -1,4 +1,4 @@
-"""A crew takes the threads it can get, and nobody leaves before all of them have."""
+"""A transfer takes the threads it can get, and nobody leaves before all of them have."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import Any
 import pytest
 
 from fastcheckd.errors import PeerError
-from fastcheckd.transfer.stream_crew import LoopProgress, hired
+from fastcheckd.transfer.connections import LoopProgress, connections
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(story, 20))
 
 
-def test_a_busy_executor_lends_fewer_threads_and_an_empty_crew_needs_none() -> None:
+def test_a_busy_executor_lends_fewer_threads_and_no_connections_need_none() -> None:
     async def story() -> None:
         busy = threading.Event()
         with ThreadPoolExecutor(3) as executor:
             executor.submit(busy.wait, 10)
-            async with hired(executor, 4) as crew:
-                assert crew.size == 2
+            async with connections(executor, 4) as opened:
+                assert opened.size == 2
                 done: list[int] = []
-                await crew.run([lambda: done.append(1), lambda: done.append(2)])
+                await opened.run([lambda: done.append(1), lambda: done.append(2)])
                 assert sorted(done) == [1, 2]
-            async with hired(executor, 0) as crew:
-                assert crew.size == 0
-                await crew.run([])
+            async with connections(executor, 0) as opened:
+                assert opened.size == 0
+                await opened.run([])
             busy.set()
-            async with hired(executor, 3) as crew:
-                assert crew.size >= 1
+            async with connections(executor, 3) as opened:
+                assert opened.size >= 1
 
     run(story())
 
@@ -44,10 +44,10 @@ def test_threads_without_orders_go_home() -> None:
         with ThreadPoolExecutor(2) as executor:
             for _ in range(3):
                 with pytest.raises(ZeroDivisionError):
-                    async with hired(executor, 2):
+                    async with connections(executor, 2):
                         raise ZeroDivisionError
-            async with hired(executor, 2) as crew:
-                assert crew.size == 2
+            async with connections(executor, 2) as opened:
+                assert opened.size == 2
 
     run(story())
 
@@ -56,7 +56,7 @@ def test_the_first_error_ends_the_others_and_is_raised_when_all_have_left() -> N
     async def story() -> None:
         left = threading.Event()
         with ThreadPoolExecutor(2) as executor:
-            async with hired(executor, 2) as crew:
+            async with connections(executor, 2) as opened:
 
                 def fails() -> None:
                     raise ZeroDivisionError
@@ -65,7 +65,7 @@ def test_the_first_error_ends_the_others_and_is_raised_when_all_have_left() -> N
                     deadline = time.monotonic() + 60
                     while time.monotonic() < deadline:
                         try:
-                            with crew.lane("127.0.0.1:1", "nobody", 1.0, ""):
+                            with opened.channel("127.0.0.1:1", "nobody", 1.0, ""):
                                 pass
                         except PeerError as error:
                             if "was ended" in str(error):
@@ -74,7 +74,7 @@ def test_the_first_error_ends_the_others_and_is_raised_when_all_have_left() -> N
                         time.sleep(0.01)
 
                 with pytest.raises(ZeroDivisionError):
-                    await crew.run([fails, ends_late])
+                    await opened.run([fails, ends_late])
                 assert left.is_set()
 
     run(story())
@@ -89,8 +89,8 @@ def test_a_cancelled_caller_waits_for_the_threads_even_if_cancelled_again() -> N
             gone.set()
 
         async def caller(executor: ThreadPoolExecutor) -> None:
-            async with hired(executor, 1) as crew:
-                await crew.run([stubborn])
+            async with connections(executor, 1) as opened:
+                await opened.run([stubborn])
 
         with ThreadPoolExecutor(1) as executor:
             task = asyncio.create_task(caller(executor))
@@ -112,7 +112,7 @@ def test_an_executor_that_is_shut_down_is_a_peer_error() -> None:
         executor = ThreadPoolExecutor(1)
         executor.shutdown()
         with pytest.raises(PeerError, match="shutting down"):
-            async with hired(executor, 1):
+            async with connections(executor, 1):
                 pass
 
     run(story())
