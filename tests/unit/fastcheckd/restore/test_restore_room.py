@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import threading
 from types import SimpleNamespace
@@ -66,9 +65,6 @@ class FakeStore:
         assert self.may_publish.wait(10)
         return SimpleNamespace(manifest=manifest, segment=segment)
 
-    def pinned(self, held):
-        return contextlib.nullcontext()
-
 
 def step_in_parts(number: int) -> rpb.StepRecord:
     shard = rpb.ShardRecord(bytes=PART_BYTES, digest=bytes([number]) * 16)
@@ -82,7 +78,8 @@ def make_room(store: FakeStore, monkeypatch, candidates, gather, told=None) -> R
         config=SimpleNamespace(node_id="me"),
         store=store,
         registry=None,
-        peers=None,
+        client=None,
+        fetcher=None,
         view=None,
         counters=Counters(),
         durations=Durations(DATA),
