@@ -1,4 +1,4 @@
-"""A plain loop of `save; result()` as users write it, on a cluster with its defaults: every step counts, not the median.
+"""A plain loop of `save; result()` as users write it, on a cluster with its defaults; every step counts.
 
 It answers what a training engineer asks first: how long `save` blocks, how long a step takes to be safe, the worst of
 thirty steps of both, and how much memory a node takes at most, all included.
@@ -85,7 +85,9 @@ def _loop(
     of = "memcpy, 1 thread"
     return [
         Figure(f"save blocks, copy threads {threads}", "ms", warm, limit, of, goal),
-        Figure(f"save blocks, copy threads {threads}, worst step / memcpy", "x", [max(warm) / memcpy_ms], goal="<= 1.5"),
+        Figure(
+            f"save blocks, copy threads {threads}, worst step / memcpy", "x", [max(warm) / memcpy_ms], goal="<= 1.5"
+        ),
         Figure(f"first save, copy threads {threads}", "ms", blocked[:1], limits[:1], of),
         Figure(f"committed, copy threads {threads}", "ms", safe, limit, of, "ratio <= 5"),
         Figure(

@@ -20,6 +20,7 @@ import torch
 from fastcheck import Checkpointer, DaemonUnavailableError, RegistryUnavailableError, SaveHandle
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
+from fastcheck_proto.v1 import store_pb2
 
 DEADLINE_S = 60.0
 
@@ -195,4 +196,21 @@ def run_module(module: str, *arguments: object, **environment: str) -> subproces
 def replicas_on_disk(cluster: LocalCluster, node: str) -> list[Path]:
     """Manifest files in a node's RAM directory."""
     ram_dir = next(n["ram_dir"] for n in cluster.status()["nodes"] if n["node_id"] == node)
-    return sorted(Path(ram_dir).glob("manifests/*/*.shard"))
+    return sorted(Path(ram_dir).glob("manifests/*/*.replica"))
+
+
+def chunks_on_disk(manifest: Path) -> list[tuple[Path, int, int]]:
+    """Where the chunks of the replica of a manifest lie, in order: file, offset and length in bytes."""
+    stored = store_pb2.StoredReplica.FromString(manifest.read_bytes()[:-16])
+    folder = manifest.parents[2] / "segments"
+    own = len(stored.manifest.chunk_digests) // 16
+    return [(folder / stored.files[place.file], place.offset, place.length) for place in stored.chunks[:own]]
+
+
+def flip_byte(path: Path, at: int) -> None:
+    """Change one byte of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))

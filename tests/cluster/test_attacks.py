@@ -41,7 +41,8 @@ from fastcheck_proto.v1 import (
     trainer_pb2,
     trainer_pb2_grpc,
 )
-from fastcheckd.transfer.frames import FrameHeader, Hello, Kind, pack_frame, pack_hello
+from fastcheckd.chunks import ChunkTable
+from fastcheckd.transfer.frames import FrameHeader, Hello, Kind, pack_frame, pack_hello, pack_want
 
 VICTIM = "node-1"
 #: A node may say about an attack this much, however long it lasts.
@@ -124,7 +125,7 @@ def raft_frame(value: object) -> bytes:
 
 def hostile_words(owned: Path) -> dict[str, bytes]:
     """What strangers say first, at whichever port."""
-    stride = Hello(first=0, stride=1, ticket=bytes(32))
+    stride = Hello(bytes(32))
     chunk = FrameHeader(kind=Kind.DATA, raw_bytes=16 << 20, encoded_bytes=16 << 20)
     return {
         "nothing, and leaves": b"",
@@ -162,7 +163,7 @@ def test_what_strangers_say_at_any_port_is_read_within_bounds(cluster: LocalClus
 
 def test_who_is_silent_or_drips_is_sent_away_from_every_port(cluster: LocalCluster) -> None:
     beginnings = {
-        "lane": pack_hello(Hello(first=0, stride=1, ticket=bytes(32))),
+        "lane": pack_hello(Hello(bytes(32))),
         "raft": raft_frame("x" * 3000),
         "metrics": b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 8000,
     }
@@ -354,18 +355,15 @@ def test_huge_sizes_are_refused_before_there_is_memory_for_them(cluster: LocalCl
             node = next(n for n in admin.nodes()["nodes"] if n["node_id"] == VICTIM)
         owner = common_pb2.NodeRef(node_id="node-0", incarnation=1)
         for huge in (1 << 40, 2**62, 2**63):
-            manifest = common_pb2.ShardManifest(
-                key=common_pb2.ShardKey(job="giant", step=1), shard_count=1, world_size=1, owner="node-0",
-                session=1, state_bytes=huge, bytes=huge, chunk_bytes=16 << 20,
-            )  # fmt: skip
-            put = peer_pb2.BeginPutRequest(
+            offer = peer_pb2.ReplicateRequest(
                 cluster_id=config["cluster_id"], epoch=10**6, holder_incarnation=node["incarnation"],
-                owner=owner, manifest=manifest, streams=1,
+                key=common_pb2.ShardKey(job="giant", step=1), digest=bytes(16), bytes=huge,
+                sources=[common_pb2.Holder(node=owner)],
             )  # fmt: skip
             save = trainer_pb2.BeginSaveRequest(
                 job="giant", rank=0, world_size=1, session=1, step=1, state_bytes=huge
             )
-            for call, request in ((peer.BeginPut, put), (trainer.BeginSave, save)):
+            for call, request in ((peer.Replicate, offer), (trainer.BeginSave, save)):
                 with pytest.raises(grpc.RpcError) as refused:
                     call(request, timeout=60)
                 assert refused.value.code() in {
@@ -374,7 +372,7 @@ def test_huge_sizes_are_refused_before_there_is_memory_for_them(cluster: LocalCl
         # Ten connections that each say a message of 64 MiB is coming, the most there is, and send a little of it.
         for _ in range(10):
             sock = stack.enter_context(dial(ports["data"]))
-            sock.sendall(http2.GREETING + http2.call("/fastcheck.v1.PeerService/BeginPut"))
+            sock.sendall(http2.GREETING + http2.call("/fastcheck.v1.PeerService/Replicate"))
             sock.sendall(http2.message(b"x" * 1000, announced=64 << 20))
         commit()
         assert not [m for m in replicas_on_disk(cluster, VICTIM) if m.parent.name == "giant"]
@@ -388,23 +386,27 @@ def test_a_replayed_ticket_opens_nothing(cluster: LocalCluster) -> None:
     ):
         peer = peer_pb2_grpc.PeerServiceStub(channel)
         held = peer.ListReplicas(peer_pb2.ListReplicasRequest(job="replayed"), timeout=60).replicas[0]
-        get = peer_pb2.BeginGetRequest(
+        get = peer_pb2.OpenRequest(
             cluster_id=config_of(cluster)["cluster_id"], key=held.key, digest=held.digest, streams=1
         )
-        (ticket,) = peer.BeginGet(get, timeout=60).tickets
+        opened = peer.Open(get, timeout=60)
+        (ticket,) = opened.tickets
         before = counters(cluster, VICTIM)["lane_rejected"]
-        assert len(said_by_lane(ports["lane"], ticket)) > held.bytes
+        chunks = len(ChunkTable.of(opened.manifest))
+        assert len(said_by_lane(ports["lane"], ticket, chunks)) > held.bytes
         for _ in range(3):
-            assert said_by_lane(ports["lane"], ticket) == b""
-        assert said_by_lane(ports["lane"], bytes(32)) == b""
+            assert said_by_lane(ports["lane"], ticket, chunks) == b""
+        assert said_by_lane(ports["lane"], bytes(32), chunks) == b""
         until(lambda: counters(cluster, VICTIM)["lane_rejected"] == before + 4, "all to be counted")
         commit()
 
 
-def said_by_lane(port: int, ticket: bytes) -> bytes:
+def said_by_lane(port: int, ticket: bytes, chunks: int) -> bytes:
+    """What the lane answers to who asks for all chunks of a shard."""
     said = b""
     with dial(port) as sock:
-        sock.sendall(pack_hello(Hello(first=0, stride=1, ticket=ticket)))
+        want = b"".join(pack_want(range(chunks)))
+        sock.sendall(pack_hello(Hello(ticket)) + want + pack_frame(FrameHeader(kind=Kind.END)))
         with contextlib.suppress(ConnectionResetError):
             while piece := sock.recv(1 << 16):
                 said += piece
@@ -434,7 +436,7 @@ def test_what_is_planted_in_the_store_of_a_stopped_node_is_not_followed(
     link.symlink_to(outside)
     pipe.unlink()
     os.mkfifo(pipe)
-    segments = sorted(ram.glob("segments/*.seg"), key=lambda path: path.stat().st_size)
+    segments = sorted(ram.glob("segments/*"), key=lambda path: path.stat().st_size)
     for segment in segments[-2:]:
         os.truncate(segment, 4096)
     (ram / "segments" / f"{'a' * 32}.seg").symlink_to(outside)

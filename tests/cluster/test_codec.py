@@ -81,7 +81,7 @@ def test_steps_travel_small_through_the_loss_of_a_holder_and_of_the_owners_proce
             # Zeros between runs go by no codec.
             assert 0.999 < sum(use["raw_bytes"] for use in stats["codecs"].values()) / stats["bytes"] <= 1
             assert stats["ratio"] > first["ratio"]
-        assert sum(counters(cluster, node)["patches_applied"] for node in ("node-1", "node-2")) >= 2
+        assert sum(counters(cluster, node)["deltas_made"] for node in ("node-1", "node-2")) >= 2
 
         cluster.kill("node-2", wipe=True)
         until(lambda: node_states(cluster, "node-0")["node-2"] == "DOWN", "node-2 to be DOWN")
@@ -121,12 +121,13 @@ def test_an_operator_sees_what_the_codec_did(make_cluster):
         older, newer = admin.replicas("gpt")["replicas"]
         inspected = admin.inspect("gpt", 2)
         assert [c["lossy"] for c in admin.checkpoints("gpt")["checkpoints"]] == [False, False]
-    # The owner has both steps in full, the holder the newer one and the way back.
-    assert newer["stored_bytes"] == 2 * newer["bytes"] > older["stored_bytes"] > older["bytes"]
+    # The owner has both steps as they are, the holder the newer one and reverse deltas. Slots are whole pages.
+    assert 2 * newer["bytes"] <= newer["stored_bytes"] < 2.01 * newer["bytes"]
+    assert newer["stored_bytes"] > older["stored_bytes"] > older["bytes"]
     assert inspected["ranks"][0]["codecs"] == newer["codecs"] and "adam" in newer["codecs"]
     owner = counters(cluster, "node-0")
     assert owner["chunks_encoded"] > 0 and owner["encode_cpu_ms"] > 0 and owner["bytes_saved"] > 0
-    assert owner["chunks_mispredicted"] == 0
+    assert owner["chunks_resent"] == 0
 
 
 def test_never_sends_everything_as_it_is(make_cluster):
@@ -136,7 +137,7 @@ def test_never_sends_everything_as_it_is(make_cluster):
         for step in (1, 2):
             stats = save(ckpt, training, step)
             assert stats["codecs"].keys() == {"raw"} and stats["encoded_bytes"] == stats["bytes"]
-    assert counters(cluster, "node-1")["patches_applied"] == counters(cluster, "node-0")["bytes_saved"] == 0
+    assert counters(cluster, "node-1")["deltas_made"] == counters(cluster, "node-0")["bytes_saved"] == 0
 
 
 def test_a_lossy_step_is_the_same_everywhere_says_so_and_is_not_loaded_by_mistake(make_cluster):

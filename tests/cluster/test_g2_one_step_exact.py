@@ -8,7 +8,9 @@ import torch
 from tests.cluster.harness import (
     Job,
     assert_same,
+    chunks_on_disk,
     counters,
+    flip_byte,
     make_state,
     paused,
     process_of,
@@ -24,7 +26,6 @@ from fastcheck import (
     StepNotFoundError,
     WorldSizeError,
 )
-from fastcheck_proto.v1 import store_pb2
 
 
 def test_nothing_committed_is_none_and_a_missing_step_is_an_error(make_cluster):
@@ -68,20 +69,16 @@ def test_a_state_that_does_not_fit_is_named_and_left_alone(make_cluster):
 
 def flip_a_byte(manifest: Path) -> None:
     """Damage the replica that a manifest names."""
-    stored = store_pb2.StoredShard.FromString(manifest.read_bytes()[:-16])
-    position = stored.segment_offset + stored.manifest.bytes // 2
-    with (manifest.parents[2] / "segments" / stored.segment).open("r+b") as segment:
-        segment.seek(position)
-        byte = segment.read(1)[0]
-        segment.seek(position)
-        segment.write(bytes([byte ^ 1]))
+    chunks = chunks_on_disk(manifest)
+    path, offset, length = chunks[len(chunks) // 2]
+    flip_byte(path, offset + length // 2)
 
 
 def test_a_flipped_byte_at_the_owner_is_found_and_the_copy_used(make_cluster):
     cluster = make_cluster(3)
     job = Job(cluster, ["node-0"])
     job.commit(1)
-    flip_a_byte(next(p for p in replicas_on_disk(cluster, "node-0") if p.name.endswith("-owner.shard")))
+    flip_a_byte(next(p for p in replicas_on_disk(cluster, "node-0") if p.name.endswith("-owner.replica")))
     job.start()
     assert job.load() == 1
     assert counters(cluster, "node-0")["corrupt_found"] == 1

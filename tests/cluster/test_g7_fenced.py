@@ -13,6 +13,8 @@ from fastcheck_proto.conventions import ERROR_METADATA_KEY
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
 
+#: An offer was taken, and nobody had the shard.
+TAKEN = "ERROR_CODE_UNREACHABLE"
 CHUNK = 64 << 10
 
 
@@ -30,80 +32,64 @@ class Holder:
             nodes = admin.nodes()
         return next(n["incarnation"] for n in nodes["nodes"] if n["node_id"] == self.node)
 
-    def begin(self, incarnation, *, provisional=False):
-        """The transfer, or the name of the error."""
-        manifest = pb.ShardManifest(
-            key=pb.ShardKey(job="late", step=1, rank=0, shard=0),
-            shard_count=1, world_size=1, owner="node-0", session=1, state_bytes=CHUNK, bytes=CHUNK,
-            chunk_bytes=CHUNK, chunk_lengths=[CHUNK], provisional=provisional,
-        )  # fmt: skip
-        request = peer_pb2.BeginPutRequest(
+    def offer(self, incarnation, *, provisional=False):
+        """The name of the error: there is nothing at the source, so an offer that is taken ends there."""
+        request = peer_pb2.ReplicateRequest(
             cluster_id=self.cluster_id,
             epoch=1 << 40,
             holder_incarnation=incarnation,
-            owner=pb.NodeRef(node_id="node-0", incarnation=1),
-            manifest=manifest,
-            streams=1,
+            key=pb.ShardKey(job="late", step=1, rank=0, shard=0),
+            digest=bytes(16),
+            bytes=CHUNK,
+            sources=[pb.Holder(node=pb.NodeRef(node_id="node-0", incarnation=1), data_address="127.0.0.1:1")],
             provisional=provisional,
         )
         with grpc.insecure_channel(self.address) as channel:
-            try:
-                return peer_pb2_grpc.PeerServiceStub(channel).BeginPut(request, timeout=60)
-            except grpc.RpcError as error:
-                name = str(dict(error.trailing_metadata()).get(ERROR_METADATA_KEY, error.details()))
-                assert name in {"ERROR_CODE_NO_LEASE", "ERROR_CODE_FENCED"}, error.details()
-                return name
-
-    def abort(self, begun):
-        with grpc.insecure_channel(self.address) as channel:
-            peer_pb2_grpc.PeerServiceStub(channel).AbortPut(
-                peer_pb2.AbortPutRequest(transfer_id=begun.transfer_id), timeout=10
-            )
+            with pytest.raises(grpc.RpcError) as refused:
+                peer_pb2_grpc.PeerServiceStub(channel).Replicate(request, timeout=60)
+            error = refused.value
+            name = str(dict(error.trailing_metadata()).get(ERROR_METADATA_KEY, error.details()))
+            assert name in {"ERROR_CODE_NO_LEASE", "ERROR_CODE_FENCED", TAKEN}, error.details()
+            return name
 
 
 def taken(answer):
-    return isinstance(answer, peer_pb2.BeginPutResponse)
+    return answer == TAKEN
 
 
 def test_a_holder_that_was_stopped_and_declared_down_takes_nothing_before_it_has_a_lease_again(make_cluster):
     cluster = make_cluster(4)
     holder = Holder(cluster, "node-3")
     old = holder.life()
-    begun = until(lambda: (a := holder.begin(old)) and taken(a) and a, "a first put to be taken")
-    holder.abort(begun)
+    until(lambda: (a := holder.offer(old)) and taken(a) and a, "a first offer to be taken")
     agent = process_of(cluster, "node-3", "agent")
     others = [process for pid in cluster.pids("node-3") if (process := psutil.Process(pid)) != agent]
     with paused(agent):
         with paused(*others):
             until(lambda: node_states(cluster, "node-0")["node-3"] == "DOWN", "node-3 to be DOWN")
         # The data process runs again, and its agent, which alone could tell it the news, does not.
-        assert holder.begin(old) == "ERROR_CODE_NO_LEASE"
-        assert holder.begin(old) == "ERROR_CODE_NO_LEASE", "also after it has waited"
-        late = holder.begin(old, provisional=True)
+        assert holder.offer(old) == "ERROR_CODE_NO_LEASE"
+        assert holder.offer(old) == "ERROR_CODE_NO_LEASE", "also after it has waited"
+        late = holder.offer(old, provisional=True)
         assert taken(late), "what nobody commits needs none"
-        holder.abort(late)
     until(lambda: node_states(cluster, "node-0")["node-3"] == "UP", "node-3 to register anew")
     new = holder.life()
     assert new > old
-    begun = until(lambda: (a := holder.begin(new)) and taken(a) and a, "a put to be taken in the new life")
-    holder.abort(begun)
-    assert holder.begin(old) == "ERROR_CODE_FENCED"
+    until(lambda: (a := holder.offer(new)) and taken(a) and a, "an offer to be taken in the new life")
+    assert holder.offer(old) == "ERROR_CODE_FENCED"
 
 
 def test_a_holder_that_a_majority_of_the_voters_does_not_answer_loses_its_lease_by_itself(make_cluster):
     cluster = make_cluster(4)
     holder = Holder(cluster, "node-3")
     life = holder.life()
-    begun = until(lambda: (a := holder.begin(life)) and taken(a) and a, "a first put to be taken")
-    holder.abort(begun)
+    until(lambda: (a := holder.offer(life)) and taken(a) and a, "a first offer to be taken")
     registries = [process_of(cluster, node, "registry") for node in ("node-0", "node-1", "node-2")]
     with paused(*registries[:2]):
-        until(lambda: holder.begin(life) == "ERROR_CODE_NO_LEASE", "the lease to end")
-        late = holder.begin(life, provisional=True)
+        until(lambda: holder.offer(life) == "ERROR_CODE_NO_LEASE", "the lease to end")
+        late = holder.offer(life, provisional=True)
         assert taken(late)
-        holder.abort(late)
-    begun = until(lambda: (a := holder.begin(life)) and taken(a) and a, "the lease to come back")
-    holder.abort(begun)
+    until(lambda: (a := holder.offer(life)) and taken(a) and a, "the lease to come back")
 
 
 @pytest.mark.parametrize("stopped", ["a whole node", "its data process"])

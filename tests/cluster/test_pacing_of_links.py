@@ -10,7 +10,8 @@ from tests.cluster.harness import Job, counters, until
 
 from fastcheck.admin import AdminClient
 from fastcheck_proto.v1 import common_pb2, node_pb2, node_pb2_grpc, peer_pb2, peer_pb2_grpc
-from fastcheckd.transfer.frames import Hello, pack_hello
+from fastcheckd.chunks import ChunkTable
+from fastcheckd.transfer.frames import WANT_INDEXES_MAX, Hello, pack_hello, pack_want
 
 MB = 1_000_000
 
@@ -35,7 +36,7 @@ def test_copies_take_no_more_than_the_cap(make_cluster):
     # A burst and a chunk for each connection, and time between the counter and the clock.
     assert moved <= 5 * MB * (lasted_s + 0.5) + 4 * 262144
     assert handle.stats["replicate_s"] >= 32 * 1048576 / (5 * MB) - 1.0
-    assert counters(cluster, "node-0")["puts_paced"] > 0
+    assert counters(cluster, "node-0")["copies_paced"] > 0
     assert lane_of(cluster, "node-0")["pacing"]["reason"] == "cap"
     assert lane_of(cluster, "node-0")["pacing"]["bytes_per_s"] == 5 * MB
 
@@ -46,7 +47,9 @@ def test_whoever_serves_a_restore_holds_its_own_copies_back(make_cluster):
     (handle,) = job.save(1)
     with slow_reader(cluster, "node-0", lambda: handle.committed):
         (under_way,) = job.save(2)
-        until(lambda: counters(cluster, "node-0")["puts_for_restore"] > 5, "copies that wait for the reader")
+        until(
+            lambda: counters(cluster, "node-0")["copies_for_restore"] > 5, "copies that wait for the reader"
+        )
         assert lane_of(cluster, "node-0")["pacing"]["reason"] == "restore"
         before = counters(cluster, "node-0")["bytes_sent"]
         until(lambda: counters(cluster, "node-0")["bytes_sent"] > before, "a trickle all the same")
@@ -63,15 +66,20 @@ def slow_reader(cluster, node, ready):
         found = admin.replicas("gpt", step=1)["replicas"][0]
     with grpc.insecure_channel(cluster.address(node)) as channel:
         who = node_pb2_grpc.NodeServiceStub(channel).Describe(node_pb2.DescribeRequest(), timeout=60)
-    request = peer_pb2.BeginGetRequest(
+    request = peer_pb2.OpenRequest(
         cluster_id=who.cluster_id, digest=bytes.fromhex(found["digest"]), streams=1,
+        purpose=peer_pb2.PURPOSE_RESTORE,
         key=common_pb2.ShardKey(job="gpt", step=1, rank=0, shard=found["shard"]),
     )  # fmt: skip
     with grpc.insecure_channel(who.data_address) as channel:
-        begun = peer_pb2_grpc.PeerServiceStub(channel).BeginGet(request, timeout=60)
+        begun = peer_pb2_grpc.PeerServiceStub(channel).Open(request, timeout=60)
     host, port = address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=60) as sock:
-        sock.sendall(pack_hello(Hello(first=0, stride=1, ticket=begun.tickets[0])))
+        table = ChunkTable.of(begun.manifest)
+        for first in range(0, len(table), WANT_INDEXES_MAX):
+            wanted = range(first, min(len(table), first + WANT_INDEXES_MAX))
+            hello = b"" if first else pack_hello(Hello(begun.tickets[0]))
+            sock.sendall(hello + b"".join(pack_want(wanted)))
         assert sock.recv(1)
         stop = threading.Event()
 

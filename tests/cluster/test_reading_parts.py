@@ -15,7 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cluster.harness import Job, counters, make_state, node_states, paused, process_of, until
+from tests.cluster.harness import (
+    Job,
+    chunks_on_disk,
+    counters,
+    flip_byte,
+    make_state,
+    node_states,
+    paused,
+    process_of,
+    replicas_on_disk,
+    until,
+)
 
 from fastcheck import Checkpointer, InvalidArgumentError, OutOfMemoryError, StepNotFoundError
 from fastcheck.admin import AdminClient
@@ -232,16 +243,11 @@ def test_others_take_over_from_a_holder_that_dies_during_a_read(job):
 
 
 def test_chunks_that_are_bad_at_a_holder_come_from_another(job):
-    ram_dir = next(n["ram_dir"] for n in job.cluster.status()["nodes"] if n["node_id"] == RANKS[0])
     with reader_of(job) as reader:
         good = read_all(reader)
-        for path in Path(ram_dir).glob("segments/*.seg"):
-            with path.open("r+b") as file:
-                for at in range(0, path.stat().st_size, 1 << 20):
-                    file.seek(at)
-                    byte = file.read(1)
-                    file.seek(at)
-                    file.write(bytes([byte[0] ^ 1]))
+        for manifest in replicas_on_disk(job.cluster, RANKS[0]):
+            for path, offset, _ in chunks_on_disk(manifest):
+                flip_byte(path, offset)
 
         def met():  # each chunk is asked of one of its holders, and the bad one may just not have its turn
             assert read_all(reader) == good

@@ -5,10 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from tests.cluster.harness import Job, counters, process_of, until
+from tests.cluster.harness import (
+    Job,
+    chunks_on_disk,
+    counters,
+    flip_byte,
+    process_of,
+    replicas_on_disk,
+    until,
+)
 
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster, layout
@@ -174,14 +181,10 @@ def test_a_drained_node_can_be_stopped_for_good(make_cluster: Make) -> None:
 
 
 def flip(cluster: LocalCluster, node: str) -> None:
-    """One byte of every segment of a node changes while nobody looks."""
-    ram_dir = next(n["ram_dir"] for n in cluster.status()["nodes"] if n["node_id"] == node)
-    for segment in Path(ram_dir).glob("segments/*.seg"):
-        with segment.open("r+b") as file:
-            file.seek(1000)
-            byte = file.read(1)
-            file.seek(1000)
-            file.write(bytes([byte[0] ^ 1]))
+    """One byte of every replica of a node changes while nobody looks."""
+    for manifest in replicas_on_disk(cluster, node):
+        path, offset, _ = chunks_on_disk(manifest)[0]
+        flip_byte(path, offset)
 
 
 def test_a_byte_that_flips_at_rest_is_found_and_repaired(make_cluster: Make) -> None:

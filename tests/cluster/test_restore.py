@@ -1,9 +1,18 @@
 """A restore from several holders: a bad chunk at one, another one that does not answer, what the trainer is told."""
 
-from pathlib import Path
-
 import pytest
-from tests.cluster.harness import Job, assert_same, counters, make_state, paused, process_of, until
+from tests.cluster.harness import (
+    Job,
+    assert_same,
+    chunks_on_disk,
+    counters,
+    flip_byte,
+    make_state,
+    paused,
+    process_of,
+    replicas_on_disk,
+    until,
+)
 
 from fastcheck import LoadProgress
 
@@ -21,11 +30,6 @@ def lose(cluster):
     return job
 
 
-def segments(cluster, node):
-    ram_dir = next(n["ram_dir"] for n in cluster.status()["nodes"] if n["node_id"] == node)
-    return [p for p in Path(ram_dir).glob("segments/*.seg") if p.stat().st_size]
-
-
 def load(job, **options):
     with job.trainer(0) as trainer:
         state = make_state(99, 0, 0, MEGABYTES)
@@ -37,13 +41,10 @@ def load(job, **options):
 def test_a_bad_chunk_comes_from_elsewhere_and_its_holder_drops_the_copy(make_cluster):
     cluster = make_cluster(5, tolerate=2)
     job = lose(cluster)
-    rotten = next(n for n in cluster.node_ids if n != LOST and segments(cluster, n))
-    damaged = segments(cluster, rotten)
-    for path in damaged:
-        with path.open("r+b") as file:
-            first = file.read(1)
-            file.seek(0)
-            file.write(bytes([first[0] ^ 1]))
+    rotten = next(n for n in cluster.node_ids if n != LOST and replicas_on_disk(cluster, n))
+    for manifest in replicas_on_disk(cluster, rotten):
+        path, offset, _ = chunks_on_disk(manifest)[0]
+        flip_byte(path, offset)
     stats = load(job)
     assert stats["fetched_bytes"] == stats["bytes"]
     # Whoever is faster brings more, and the good holders may bring all: that a bad chunk is met is seen to in
@@ -68,13 +69,9 @@ def test_the_only_good_copy_of_some_chunks_is_found(make_cluster):
     job.stop()
     cluster.start("node-2")
     for node, at_end in (("node-0", False), ("node-1", True)):
-        for path in segments(cluster, node):
-            with path.open("r+b") as file:
-                # The segment is the shard, rounded up to pages.
-                file.seek(-(1 << 20) if at_end else 0, 2 if at_end else 0)
-                byte = file.read(1)
-                file.seek(-1, 1)
-                file.write(bytes([byte[0] ^ 1]))
+        for manifest in replicas_on_disk(cluster, node):
+            path, offset, _ = chunks_on_disk(manifest)[-1 if at_end else 0]
+            flip_byte(path, offset)
     stats = load(job)
     assert (stats["fetched_bytes"], stats["holders"]) == (stats["bytes"], 2)
 
@@ -82,7 +79,7 @@ def test_the_only_good_copy_of_some_chunks_is_found(make_cluster):
 def test_a_holder_that_does_not_answer_costs_no_timeout(make_cluster):
     cluster = make_cluster(5, tolerate=2, transfer_timeout_s=120.0)
     job = lose(cluster)
-    stopped = next(n for n in cluster.node_ids if n != LOST and segments(cluster, n))
+    stopped = next(n for n in cluster.node_ids if n != LOST and replicas_on_disk(cluster, n))
     with paused(process_of(cluster, stopped, "data")):
         stats = load(job)
     assert stats["fetched_bytes"] == stats["bytes"]

@@ -230,8 +230,12 @@ def test_a_node_speaks_for_no_other_node(cluster: LocalCluster) -> None:
             request = registry_pb2.OpenRankRequest(job="near", world_size=1, client_id="x", node=other)
             assert "only for itself" in denied(stub.OpenRank, request)
     with channel_as(cluster, "node-node-9", data, "node-0") as channel:
-        put = peer_pb2.BeginPutRequest(cluster_id=config["cluster_id"], owner=other)
-        assert "only for itself" in denied(peer_pb2_grpc.PeerServiceStub(channel).BeginPut, put)
+        offer = peer_pb2.ReplicateRequest(
+            cluster_id=config["cluster_id"], sources=[common_pb2.Holder(node=other)]
+        )
+        assert "only for itself" in denied(peer_pb2_grpc.PeerServiceStub(channel).Replicate, offer)
+        opening = peer_pb2.OpenRequest(cluster_id=config["cluster_id"], reader="node-1")
+        assert "only for itself" in denied(peer_pb2_grpc.PeerServiceStub(channel).Open, opening)
 
 
 def test_the_sdk_says_who_was_refused_what(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,9 +150,7 @@ class Data:
     # Copies, in the order of `transfer.receiver`
 
     @answers
-    async def Replicate(
-        self, request: peer_pb2.ReplicateRequest, context: Any
-    ) -> peer_pb2.ReplicateResponse:
+    async def Replicate(self, request: peer_pb2.ReplicateRequest, context: Any) -> peer_pb2.ReplicateResponse:
         checks.check_offer(
             request,
             cluster_id=self.machine.config.cluster_id,

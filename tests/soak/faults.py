@@ -176,7 +176,7 @@ class Faults:
 
     def flip_replica(self, node: str) -> str:
         """A byte of a holder's memory is another; `node` has no trainer, so nothing there is being filled by one."""
-        segments = sorted(self._cluster.ram_dirs[node].glob("segments/*.seg"))
+        segments = sorted(self._cluster.ram_dirs[node].glob("segments/*"))
         if segments:
             with contextlib.suppress(OSError):
                 path = self._draw.choice(segments)

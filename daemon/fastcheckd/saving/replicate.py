@@ -281,6 +281,7 @@ class Replicator:
                 shard.plans,
                 fraction=self._policy.fraction(_route(shard), sharing=sharing),
                 alone=self._config.codec == "always",
+                lean=shard.deltas is not None,
                 readers=self._config.tolerate,
                 fits=fits,
                 course=course,
@@ -340,20 +341,12 @@ class Replicator:
         self._policy.encoded(_route(shard), raw_bytes=raw_bytes, encoded_bytes=encoded_bytes, cpu_s=cpu_s)
 
     def _keep_older(self, shards: list[Shard]) -> None:
-        """Where memory is short, free the segment of the step before. Blocks.
-
-        What was encoded for the holders is kept as reverse deltas, nearly for nothing. Where chunks went as they are,
-        encoding them for this alone would cost as much as another save: then the step stays at its holders only.
-        """
+        """Where memory is short, keep the step before as reverse deltas, so that its segment is free. Blocks."""
         for shard in shards:
-            if shard.deltas is None or shard.own is None or shard.base is None:
+            if shard.deltas is None or shard.own is None:
                 continue
             try:
-                if shard.deltas.covers(shard.own):
-                    shard.deltas.publish(shard.own)
-                else:
-                    self._store.drop(shard.base)
-                    self._counters.add("own_steps_dropped")
+                shard.deltas.publish(shard.own)
             except StoreError as error:
                 logger.info("shard %d of the step before stays as it is: %s", shard.index, error)
 

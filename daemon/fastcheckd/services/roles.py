@@ -59,10 +59,7 @@ RULES: dict[str, dict[str, frozenset[str]]] = {
         _NODES,
     ),
     "fastcheck.v1.PeerService": dict.fromkeys(
-        (
-            "Replicate", "Open", "ListReplicas", "ReportCorrupt",
-            "VerifyReplicas", "GetStats",
-        ),
+        ("Replicate", "Open", "ListReplicas", "ReportCorrupt", "VerifyReplicas", "GetStats"),
         _NODES,
     ),
     "fastcheck.v1.TrainerService": dict.fromkeys(
@@ -83,7 +80,7 @@ RULES: dict[str, dict[str, frozenset[str]]] = {
 }  # fmt: skip
 
 #: Calls in which a node says who it is: a node says that of itself alone.
-_SPEAKER: dict[str, Callable[[Any], str]] = {
+_SPEAKER: dict[str, Callable[[Any], str | None]] = {
     "/fastcheck.v1.RegistryService/Register": lambda request: request.node_id,
     "/fastcheck.v1.RegistryService/Leave": lambda request: request.node.node_id,
     "/fastcheck.v1.RegistryService/Heartbeat": lambda request: request.node.node_id,
@@ -92,8 +89,14 @@ _SPEAKER: dict[str, Callable[[Any], str]] = {
     "/fastcheck.v1.RegistryService/Report": lambda request: request.record.owner.node_id,
     "/fastcheck.v1.RegistryService/Supersede": lambda request: request.owner.node_id,
     "/fastcheck.v1.RegistryService/ReportInventory": lambda request: request.node.node_id,
-    "/fastcheck.v1.PeerService/BeginPut": lambda request: request.owner.node_id,
+    "/fastcheck.v1.PeerService/Replicate": lambda request: _offering(request),
+    "/fastcheck.v1.PeerService/Open": lambda request: request.reader or None,
 }
+
+
+def _offering(request: Any) -> str | None:
+    """Who offers a shard: its first source. The leader orders repairs on behalf of others."""
+    return None if request.repair or not request.sources else str(request.sources[0].node.node_id)
 
 
 def names_a_speaker(method: str) -> bool:
@@ -156,5 +159,5 @@ def check_speaker(who: Caller, method: str, request: Any, voters: Collection[str
     speaker = _SPEAKER[method](request)
     # A stream is a node's own line to each voter: nobody passes that on.
     passed_on = who.name in voters and not method.endswith("/Heartbeat")
-    if speaker != who.name and not passed_on:
+    if speaker is not None and speaker != who.name and not passed_on:
         raise DeniedError(f"{who} may not speak for node {speaker[:128]!r}, only for itself")

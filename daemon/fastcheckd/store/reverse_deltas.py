@@ -104,14 +104,6 @@ class ReverseDeltas:
                 return
             self._deltas[index] = place, newer_digest
 
-    def covers(self, newer: Replica) -> bool:
-        """Whether every changed chunk has a delta, so that `publish` moves no bytes."""
-        with self._lock:
-            return all(
-                mine.digest == its.digest or (number in self._deltas and self._deltas[number][1] == its.digest)
-                for number, (mine, its) in enumerate(zip(self.older.content, newer.content, strict=True))
-            )
-
     def publish(self, newer: Replica) -> None:
         """Have nothing of the older step lie in the segment that it is in: changed chunks become the deltas that were
         added or move to slots as they are, equal ones a note that they are the newer step's.

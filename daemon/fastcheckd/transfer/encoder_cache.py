@@ -57,6 +57,7 @@ class OutgoingShard:
         plans: what each chunk consists of.
         fraction: share of the chunks to encode against the base.
         alone: encode what has no base, too.
+        lean: encode all that can be, whatever `fraction` says.
         readers: holders that are going to read it.
         fits: learning rates that other shards of the save have found.
         course: tells the pacing how much is left.
@@ -69,6 +70,7 @@ class OutgoingShard:
         *,
         fraction: float,
         alone: bool = False,
+        lean: bool = False,
         readers: int = 1,
         fits: Fits | None = None,
         course: Course | None = None,
@@ -77,6 +79,7 @@ class OutgoingShard:
         self.plans = plans
         self.fraction = fraction
         self.alone = alone
+        self.lean = lean
         self.readers = readers
         self.fits = fits or Fits()
         self.course = course
@@ -256,7 +259,7 @@ class ShardEncoder:
         """Whether a chunk should be encoded."""
         out = self.outgoing
         if self._base is not None:
-            return lean or (out is not None and is_chosen(index, out.fraction))
+            return lean or (out is not None and (out.lean or is_chosen(index, out.fraction)))
         return out.alone if out is not None else self._policy.choose()
 
     def _join(self, index: int) -> _Encoding:

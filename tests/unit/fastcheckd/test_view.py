@@ -2,6 +2,7 @@
 
 import asyncio
 
+from fastcheckd.store.ram_store import RamStore
 from tests.sockets import free_address
 from tests.unit.fastcheckd.store.store_helpers import changed, payload, put, put_patch
 
@@ -10,7 +11,6 @@ from fastcheckd.config import Config
 from fastcheckd.counters import Counters
 from fastcheckd.identity import Identity
 from fastcheckd.process.data import _DataRooms
-from fastcheckd.store.ram_store import RamStore
 from fastcheckd.store.retention import Kept
 from fastcheckd.view import ViewFollower
 

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from fastcheckd.store.ram_store import RamStore
 from tests.unit.fastcheckd.store.store_helpers import COPY, changed, payload, put, put_patch
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
@@ -10,7 +11,6 @@ from fastcheckd.counters import Counters
 from fastcheckd.identity import Identity
 from fastcheckd.maintenance import prune
 from fastcheckd.maintenance.prune import Pruner
-from fastcheckd.store.ram_store import RamStore
 from fastcheckd.view import ViewFollower
 
 BYTES = 1 << 16

@@ -16,7 +16,9 @@ def replica(
     return ScrubItem((name, step), step, digest, size, verified)
 
 
-def turns(book: ScrubSchedule, held: list[ScrubItem], *, start: float, stop: float) -> list[tuple[float, str]]:
+def turns(
+    book: ScrubSchedule, held: list[ScrubItem], *, start: float, stop: float
+) -> list[tuple[float, str]]:
     """Who was checked when, looking each second."""
     done = []
     now = start

@@ -17,7 +17,6 @@ from store_helpers import (
     put,
     read,
     stage,
-    thin,
     trained,
     weights,
 )
@@ -101,22 +100,6 @@ def test_without_keep_base_no_deltas_are_made(store):
     fill(draft, trained(data, 2), against_base=True)
     draft.publish()
     assert base.is_whole
-
-
-def test_steps_go_in_any_order_and_all_memory_comes_back(store):
-    steps = [weights(1)]
-    base = put(store, steps[0])
-    for step in range(2, 5):
-        steps.append(trained(steps[-1], step))
-        base = put(store, steps[-1], step, base=base)
-    held = {each.key.step: each for each in store.held()}
-    for gone in (4, 2, 1):
-        store.drop(held.pop(gone))
-        for step, replica in held.items():
-            assert read(store, replica) == steps[step - 1]
-    store.drop(held.pop(3))
-    store.drop(base)  # dropped already
-    assert in_use(store) == 0 and store.held() == [] and store.job_bytes() == {}
 
 
 def test_a_reader_is_not_disturbed_by_a_drop_nor_by_a_change_of_form(store):
@@ -224,48 +207,6 @@ def test_chunks_of_unlike_sizes_leave_no_memory_behind(store):
     assert in_use(store) == 0
 
 
-def test_the_owners_replica_lies_in_its_segment(store):
-    data = weights(1)
-    held = stage(store, data, 1)
-    assert held.segment is not None and bytes(held.view) == data and held.is_whole
-    store.drop(held)
-    assert len(store.free_segments("staging.gpt.0.1")) == 1
-
-
-def test_an_older_step_of_the_owner_gives_its_segment_back_and_is_the_same(tmp_path):
-    store = open_store(tmp_path / "ram")
-    data = weights(1)
-    newer = trained(data, 2, {0, 2})
-    older_, newer_ = stage(store, data, 1), stage(store, newer, 2)
-    thin(store, older_, newer_)
-    assert len(store.free_segments("staging.gpt.0.1")) == 1
-    assert older_.segment is None and read(store, older_) == data and read(store, newer_) == newer
-    third = trained(newer, 3)
-    third_ = stage(store, third, 3)  # in the segment of the first
-    thin(store, newer_, third_)
-    store.close()
-    store = open_store(tmp_path / "ram")
-    assert [read(store, each) for each in store.held()] == [data, newer, third]
-    assert [each.segment is None for each in store.held()] == [True, True, False]
-    store.close()
-
-
-def test_what_does_not_shrink_is_moved_to_slots(store):
-    older, newer = stage(store, weights(1), 1), stage(store, weights(2), 2)
-    thin(store, older, newer, chunks=())
-    assert read(store, older) == weights(1) and older.segment is None
-
-
-def test_without_room_to_thin_all_stays_as_it_was(tmp_path):
-    store = open_store(tmp_path / "ram", budget_bytes=9 * CHUNK)
-    older, newer = stage(store, weights(1), 1), stage(store, weights(2), 2)
-    with pytest.raises(OverBudgetError):
-        thin(store, older, newer, chunks=())
-    assert older.segment is not None and read(store, older) == weights(1)
-    assert in_use(store) == 8 * CHUNK
-    store.close()
-
-
 def test_a_segment_of_an_older_session_is_not_used_again(store):
     held = stage(store, weights(1), 1, session=1)
     store.retire("gpt", 0, 2)
@@ -353,66 +294,3 @@ def test_of_manifests_that_say_that_different_chunks_share_bytes_the_true_one_is
     assert [held.key.rank for held in store.held()] == kept
     assert all(store.verify(held) for held in store.held())
     store.close()
-
-
-def test_only_one_process_has_a_directory(tmp_path):
-    store = open_store(tmp_path / "ram")
-    with pytest.raises(StoreError, match="in use"):
-        open_store(tmp_path / "ram")
-    store.close()
-    with pytest.raises(StoreError):
-        put(store, weights(1))
-
-
-# --- kill -9 between any two steps ---------------------------------------------------------------
-
-
-def life(directory: Path, faults) -> None:
-    """Publish, replace, thin and drop; `faults` ends it."""
-    store = open_store(directory, budget_bytes=90 * CHUNK)
-    store.faults = faults
-    data = [weights(1, 24 * CHUNK)]
-    base = put(store, data[0])
-    for step in range(2, 5):
-        data.append(trained(data[-1], step))
-        base = put(store, data[-1], step, base=base)
-        if step > 2:
-            store.drop(store.held("gpt", step - 2)[0])
-    own = [weights(7), trained(weights(7), 8, {1, 2})]
-    older, newer = stage(store, own[0], 1), stage(store, own[1], 2)
-    thin(store, older, newer)
-    store.drop(newer)
-
-
-def wanted(kind: int, step: int) -> bytes:
-    if kind == OWNER:
-        return weights(7) if step == 1 else trained(weights(7), 8, {1, 2})
-    data = weights(1, 24 * CHUNK)
-    for each in range(2, step + 1):
-        data = trained(data, each)
-    return data
-
-
-def test_a_kill_at_any_fault_point_leaves_every_published_replica_exact(tmp_path):
-    names: list[str] = []
-    life(tmp_path / "whole", names.append)
-    assert len(set(names)) >= 6, names
-    for number, name in enumerate(names):
-        directory = tmp_path / str(number)
-        child = os.fork()
-        if child == 0:
-            seen = iter(range(len(names)))
-            life(directory, lambda _, seen=seen, number=number: os._exit(9) if next(seen) == number else None)
-            os._exit(1)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 9, name
-        store = open_store(directory, budget_bytes=90 * CHUNK)
-        for held in store.held():
-            assert read(store, held) == wanted(held.kind, held.key.step), (name, tuple(held.id))
-            assert store.verify(held)
-        steps = {held.key.step for held in store.held() if held.kind == COPY}
-        put(store, weights(99), max(steps, default=0) + 1)  # life goes on
-        for held in store.held():
-            store.drop(held)
-        assert in_use(store) == 0, name
-        store.close()

@@ -1,4 +1,4 @@
-"""Any course of drafts, thinnings, drops, readers and restarts, against a model that is a dictionary."""
+"""Any course of drafts, reverse deltas, drops, damage and restarts, against a model that is a dictionary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from store_helpers import (
 )
 from tests.fuzzing import examples
 
-from fastcheckd.errors import OverBudgetError
+from fastcheckd.errors import CorruptError, OverBudgetError
+from fastcheckd.store.draft import Draft
 
 SIZE = 6 * CHUNK
 BUDGET = 96 * CHUNK
@@ -41,8 +42,10 @@ class Lives(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp())
         self.store = open_store(self.directory / "ram", BUDGET)
         self.model: dict[tuple[int, int, int], bytes] = {}  # (kind, rank, step)
-        self.drafts: list[tuple[object, bytes]] = []
+        self.drafts: list[tuple[Draft, bytes]] = []
         self.step = 0
+        #: What is not used again until the next process has the directory.
+        self.bad_bytes = 0
 
     def teardown(self) -> None:
         self.store.close()
@@ -82,7 +85,7 @@ class Lives(RuleBasedStateMachine):
                 fill(draft, data)
                 draft.publish()
                 self.model[COPY, draft.manifest.key.rank, draft.manifest.key.step] = data
-        except OverBudgetError:
+        except (OverBudgetError, CorruptError):
             pass
         draft.abandon()
 
@@ -114,11 +117,26 @@ class Lives(RuleBasedStateMachine):
         self.store.drop(self.store.find(manifest_of(b"", step, rank=rank).key, kind))
         del self.model[kind, rank, step]
 
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), number=st.integers(0, 5))
+    def damage(self, data, number):
+        kind, rank, step = data.draw(st.sampled_from(sorted(self.model)))
+        replica = self.store.find(manifest_of(b"", step, rank=rank).key, kind)
+        chunk = replica.content[number]
+        place = chunk.form.place
+        leading = [r for r in self.store.held() if any(chunk in each.chain() for each in r.content)]
+        place.view[place.length // 2] ^= 1
+        assert not self.store.verify(replica)
+        for each in leading:
+            del self.model[each.kind, each.key.rank, each.key.step]
+        self.bad_bytes += place.slot_bytes
+
     @rule()
     def restart(self):
         for draft, _ in self.drafts:
             draft.abandon()
         self.drafts.clear()
+        self.bad_bytes = 0
         self.store.close()
         self.store = open_store(self.directory / "ram", BUDGET)
 
@@ -131,7 +149,7 @@ class Lives(RuleBasedStateMachine):
         usage = self.store.usage()
         assert 0 <= usage.free_bytes <= usage.used_bytes <= BUDGET
         if not self.model and not self.drafts:
-            assert in_use(self.store) == 0
+            assert in_use(self.store) == self.bad_bytes
             assert self.store.job_bytes() == {}
 
 
