@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from trained_state import TrainedState
-from transfer_harness import CHUNK, Node, damage, in_a_loop, manifest_of, running_nodes, some_bytes
+from transfer_harness import CHUNK, Node, damage, idle, in_a_loop, manifest_of, running_nodes, some_bytes
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
@@ -413,6 +413,7 @@ async def replicate(
         for holder, answer in zip(holders, answers, strict=True):
             assert holder.has_exactly(manifest, data)
             assert answer.received_bytes <= len(data)
+        await idle(owner)
         assert shard.sent_bytes == sum(answer.received_bytes for answer in answers)
     return data, manifest, shard.sent_bytes
 

@@ -117,6 +117,11 @@ async def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> N
         await asyncio.sleep(0.01)
 
 
+async def idle(node: Node) -> None:
+    """Wait until nobody reads from a node any more: what it sent is counted by then."""
+    await eventually(lambda: node.server.connections == 0)
+
+
 def open_gate() -> Gate:
     """Holds up nobody."""
     return Gate(Pacer(math.inf, burst_bytes=CHUNK, trickle_s=3600.0), lambda: False)
@@ -411,6 +416,7 @@ class BadWire:
         #: A bit of every raw chunk is flipped.
         self.flips_all = False
         self.cut_at: int | None = None
+        self.was_cut = threading.Event()
         self.stall_at: int | None = None
         self.stalled = threading.Event()
         #: Before each piece of at most 64 KiB.
@@ -457,6 +463,7 @@ class BadWire:
                     if self.pause_s:
                         self._end.wait(self.pause_s)
                     if self.cut_at is not None and self.cut_at < stop:
+                        self.was_cut.set()
                         break
                     if self.stall_at is not None and self.stall_at < stop:
                         self.stalled.set()
