@@ -30,7 +30,7 @@ def data_facts(**values):
     known = {
         "counters": Counters().snapshot(), "durations": Durations(DATA).snapshot(), "ram_used_bytes": 10,
         "ram_free_bytes": 5, "ram_budget_bytes": 100, "scrub_age_s": 2.0, "scrub_period_s": 3600.0,
-        "replicas": {"owner": 2, "copy": 4}, "puts_arriving": 0, "seats": 1, "jobs": [job()],
+        "replicas": {"owner": 2, "copy": 4}, "copies_arriving": 0, "seats": 1, "jobs": [job()],
         "job_ram_bytes": {"gpt": 7}, "job_budget_bytes": 60,
     }  # fmt: skip
     return DataFacts(**{**known, **values})

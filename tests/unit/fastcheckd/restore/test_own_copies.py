@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -18,6 +19,18 @@ from fastcheckd.restore.tally import Tally
 REQUEST = tpb.LoadRequest(job="j", rank=0, world_size=1)
 
 
+@functools.cache
+def segment_of(step: int) -> SimpleNamespace:
+    """One for all shards of a step."""
+    return Segment(name=f"step {step}", path=f"/dev/shm/{step}", size_bytes=12288, view=memoryview(b""))
+
+
+class Segment(SimpleNamespace):
+    """As the store's, equal to itself only."""
+
+    __hash__ = object.__hash__
+
+
 class Held:
     """A shard of a step of rank 0; equal to itself only, as the store's are."""
 
@@ -28,8 +41,8 @@ class Held:
         self.manifest = pb.ShardManifest(
             key=self.key, shard_count=count, state_bytes=9000, header_offset=4096, header_bytes=7
         )
-        self.segment = SimpleNamespace(name=f"step {step}", path=f"/dev/shm/{step}", size_bytes=12288)
-        self.view, self.chunks = memoryview(b""), None
+        self.segment = segment_of(step)
+        self.offset, self.chunks = 0, None
 
 
 def own(monkeypatch, shards: list[Held], going_on: asyncio.Event) -> tuple[OwnCopies, list[int]]:
@@ -44,7 +57,7 @@ def own(monkeypatch, shards: list[Held], going_on: asyncio.Event) -> tuple[OwnCo
     monkeypatch.setattr(own_copies, "count_bad_chunks", count_bad_chunks)
     store = SimpleNamespace(
         held=lambda job, step: [s for s in shards if step is None or s.key.step == step],
-        pinned=lambda held: contextlib.nullcontext(),
+        mapped=lambda held: contextlib.nullcontext(held.segment),
     )
     return OwnCopies(store, ThreadPoolExecutor(1), lambda *_: []), begun
 

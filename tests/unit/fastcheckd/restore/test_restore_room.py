@@ -66,8 +66,8 @@ class FakeStore:
         assert self.may_publish.wait(10)
         return SimpleNamespace(manifest=manifest, segment=segment)
 
-    def pinned(self, held):
-        return contextlib.nullcontext()
+    def mapped(self, held):
+        return contextlib.nullcontext(held.segment)
 
 
 def step_in_parts(number: int) -> rpb.StepRecord:
@@ -82,7 +82,8 @@ def make_room(store: FakeStore, monkeypatch, candidates, gather, told=None) -> R
         config=SimpleNamespace(node_id="me"),
         store=store,
         registry=None,
-        peers=None,
+        client=None,
+        fetcher=None,
         view=None,
         counters=Counters(),
         durations=Durations(DATA),
