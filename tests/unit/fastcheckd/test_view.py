@@ -2,9 +2,8 @@
 
 import asyncio
 
-from fastcheckd.store.ram_store import RamStore
 from tests.sockets import free_address
-from tests.unit.fastcheckd.store.store_helpers import changed, payload, put, put_patch
+from tests.unit.fastcheckd.store.store_helpers import CHUNK, open_store, put, trained, weights
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.config import Config
@@ -42,8 +41,9 @@ def test_a_slow_reader_of_a_deleted_step_does_not_keep_newer_views_waiting(tmp_p
         ram_budget_bytes=1 << 24,
     )  # fmt: skip
     counters = Counters()
-    store = RamStore.open(config.ram_dir, budget_bytes=1 << 24, counters=counters)
-    read = put_patch(store, put(store, payload(1, 1 << 16), step=1), changed(payload(1, 1 << 16), 2), 2)
+    store = open_store(config.ram_dir, 1 << 24, counters=counters)
+    newer = trained(weights(1), 2)
+    read = put(store, newer, 2, base=put(store, weights(1)))
 
     class Registry:
         async def watch(self):
@@ -63,14 +63,11 @@ def test_a_slow_reader_of_a_deleted_step_does_not_keep_newer_views_waiting(tmp_p
         rooms.maintenance.start()
         following = asyncio.create_task(rooms.view.run())
         try:
-            with store.pinned(read):
-                async with asyncio.timeout(5):  # half of what the store waits for readers
-                    while rooms.identity.epoch < 3:
+            with store.reading(read) as opened, opened.chunk(0) as view:
+                async with asyncio.timeout(60):
+                    while rooms.identity.epoch < 3 or [held.key.step for held in store.held("gpt")] != [1]:
                         await asyncio.sleep(0.01)
-                assert [held.key.step for held in store.held("gpt")] == [1, 2]
-            async with asyncio.timeout(60):
-                while [held.key.step for held in store.held("gpt")] != [1]:
-                    await asyncio.sleep(0.01)
+                assert view == newer[:CHUNK]
         finally:
             following.cancel()
             await rooms.maintenance.stop()

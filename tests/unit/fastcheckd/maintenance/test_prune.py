@@ -3,11 +3,17 @@
 import asyncio
 
 import pytest
-from fastcheckd.store.ram_store import RamStore
-from tests.unit.fastcheckd.store.store_helpers import COPY, changed, payload, put, put_patch
+from tests.unit.fastcheckd.store.store_helpers import (
+    in_use,
+    open_store,
+    payload,
+    put,
+    read,
+    trained,
+    weights,
+)
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheckd.counters import Counters
 from fastcheckd.identity import Identity
 from fastcheckd.maintenance import prune
 from fastcheckd.maintenance.prune import Pruner
@@ -18,7 +24,7 @@ BYTES = 1 << 16
 
 @pytest.fixture
 def store(tmp_path):
-    store = RamStore.open(tmp_path / "ram", budget_bytes=1 << 24, counters=Counters())
+    store = open_store(tmp_path / "ram", 1 << 24)
     yield store
     store.close()
 
@@ -35,37 +41,34 @@ def view_of(**job):
 
 def test_memory_of_a_deleted_job_is_free_again(store):
     for step in (1, 2, 3):
-        put(store, payload(step, BYTES), step=step)
-    before = store.usage()
+        put(store, payload(step, BYTES), step)
+    before = in_use(store)
     asyncio.run(Pruner(store, view_of(kept_steps=[1, 3], next_session=2)).prune())
     assert steps(store) == [1, 3]
     asyncio.run(Pruner(store, view_of(kept_steps=[1], void_below_session=2, next_session=2)).prune())
     assert steps(store) == [1], "back to the step before"
     asyncio.run(Pruner(store, view_of(void_below_session=2, next_session=2)).prune())
-    after = store.usage()
     assert steps(store) == []
-    assert before.used_bytes - before.free_bytes >= 3 * BYTES
-    assert after.used_bytes - after.free_bytes == 0
+    assert before >= 3 * BYTES and in_use(store) == 0
 
 
 def test_what_is_had_through_a_deleted_step_stays_exact(store):
-    data = [payload(1, BYTES)]
-    held = put(store, data[0], step=1)
+    data = [weights(1, BYTES)]
+    held = put(store, data[0])
     for step in (2, 3):
-        data.append(changed(data[-1], step))
-        held = put_patch(store, held, data[-1], step)
+        data.append(trained(data[-1], step))
+        held = put(store, data[-1], step, base=held)
 
     def kept(*wanted, void=0):
         view = view_of(kept_steps=wanted, void_below_session=void, next_session=2)
         asyncio.run(Pruner(store, view).prune())
         assert steps(store) == list(wanted)
         for held in store.held():
-            with store.reading(held) as full:
-                assert full.view == data[held.key.step - 1]
+            assert read(store, held) == data[held.key.step - 1]
 
     kept(1, 2, 3)
-    kept(1, 3)  # step 1 is had through step 2
-    kept(1, void=2)  # and now its bytes are in the newest one's place
+    kept(1, 3)  # step 1 led to step 2
+    kept(1, void=2)  # and then to the newest
     kept(void=2)
 
 
@@ -75,7 +78,7 @@ def test_a_copy_that_comes_after_the_view_goes_a_little_later(store, monkeypatch
 
     async def story():
         await pruner.prune()
-        put(store, payload(1, BYTES), step=1, kind=COPY)
+        put(store, payload(1, BYTES))
         running = asyncio.ensure_future(pruner.run())
         async with asyncio.timeout(20):
             while steps(store):

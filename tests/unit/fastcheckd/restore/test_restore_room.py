@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import threading
 from types import SimpleNamespace
@@ -65,9 +64,6 @@ class FakeStore:
         self.publishing.set()
         assert self.may_publish.wait(10)
         return SimpleNamespace(manifest=manifest, segment=segment)
-
-    def mapped(self, held):
-        return contextlib.nullcontext(held.segment)
 
 
 def step_in_parts(number: int) -> rpb.StepRecord:
