@@ -204,7 +204,8 @@ def chunks_on_disk(manifest: Path) -> list[tuple[Path, int, int]]:
     stored = store_pb2.StoredReplica.FromString(manifest.read_bytes()[:-16])
     folder = manifest.parents[2] / "segments"
     own = len(stored.manifest.chunk_digests) // 16
-    return [(folder / stored.files[place.file], place.offset, place.length) for place in stored.chunks[:own]]
+    places = zip(stored.places.files, stored.places.offsets, stored.places.lengths, strict=True)
+    return [(folder / stored.files[file], offset, length) for file, offset, length in places][:own]
 
 
 def flip_byte(path: Path, at: int) -> None:
