@@ -6,7 +6,6 @@ Rooms, from the pure to the busy; imports go upwards in this list only (checked 
     identity, rpc, supervisor, log         small things that several processes need
     codec/                                 encoded chunks, both ways; what is worth encoding (pure)
     store/, placement                      the RAM directory; where shards go (pure)
-    chunkstore/                            the RAM directory as docs/decisions/0007 has it; not in use yet
     health/, transfer/                     signs of life and verdicts (pure); the bulk lane
     registry/                              consensus: a pure state machine and the shells around it
     view                                   the registry's view, followed

@@ -204,8 +204,9 @@ def chunks_on_disk(manifest: Path) -> list[tuple[Path, int, int]]:
     stored = store_pb2.StoredReplica.FromString(manifest.read_bytes()[:-16])
     folder = manifest.parents[2] / "segments"
     own = len(stored.manifest.chunk_digests) // 16
-    places = zip(stored.places.files, stored.places.offsets, stored.places.lengths, strict=True)
-    return [(folder / stored.files[file], offset, length) for file, offset, length in places][:own]
+    places = stored.places
+    rows = zip(places.files[:own], places.offsets[:own], places.lengths[:own], strict=True)
+    return [(folder / stored.files[file], offset, length) for file, offset, length in rows]
 
 
 def flip_byte(path: Path, at: int) -> None:

@@ -1,6 +1,6 @@
 """One shard from wherever it is to its place: from this node's own replicas, else from all its sources at once.
 
-All connections of all shards of a load take their chunks from one `Gathering`. A source that fails, or has ended for
+All connections of all shards of a load take their chunks from one `Progress`. A source that fails, or has ended for
 being slow, leaves what it did not bring to the others; when nobody is left, nodes that the commit does not name are
 asked, and last, once more, those that did not answer.
 """

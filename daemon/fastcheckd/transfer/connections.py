@@ -33,7 +33,7 @@ Work = Callable[[], None]
 
 
 class Connections:
-    """The threads of one transfer. Made by `hired`."""
+    """The threads of one transfer. Made by `connections`."""
 
     def __init__(self) -> None:
         self._futures: list[Future[None]] = []
@@ -73,13 +73,13 @@ class Connections:
         tls: LaneTls | None = None,
         node_id: str = "",
     ) -> Iterator[Channel]:
-        """In a thread of the crew: a connection to host:port that ends when the crew does.
+        """In one of the threads: a connection to host:port that ends when the transfer does.
 
         It comes from this machine's address (or name) `source`; empty: from whatever the system takes. Its bytes
         count in `meter`. With `tls`, the other end has to be `node_id`.
 
         Raises:
-            PeerError: it cannot be reached, fails, or breaks the protocol; or the crew has ended.
+            PeerError: it cannot be reached, fails, or breaks the protocol; or the transfer has ended.
         """
         try:
             host, port = split_address(address)
@@ -127,7 +127,7 @@ class Connections:
             for channel in self._channels:
                 channel.end()
 
-    async def _hire(self, executor: Executor, wanted: int) -> None:
+    async def _take(self, executor: Executor, wanted: int) -> None:
         if wanted == 0:
             return
         loop = asyncio.get_running_loop()
@@ -152,7 +152,7 @@ class Connections:
                 await everyone.wait()
         self._futures = [future for future in self._futures if not future.cancel()]
 
-    async def _dismiss(self) -> None:
+    async def _give_back(self) -> None:
         for future in self._futures:
             future.cancel()
             self._orders.put(None)
@@ -200,12 +200,12 @@ class Connections:
 @contextlib.asynccontextmanager
 async def connections(executor: Executor, wanted: int) -> AsyncIterator[Connections]:
     """At least one thread of the executor (none if none is wanted), up to `wanted`; waits for the first."""
-    crew = Connections()
+    opened = Connections()
     try:
-        await crew._hire(executor, wanted)
-        yield crew
+        await opened._take(executor, wanted)
+        yield opened
     finally:
-        await crew._dismiss()
+        await opened._give_back()
 
 
 class LoopProgress:

@@ -45,6 +45,10 @@ SOURCES_AT_ONCE = 4
 TRY_AGAIN_AFTER_S = 0.5
 
 
+class _CutOtherwiseError(PeerError):
+    """A node describes a shard as cut in another way than one that it is being read from."""
+
+
 class Wanted(Protocol):
     """A shard that is to be fetched, and where it goes."""
 
@@ -145,19 +149,25 @@ class Fetcher:
         """
         number = wanted.key.shard
         waiting = deque(sources)
+        #: They cut the shard otherwise than one that was read: whoever was wrong, these are tried when that has ended.
+        otherwise: deque[pb.Holder] = deque()
         at_once = min(len(waiting), SOURCES_AT_ONCE)
         each = max(1, (streams or self._config.lane_streams) // max(1, at_once))
         reading: set[asyncio.Task[None]] = set()
         try:
             while waiting or reading:
                 while waiting and len(reading) < at_once:
-                    read = self._read(wanted, waiting.popleft(), progress, failures, each, gate, on_bad_copy)
+                    read = self._read(
+                        wanted, waiting.popleft(), progress, failures, each, gate, on_bad_copy, otherwise
+                    )
                     reading.add(asyncio.create_task(read, name="read"))
                 ended, reading = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
                 for task in ended:
                     task.result()
                 if (manifest := progress.manifest(number)) is not None:
                     return manifest
+                if otherwise and not waiting and not reading:
+                    waiting, otherwise = otherwise, deque(maxlen=0)
         finally:
             for task in reading:
                 task.cancel()
@@ -187,10 +197,12 @@ class Fetcher:
         streams: int,
         gate: ChunkGate | None,
         on_bad_copy: Callable[[], None],
+        otherwise: deque[pb.Holder],
     ) -> None:
         """Read what one node is asked for; its failure is counted and noted.
 
         One that cannot be reached, while others are read, is tried once more beside them: its link may just be full.
+        One that cuts the shard in another way than those is left to `otherwise`, if that takes it.
         """
         number, node_id = wanted.key.shard, source.node.node_id
         is_bad = False
@@ -201,6 +213,11 @@ class Fetcher:
         try:
             try:
                 await read()
+            except _CutOtherwiseError:
+                if otherwise.maxlen == 0:
+                    raise
+                otherwise.append(source)
+                return
             except PeerError as error:
                 if progress.was_too_slow(number, node_id) or not progress.is_read(number):
                     raise
@@ -239,7 +256,7 @@ class Fetcher:
                 answer, target = await self._open(wanted, source, opened.size)
                 manifest, table = answer.manifest, ChunkTable.of(answer.manifest)
                 if not progress.describe(wanted.key.shard, manifest, table, wanted.missing()):
-                    raise PeerError(
+                    raise _CutOtherwiseError(
                         f"{whom} cuts shard {shown(wanted.key)} into other chunks than another holder"
                     )
                 if progress.manifest(wanted.key.shard) is not None:

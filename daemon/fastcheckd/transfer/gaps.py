@@ -2,7 +2,7 @@
 
 Training speaks in bursts: it computes, then all ranks exchange, and the link is full and empty in turns. What fits into
 the empty turns costs training nothing. `Foreign` tells others' bytes from ours at that resolution, `Gaps` whether there
-is a gap now, and how much of the time was gap lately. What is made of it is decided in `yielding.py`.
+is a gap now, and how much of the time was gap lately. What is made of it is decided in `interface_share.py`.
 """
 
 from __future__ import annotations

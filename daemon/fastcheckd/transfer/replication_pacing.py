@@ -1,8 +1,8 @@
-"""Holds the puts of this node back: to the operator's cap, for the trainer's traffic, and for whoever restores.
+"""Holds back what this node sends for its saves: to the operator's cap, for the trainer's traffic, for restores.
 
 A gate before each chunk keeps the rate in the long run, and the kernel spaces the packets of a chunk. Samples of the
-interface's counters, less what our own lanes moved, go to `yielding.py`, which decides. Nothing here knows of shards or
-steps: a put says how many bytes it has left and when they are due.
+interface's counters, less what our own lanes moved, go to `interface_share.py`, which decides. Nothing here knows of
+shards or steps: whoever sends says how many bytes are left and when they are due.
 """
 
 from __future__ import annotations

@@ -366,8 +366,8 @@ class ReplicaReport(google.protobuf.message.Message):
     lossy: builtins.bool
     """The trainer allowed a lossy coding."""
     stored_bytes: builtins.int
-    """Memory that all these copies take, the owner's included: less than `bytes` each where one is kept as the
-    way back from a newer step.
+    """Memory that all these copies take, the owner's included: less than `bytes` each where one is kept as
+    reverse deltas from a newer step.
     """
     @property
     def holders(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:

@@ -7,9 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.unit.fastcheckd.transfer.transfer_harness import (
-    manifest_of,
-    running_holder,
-    running_owner,
+    running_nodes,
     some_bytes,
 )
 
@@ -43,7 +41,7 @@ class FakePeers:
         self.answers = answers
         self.asked: list[str] = []
 
-    async def get_manifest(self, holder, key, digest, shard_bytes):
+    async def describe(self, holder, key, digest, shard_bytes):
         name = holder.node.node_id
         assert (key, digest, shard_bytes) == (KEY, RECORD.digest, SIZE)
         self.asked.append(name)
@@ -126,20 +124,15 @@ def test_when_nobody_can_say_it_the_shard_is_lost():
         describe(FakePeers(), named=())
 
 
-def test_a_real_holder_gives_its_manifest_and_no_ticket(tmp_path):
+def test_a_real_holder_gives_its_manifest_and_no_byte(tmp_path):
     async def story():
-        data = some_bytes(200_000)
-        async with running_holder(tmp_path) as holder, running_owner() as owner:
-            manifest = manifest_of(len(data))
-            digest = await owner.put(holder.ref(), data, manifest=manifest)
-            sent = holder.counters.get("bytes_sent")
-            found, table = await owner.client.get_manifest(holder.ref(), manifest.key, digest, len(data))
-            assert found.digest == digest
-            assert table == ChunkTable.of(manifest)
-            assert holder.counters.get("bytes_sent") == sent
-            with pytest.raises(NotHeldError):
-                await owner.client.get_manifest(holder.ref(), manifest.key, b"x" * 16, len(data))
-            with pytest.raises(CorruptError):
-                await owner.client.get_manifest(holder.ref(), manifest.key, digest, len(data) + 1)
+        async with running_nodes(tmp_path, "holder", "reader") as (holder, reader):
+            manifest = holder.publish(some_bytes(SIZE))
+            plan = ShardPlan(rpb.ShardRecord(shard=0, bytes=SIZE, digest=manifest.digest), (holder.ref(),), 1)
+            rank = rpb.RankRecord(rank=0, state_bytes=SIZE, shards=[plan.record])
+            describer = Describer("reader", reader.store, reader.fetcher, None)
+            found, table = await describer.describe(manifest.key, rank, plan, {})
+            assert (found, table) == (manifest, ChunkTable.of(manifest))
+            assert holder.counters.get("bytes_sent") == 0
 
     asyncio.run(story())

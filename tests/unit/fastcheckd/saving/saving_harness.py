@@ -6,28 +6,26 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from fastcheckd.codec.planner import Planner
-from fastcheckd.store.ram_store import RamStore
-from fastcheckd.transfer.peer_client import PeerClient
-from tests.unit.fastcheckd.transfer.transfer_harness import EPOCH, Holder, running_holder
+from tests.unit.fastcheckd.transfer import transfer_harness
+from tests.unit.fastcheckd.transfer.transfer_harness import EPOCH
 
 from fastcheck_proto.conventions import LAYOUT_SCHEMA
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import layout_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
-from fastcheckd.config import Config
 from fastcheckd.counters import Counters
 from fastcheckd.durations import DATA, Durations
 from fastcheckd.errors import NoQuorumError, PlacementError
-from fastcheckd.identity import Identity
 from fastcheckd.saving.replicate import Replicator
 from fastcheckd.saving.room import SavingRoom
 from fastcheckd.saving.save import Save
-from fastcheckd.transfer.codec_pool import CodecPool
+from fastcheckd.store.replica_store import ReplicaStore
+from fastcheckd.transfer.lane_meter import LaneMeter
+from fastcheckd.transfer.policy import ReplicationPolicy
+from fastcheckd.transfer.replication_pacing import ReplicationPacing
 from fastcheckd.view import ViewFollower
 
 CHUNK = 64 << 10
@@ -101,7 +99,7 @@ class Registry:
 class Node:
     """The saving side of a data process."""
 
-    def __init__(self, room: SavingRoom, store: RamStore, counters: Counters) -> None:
+    def __init__(self, room: SavingRoom, store: ReplicaStore, counters: Counters) -> None:
         self.room = room
         self.store = store
         self.counters = counters
@@ -143,57 +141,52 @@ class Node:
 @contextlib.asynccontextmanager
 async def running_node(directory: Path, registry: Registry, **settings: object) -> AsyncIterator[Node]:
     """A node over a RAM directory; the next one over the same directory is the next life of this one."""
-    config = Config(
-        node_id="owner",
-        chunk_bytes=CHUNK,
-        **{"codec": "always", "ram_budget_bytes": BUDGET, "quarantine_s": 0.1, **settings},  # type: ignore[arg-type]
-    )
-    counters = Counters()
-    store = RamStore.open(
-        directory / "owner",
+    chosen = {"codec": "always", "ram_budget_bytes": BUDGET, "quarantine_s": 0.1, **settings}
+    running = transfer_harness.running_node(
+        directory,
+        "owner",
         budget_bytes=BUDGET,
-        job_budget_bytes=config.job_budget_bytes,
-        counters=counters,
+        job_budget_bytes=int(settings.get("job_budget_bytes", 0)),  # type: ignore[call-overload]
+        codec=str(chosen["codec"]),
+        settings=chosen,
     )
-    identity = Identity("owner")
-    identity.assume(1)
-    pool = CodecPool(2, 1)
-    with ThreadPoolExecutor(8) as executor:
+    async with running as there:
+        config, identity, counters = there.config, there.identity, there.counters
         view = ViewFollower(registry, identity)  # type: ignore[arg-type]
-        peers = PeerClient(config, counters, executor)
-        common = {"config": config, "identity": identity, "store": store, "registry": registry}
+        common = {"config": config, "identity": identity, "store": there.store, "registry": registry}
+        pacing = ReplicationPacing(
+            cap_bytes_per_s=0, interface="", restoring=lambda: False, meter=LaneMeter(), counters=counters,
+            chunk_bytes=CHUNK, transfer_timeout_s=config.transfer_timeout_s,
+        )  # fmt: skip
         replicator = Replicator(
-            **common, peers=peers, view=view, counters=counters, executor=executor, codec=pool,
-            planner=Planner(config.codec, config.codec_threads),
+            **common, client=there.client, view=view, counters=counters, codec=there.pool,
+            encoders=there.encoders, policy=ReplicationPolicy(config.codec, config.codec_threads), pacing=pacing,
         )  # fmt: skip
         room = SavingRoom(
             **common, view=view, counters=counters, durations=Durations(DATA), replicator=replicator
         )
         try:
-            yield Node(room, store, counters)
+            yield Node(room, there.store, counters)
         finally:
             await room.stop()
-            await peers.close()
-            pool.close()
-            store.close()
 
 
 @contextlib.asynccontextmanager
 async def running_world(
     directory: Path, holders: int = 2, holders_job_budget_bytes: int = 0, **settings: object
-) -> AsyncIterator[tuple[Node, Registry, list[Holder]]]:
+) -> AsyncIterator[tuple[Node, Registry, list[transfer_harness.Node]]]:
     """A node and its holders `node-1`, `node-2`, ..."""
     async with contextlib.AsyncExitStack() as stack:
         found = []
         refs = []
         for index in range(1, holders + 1):
             holder = await stack.enter_async_context(
-                running_holder(directory / f"node-{index}", job_budget_bytes=holders_job_budget_bytes)
+                transfer_harness.running_node(
+                    directory, f"node-{index}", job_budget_bytes=holders_job_budget_bytes
+                )
             )
-            ref = holder.ref()
-            ref.node.node_id = f"node-{index}"
             found.append(holder)
-            refs.append(ref)
+            refs.append(holder.ref())
         registry = Registry(refs)
         node = await stack.enter_async_context(running_node(directory, registry, **settings))
         yield node, registry, found

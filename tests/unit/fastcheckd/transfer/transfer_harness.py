@@ -117,6 +117,11 @@ async def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> N
         await asyncio.sleep(0.01)
 
 
+async def idle(node: Node) -> None:
+    """Wait until nobody reads from a node any more: what it sent is counted by then."""
+    await eventually(lambda: node.server.connections == 0)
+
+
 def open_gate() -> Gate:
     """Holds up nobody."""
     return Gate(Pacer(math.inf, burst_bytes=CHUNK, trickle_s=3600.0), lambda: False)
@@ -177,14 +182,13 @@ class Node:
     client: PeerClient
     fetcher: Fetcher
     receiver: Receiver
-    data_address: str = ""
     kept_steps: dict[str, list[int]] = field(default_factory=dict)
 
     def ref(self, lane_port: int | None = None, incarnation: int = INCARNATION) -> pb.Holder:
         """As others name it."""
         return pb.Holder(
             node=pb.NodeRef(node_id=self.config.node_id, incarnation=incarnation),
-            data_address=self.data_address,
+            data_address=self.config.data_address,
             lane_address=f"127.0.0.1:{lane_port or self.server.port}",
         )
 
@@ -193,6 +197,11 @@ class Node:
         """Memory in use, without what is free for recycling."""
         usage = self.store.usage()
         return usage.used_bytes - usage.free_bytes
+
+    @property
+    def data_address(self) -> str:
+        """Where it is asked."""
+        return self.config.data_address
 
     # As an owner.
 
@@ -309,24 +318,36 @@ async def running_node(
     job_budget_bytes: int = 0,
     codec: str = "auto",
     keep_steps: int = 2,
+    settings: Mapping[str, object] | None = None,
     gate: ChunkGate | None = None,
     incoming: ChunkGate | None = None,
     gates: Mapping[peer_pb2.Purpose.ValueType, ChunkGate] | None = None,
     tls: LaneTls | None = None,
     **server_settings: Any,
 ) -> AsyncIterator[Node]:
-    config = Config(
-        cluster_id=CLUSTER,
-        node_id=node_id,
-        lane_streams=streams,
-        chunk_bytes=CHUNK,
-        transfer_timeout_s=timeout_s,
-        ram_budget_bytes=budget_bytes,
-        codec=codec,
-        codec_threads=2,
-        keep_steps=keep_steps,
-    )
     counters = Counters()
+    tickets = TicketOffice()
+    server = TransferServer(
+        "127.0.0.1", 0, tickets, counters, timeout_s, gates=gates, tls=tls, **server_settings
+    )
+    server.start()
+    control = grpc.aio.server(options=server_options())
+    config = Config(
+        **{
+            "cluster_id": CLUSTER,
+            "node_id": node_id,
+            "lane_port": server.port,
+            "data_port": control.add_insecure_port("127.0.0.1:0"),
+            "lane_streams": streams,
+            "chunk_bytes": CHUNK,
+            "transfer_timeout_s": timeout_s,
+            "ram_budget_bytes": budget_bytes,
+            "codec": codec,
+            "codec_threads": 2,
+            "keep_steps": keep_steps,
+            **(settings or {}),
+        }  # type: ignore[arg-type]
+    )
     store = ReplicaStore.open(
         directory / node_id, budget_bytes=budget_bytes, job_budget_bytes=job_budget_bytes, counters=counters
     )
@@ -337,10 +358,6 @@ async def running_node(
     lease.renew(INCARNATION, LEASE_FOR_EVER_NS, has_quorum=True)
     pool = CodecPool(2, 1)
     encoders = EncoderCache(store, pool, RestorePolicy(codec, 2), counters)
-    tickets = TicketOffice()
-    server = TransferServer(
-        "127.0.0.1", 0, tickets, counters, timeout_s, gates=gates, tls=tls, **server_settings
-    )
     kept_steps: dict[str, list[int]] = {}
     with ThreadPoolExecutor(threads) as executor:
         client = PeerClient(timeout_s)
@@ -354,14 +371,11 @@ async def running_node(
             cluster_id=CLUSTER, receiver=receiver, store=store, encoders=encoders, tickets=tickets,
             counters=counters,
         )  # fmt: skip
-        control = grpc.aio.server(options=server_options())
         peer_pb2_grpc.add_PeerServiceServicer_to_server(service, control)
-        port = control.add_insecure_port("127.0.0.1:0")
-        server.start()
         await control.start()
         node = Node(
             config, counters, identity, lease, store, tickets, pool, encoders, server, client, fetcher,
-            receiver, f"127.0.0.1:{port}", kept_steps,
+            receiver, kept_steps,
         )  # fmt: skip
         try:
             yield node
@@ -402,6 +416,7 @@ class BadWire:
         #: A bit of every raw chunk is flipped.
         self.flips_all = False
         self.cut_at: int | None = None
+        self.was_cut = threading.Event()
         self.stall_at: int | None = None
         self.stalled = threading.Event()
         #: Before each piece of at most 64 KiB.
@@ -448,6 +463,7 @@ class BadWire:
                     if self.pause_s:
                         self._end.wait(self.pause_s)
                     if self.cut_at is not None and self.cut_at < stop:
+                        self.was_cut.set()
                         break
                     if self.stall_at is not None and self.stall_at < stop:
                         self.stalled.set()
