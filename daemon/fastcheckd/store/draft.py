@@ -210,13 +210,13 @@ class Draft:
         if delta is None:
             return
         try:
-            place = self._index.slots.take(len(delta), self.manifest.key.job)
+            place = self._index.slots.take(len(delta), self.manifest.key.job, delta=True)
         except StoreError as error:
             if not self.lean:
                 return  # the base stays as it is
             self._flush()
             try:
-                place = self._index.slots.take(len(delta), self.manifest.key.job)
+                place = self._index.slots.take(len(delta), self.manifest.key.job, delta=True)
             except StoreError:
                 logger.info("chunk %d stays as it is: %s", index, error)
                 return

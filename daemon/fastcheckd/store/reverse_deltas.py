@@ -261,6 +261,6 @@ class _Relinking:
 
 def _written(index: Index, data: Buffer, replica: Replica) -> Place:
     """A new slot with these bytes, for a chunk of a replica."""
-    place = index.slots.take(len(data), replica.key.job)
+    place = index.slots.take(len(data), replica.key.job, delta=len(data) < replica.chunks.longest // 2)
     copy_bytes(place.view, data)
     return place

@@ -1,7 +1,10 @@
 """Slots: where chunks of copies lie. A slot is a stretch of a slab, a file that stays mapped and warm.
 
 A slab without a slot in use is a free file of the pools: it is taken again before a new one is made, and goes back to
-the system when memory is short. Best fit, and neighbours that are free are one free stretch. Knows nothing of chunks.
+the system when memory is short. Best fit, and neighbours that are free are one free stretch.
+
+Slots of two kinds come from slabs of their own as long as there is room: chunks, which are of nearly one size, and
+deltas, which are smaller and of every size. A delta in the place of a chunk would leave a rest that fits no other chunk.
 """
 
 from __future__ import annotations
@@ -50,9 +53,10 @@ class Place:
 class _Slab:
     """The free stretches of one slab, by their first byte and by the byte behind them."""
 
-    def __init__(self, file: Segment, number: int) -> None:
+    def __init__(self, file: Segment, number: int, *, deltas: bool) -> None:
         self.file = file
         self.number = number
+        self.deltas = deltas
         self.used_bytes = 0
         self.starts: dict[int, int] = {}
         self.ends: dict[int, int] = {}
@@ -68,8 +72,8 @@ class SlotPool:
         #: Only one thread makes a slab at a time: others will find room in it.
         self._growing = threading.Lock()
         self._slabs: dict[str, _Slab] = {}
-        #: Free stretches as (length, slab's number, offset), rising.
-        self._free: list[tuple[int, int, int]] = []
+        #: Of slabs for chunks, and of those for deltas: free stretches as (length, slab's number, offset), rising.
+        self._free: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
         self._by_number: dict[int, _Slab] = {}
         self._next_number = 0
 
@@ -77,10 +81,10 @@ class SlotPool:
     def free_bytes(self) -> int:
         """Of slabs that have slots in use, what is not in use."""
         with self._changed:
-            return sum(length for length, _, _ in self._free)
+            return sum(length for free in self._free.values() for length, _, _ in free)
 
-    def take(self, length: int, job: str, *, wait_s: float = 0.0) -> Place:
-        """A slot for so many bytes, of undefined content; it counts for `job`.
+    def take(self, length: int, job: str, *, delta: bool = False, wait_s: float = 0.0) -> Place:
+        """A slot for so many bytes, a chunk's or a delta's, of undefined content; it counts for `job`.
 
         Raises:
             JobBudgetError: the job has as much as it may.
@@ -90,7 +94,7 @@ class SlotPool:
         size = rounded(length)
         self._pools.charge(job, size, wait_s=wait_s)
         try:
-            slab, offset = self._find(size, wait_s)
+            slab, offset = self._find(size, delta, wait_s)
         except BaseException:
             self._pools.charge(job, -size)
             raise
@@ -116,7 +120,10 @@ class SlotPool:
 
     def adopt(self, file: Segment, places: Iterable[Place]) -> None:
         """Enter a slab of an earlier process, of which these slots are in use; they do not overlap."""
-        slab = self._enter(file)
+        places = list(places)
+        sizes = [place.slot_bytes for place in places]
+        # Whichever kind its slots are of: chunks are large, and of nearly one size.
+        slab = self._enter(file, deltas=min(sizes, default=0) < max(sizes, default=0) // 2)
         at = 0
         with self._changed:
             for place in sorted(places, key=lambda place: place.offset):
@@ -133,33 +140,35 @@ class SlotPool:
         with self._changed:
             self._slabs.clear()
             self._by_number.clear()
-            self._free.clear()
+            for free in self._free.values():
+                free.clear()
 
-    def _find(self, size: int, wait_s: float) -> tuple[_Slab, int]:
+    def _find(self, size: int, delta: bool, wait_s: float) -> tuple[_Slab, int]:
         started_s = time.monotonic()
         while True:
-            with self._changed:
-                if (found := self._fit(size)) is not None:
-                    return found
             try:
                 with self._growing:
                     with self._changed:
-                        if (found := self._fit(size)) is not None:
+                        if (found := self._fit(size, delta)) is not None:
                             return found
-                    return self._grow(size)
+                    return self._grow(size, delta)
             except OverBudgetError:
+                with self._changed:
+                    if (found := self._fit(size, not delta)) is not None:
+                        return found
                 left_s = started_s + wait_s - time.monotonic()
                 if left_s <= 0:
                     raise
                 with self._changed:
                     self._changed.wait(min(left_s, _LOOK_S))
 
-    def _fit(self, size: int) -> tuple[_Slab, int] | None:
-        """With the lock held: the smallest free stretch that is large enough."""
-        at = bisect_left(self._free, (size, -1, -1))
-        if at == len(self._free):
+    def _fit(self, size: int, delta: bool) -> tuple[_Slab, int] | None:
+        """With the lock held: the smallest free stretch of a kind of slab that is large enough."""
+        free = self._free[delta]
+        at = bisect_left(free, (size, -1, -1))
+        if at == len(free):
             return None
-        length, number, offset = self._free[at]
+        length, number, offset = free[at]
         slab = self._by_number[number]
         self._remove(slab, offset, length)
         if length > size:
@@ -167,9 +176,10 @@ class SlotPool:
         slab.used_bytes += size
         return slab, offset
 
-    def _grow(self, size: int) -> tuple[_Slab, int]:
+    def _grow(self, size: int, delta: bool) -> tuple[_Slab, int]:
         """A slot in a slab that has none in use yet; where a whole one does not fit, in a smaller one."""
-        slab_bytes = max(self._slab_bytes, size)
+        # Whole chunks: what is left over at the end of a slab would fit none.
+        slab_bytes = max(self._slab_bytes, size) if delta else max(1, self._slab_bytes // size) * size
         while True:
             try:
                 file = self._pools.allocate(slab_bytes, SLAB_POOL)
@@ -177,26 +187,27 @@ class SlotPool:
             except OverBudgetError:
                 if slab_bytes == size:
                     raise
-                slab_bytes = max(size, rounded(slab_bytes // 4))
-        slab = self._enter(file)
+                fewer = rounded(slab_bytes // 4)
+                slab_bytes = max(size, fewer if delta else fewer // size * size)
+        slab = self._enter(file, deltas=delta)
         with self._changed:
             slab.used_bytes = size
             if file.size_bytes > size:
                 self._insert(slab, size, file.size_bytes - size)
         return slab, 0
 
-    def _enter(self, file: Segment) -> _Slab:
+    def _enter(self, file: Segment, *, deltas: bool) -> _Slab:
         with self._changed:
             if file.name in self._slabs:
                 raise StoreError(f"slab {file.name} is known already")
-            slab = _Slab(file, self._next_number)
+            slab = _Slab(file, self._next_number, deltas=deltas)
             self._next_number += 1
             self._slabs[file.name] = self._by_number[slab.number] = slab
             return slab
 
     def _forget(self, slab: _Slab) -> None:
         for offset, length in slab.starts.items():
-            self._free.remove((length, slab.number, offset))
+            self._free[slab.deltas].remove((length, slab.number, offset))
         del self._slabs[slab.file.name], self._by_number[slab.number]
 
     def _insert(self, slab: _Slab, offset: int, length: int) -> None:
@@ -209,10 +220,11 @@ class SlotPool:
             self._remove(slab, offset + length, behind)
             length += behind
         slab.starts[offset], slab.ends[offset + length] = length, offset
-        insort(self._free, (length, slab.number, offset))
+        insort(self._free[slab.deltas], (length, slab.number, offset))
 
     def _remove(self, slab: _Slab, offset: int, length: int) -> None:
         del slab.starts[offset], slab.ends[offset + length]
-        at = bisect_left(self._free, (length, slab.number, offset))
-        assert self._free[at] == (length, slab.number, offset)
-        del self._free[at]
+        free = self._free[slab.deltas]
+        at = bisect_left(free, (length, slab.number, offset))
+        assert free[at] == (length, slab.number, offset)
+        del free[at]
