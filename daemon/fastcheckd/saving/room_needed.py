@@ -36,7 +36,9 @@ def ample_bytes(state_bytes: int, *, tolerate: int, keep_steps: int) -> int:
 def lean_bytes(state_bytes: int, *, tolerate: int, keep_steps: int) -> int:
     """About what is needed at least, if steps encode as those of AdamW do."""
     own_older = keep_steps if keep_steps > 1 else 0
-    return round((2 + tolerate + (own_older + tolerate * keep_steps) * DELTA_SHARE) * state_bytes) + SLOTS_BYTES
+    return (
+        round((2 + tolerate + (own_older + tolerate * keep_steps) * DELTA_SHARE) * state_bytes) + SLOTS_BYTES
+    )
 
 
 @dataclass(frozen=True)
