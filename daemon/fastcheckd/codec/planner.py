@@ -24,7 +24,7 @@ trying, and the clock decides. The rule, `auto`:
    `SHIFT` times faster, which a faster link may have done. What these trials cost is kept at `TRIAL_SHARE` of all
    sending time: while it is more, there are none. The first `TRIALS` steps of each way do not count.
 
-Where memory is short (`saving/room_needed.py`) `auto` encodes every chunk that has a base: a holder then needs room
+Where memory is short (`saving/contract.py`) `auto` encodes every chunk that has a base: a holder then needs room
 for the way back only. `always` encodes every chunk, `never` offers no base. Who measures is `saving/`; there is no
 clock in here.
 """

@@ -47,8 +47,8 @@ from ..registry.client import RegistryClient
 from ..registry.known_voters import remember, with_remembered_voters
 from ..restore.room import RestoreRoom
 from ..rpc import server_options
+from ..saving.coordinator import SaveCoordinator
 from ..saving.replicate import Replicator
-from ..saving.room import SavingRoom
 from ..services.admission import Admission
 from ..services.data_control import DataControlService
 from ..services.observe import ObserveService
@@ -140,7 +140,7 @@ class _DataRooms:
             counters=counters, executor=self.hashing, codec=self.codec,
             planner=Planner(config.codec, config.codec_threads),
         )  # fmt: skip
-        self.saving = SavingRoom(
+        self.saving = SaveCoordinator(
             config=config, identity=identity, store=store, registry=registry, view=view,
             counters=counters, durations=durations, replicator=replicator,
         )  # fmt: skip
@@ -154,7 +154,7 @@ class _DataRooms:
             busy=lambda: (
                 self.saving.replicating or self.desk.transfers > 0 or restore.bringing or self.lane.serving
             ),
-            on_pruned=self.saving.memory.tidied,
+            on_pruned=self.saving.supply.tidied,
         )  # fmt: skip
         self.peer_service = PeerService(
             cluster_id=config.cluster_id, desk=self.desk, store=store, tickets=tickets, counters=counters,
@@ -228,7 +228,7 @@ class _DataRooms:
         self.assumed()
         self.registry.use_voters(seen.voter_records)
         await asyncio.to_thread(self._remember_voters, seen)
-        self.saving.forget()
+        self.saving.note_view()
 
     def _brought(self, shards: Sequence[HeldShard]) -> None:
         self.maintenance.brought(shards)
