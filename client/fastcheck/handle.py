@@ -11,6 +11,7 @@ from typing import Any
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from .errors import (
+    ClosedError,
     FastCheckError,
     InvalidArgumentError,
     LoadFailedError,
@@ -37,8 +38,12 @@ class SaveHandle:
         self._replicated = False
         self._provisional = False
         self._committed = False
+        #: The daemon has said something of it.
+        self._told = False
         #: Makes the error of a failed save, if its code alone does not say it.
-        self._error_of: Callable[[pb.WatchSaveResponse], FastCheckError] = _by_code
+        self._error_of: Callable[[pb.SaveProgress], FastCheckError] = _by_code
+        #: Told of a step and why it was not saved.
+        self._on_failure: Callable[[int, FastCheckError], object] = lambda _step, _error: None
         #: Monotonic seconds: when `save` was called and had returned, and when the handle ended.
         self._began_at: float | None = None
         self._returned_at: float | None = None
@@ -194,9 +199,10 @@ class SaveHandle:
                 self._returned_at = time.monotonic()
                 self._began_at = self._returned_at - seconds
 
-    def _absorb(self, update: pb.WatchSaveResponse) -> None:
+    def _absorb(self, update: pb.SaveProgress) -> None:
         """Take over what the daemon reported."""
         with self._condition:
+            self._told = True
             state_bytes, encoded_bytes = self._stats["bytes"], update.encoded_bytes
             self._stats.update(
                 encoded_bytes=encoded_bytes,
@@ -230,14 +236,17 @@ class SaveHandle:
     def _finish(self, error: FastCheckError | None = None) -> None:
         """End it, once."""
         with self._condition:
-            if not self._done:
-                self._error = error
-                self._done = True
-                self._ended_at = time.monotonic()
-                self._condition.notify_all()
+            if self._done:
+                return
+            self._error = error
+            self._done = True
+            self._ended_at = time.monotonic()
+            self._condition.notify_all()
+        if error is not None and not isinstance(error, ClosedError):
+            self._on_failure(self.step, error)
 
 
-def _by_code(update: pb.WatchSaveResponse) -> FastCheckError:
+def _by_code(update: pb.SaveProgress) -> FastCheckError:
     return from_code(update.error.code, update.error.message)
 
 

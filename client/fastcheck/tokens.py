@@ -57,6 +57,7 @@ class TokenShower(
     grpc.UnaryUnaryClientInterceptor,
     grpc.UnaryStreamClientInterceptor,
     grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
 ):
     """Adds what is in the file now to every call of a kind that TrainerService has."""
 
@@ -103,6 +104,12 @@ class TokenShower(
         return self._show(continuation, client_call_details, request)
 
     def intercept_stream_unary(
+        self, continuation: Any, client_call_details: Any, request_iterator: Any
+    ) -> Any:
+        """As the base class."""
+        return self._show(continuation, client_call_details, request_iterator)
+
+    def intercept_stream_stream(
         self, continuation: Any, client_call_details: Any, request_iterator: Any
     ) -> Any:
         """As the base class."""

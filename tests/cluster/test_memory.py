@@ -72,7 +72,7 @@ def test_step_after_step_fits_into_little_more_than_what_one_takes(training, kee
     saved = {step: commit(trainers, step) for step in range(1, 7)}
     for node in cluster.node_ids:
         assert counters(cluster, node)["own_steps_dropped"] == 0
-        assert (counters(cluster, node)["deltas_made"] > 0) == (keep_steps > 1)
+        assert counters(cluster, node)["deltas_made"] > 0
     for step in sorted(saved)[-keep_steps:]:
         assert_loads(trainers, step, saved[step])
     cluster.kill("node-1", wipe=True)

@@ -147,13 +147,13 @@ class SharedSaves:
             end += apart.end
         return FlatState(tuple(pieces), header_of(found, layout), end, layout)
 
-    def errors_of(self, shared: Shared) -> Callable[[pb.WatchSaveResponse], FastCheckError]:
+    def errors_of(self, shared: Shared) -> Callable[[pb.SaveProgress], FastCheckError]:
         """Names the tensors that ranks disagree about, for the handle of a save."""
         names: dict[int, list[str]] = {}
         for name, slot in zip(shared.names, shared.record_slots, strict=True):
             names.setdefault(slot, []).append(name)
 
-        def explain(update: pb.WatchSaveResponse) -> FastCheckError:
+        def explain(update: pb.SaveProgress) -> FastCheckError:
             error = from_code(update.error.code, update.error.message)
             if not isinstance(error, ReplicasDisagreeError):
                 return error
@@ -209,7 +209,7 @@ class Slices:
 
 
 def disagreement(
-    update: pb.WatchSaveResponse, names_of: Callable[[int, int], Sequence[str]]
+    update: pb.SaveProgress, names_of: Callable[[int, int], Sequence[str]]
 ) -> ReplicasDisagreeError:
     """The error of a step that was refused because ranks disagree, with the tensors' names."""
     tensors: dict[str, set[int]] = {}

@@ -64,8 +64,7 @@ RULES: dict[str, dict[str, frozenset[str]]] = {
     ),
     "fastcheck.v1.TrainerService": dict.fromkeys(
         (
-            "OpenSession", "BeginSave", "SealSave", "AbandonSave", "WatchSave", "ListSteps", "Load",
-            "Push", "Pull", "Read", "CloseSession", "Delete",
+            "Session", "Upload", "ListSteps", "Load", "Pull", "Read", "Delete",
         ),
         _TRAINERS,
     ),

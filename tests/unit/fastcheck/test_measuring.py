@@ -15,7 +15,7 @@ def save(step, at, *, stall=0.5, waited=0.0, committed_after=2.0, replicate=1.5)
     handle._block(stall + waited)
     handle._began_at, handle._returned_at = at, at + stall + waited
     if committed_after is not None:
-        handle._absorb(pb.WatchSaveResponse(state=pb.SAVE_STATE_COMMITTED, replicate_s=replicate))
+        handle._absorb(pb.SaveProgress(state=pb.SAVE_STATE_COMMITTED, replicate_s=replicate))
         handle._ended_at = handle._returned_at + committed_after
     return handle
 

@@ -126,7 +126,7 @@ def test_waiting_for_copies_is_not_waiting_for_the_commit():
     handle = SaveHandle(7)
     with pytest.raises(SaveTimeoutError, match="not replicated"):
         handle.wait_replicated(timeout=0.01)
-    handle._absorb(pb.WatchSaveResponse(state=pb.SAVE_STATE_REPLICATED))
+    handle._absorb(pb.SaveProgress(state=pb.SAVE_STATE_REPLICATED))
     assert handle.wait_replicated(timeout=0) is handle
     assert not handle.done
 

@@ -127,7 +127,7 @@ def test_ranks_that_hold_the_same_send_the_same_layout_and_digests_and_one_that_
         if mine.digests[at : at + 8] != usual.digests[at : at + 8]
     ]
     assert len(differ) == 1
-    update = pb.WatchSaveResponse(
+    update = pb.SaveProgress(
         error=common_pb2.ErrorDetail(code=common_pb2.ERROR_CODE_REPLICAS_DISAGREE, message="no"),
         disagreements=[
             common_pb2.Disagreement(part=part, entry=entry, ranks=[1], minority=True)

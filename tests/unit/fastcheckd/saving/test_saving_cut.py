@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcheckd.registry.records import rank_record
-from fastcheckd.saving.cut import cut
+from fastcheckd.saving.content import cut
 
 LENGTHS = st.lists(st.integers(1, 16 << 20), min_size=1, max_size=60)
 

@@ -28,6 +28,7 @@ from fastcheckd.errors import (
     OverBudgetError,
     SupersededError,
 )
+from fastcheckd.saving.save import SaveKey
 
 STATE = noise(8 * CHUNK)
 FENCED = pb.ErrorDetail(code=pb.ERROR_CODE_FENCED, message="another process took its place")
@@ -151,8 +152,10 @@ def test_a_step_that_is_given_up_lets_the_next_one_go(tmp_path):
         with pytest.raises(SupersededError):
             await node.done(first)
         await node.done(second)
-        used = node.store.usage()
-        assert used.used_bytes - used.free_bytes == 2 * len(STATE)  # steps 2 and 3
+        await eventually(lambda: {held.key.step for held in node.store.held("gpt")} == {2, 3})
+        (stream,) = node.sessions.values()
+        await eventually(lambda: len(stream.held) == 2)
+        assert node.store.count_segments("staging.gpt.0.1") == 4
 
     in_world(tmp_path, body, stall_after_s=0.3)
 
@@ -209,18 +212,6 @@ def test_a_layout_of_an_unknown_version_is_no_layout(tmp_path):
     in_world(tmp_path, body)
 
 
-def test_a_save_can_be_sealed_once(tmp_path):
-    async def body(node, registry, holders):
-        request = tpb.BeginSaveRequest(job="gpt", world_size=1, session=1, step=1, state_bytes=len(STATE))
-        save, _ = await node.room.begin(request)
-        seals = [node.room.seal(save.save_id, tpb.SealSaveRequest(header_bytes=1)) for _ in range(3)]
-        found = await asyncio.gather(*seals, return_exceptions=True)
-        assert sorted(isinstance(f, NotHeldError) for f in found) == [False, True, True]
-        await node.done(save)
-
-    in_world(tmp_path, body)
-
-
 def test_a_holder_lost_before_the_commit_is_replaced_by_a_whole_copy(tmp_path):
     async def body(node, registry, holders):
         await node.save(1, STATE)
@@ -247,14 +238,14 @@ def test_a_restarted_node_carries_on_with_the_same_chunks_and_shards(tmp_path):
         registry.answers = [NoQuorumError("no leader")] * 1000
         save = await node.stage(1, STATE, layout_of(*lengths))
         await save.until_sent()
-        await node.room.stop()
+        await node.coordinator.stop()
         node.store.close()
         registry.answers = []
         registry.holders = registry.holders[:1]  # fewer than there are shards
         async with running_node(tmp_path, registry) as again:
-            assert again.room.resume() == 1
-            request = tpb.WatchSaveRequest(job="gpt", rank=0, session=1, step=1)
-            await again.done(await again.room.find(request))
+            assert again.coordinator.resume() == 1
+            request = SaveKey("gpt", 0, 1), 1
+            await again.done(await again.coordinator.find(*request))
             record = registry.reports[-1].record
             assert [s.offset for s in record.shards] == [0, sum(lengths[:3])]
             # And the next step has it as its base.
@@ -270,7 +261,7 @@ def test_a_shard_that_is_found_corrupt_while_several_ranks_resume_stops_only_its
         registry.answers = [NoQuorumError("no leader")] * 1000
         for rank in range(2):
             await (await node.stage(1, STATE, rank=rank)).until_sent()
-        await node.room.stop()
+        await node.coordinator.stop()
         node.store.close()
         registry.answers = []
         async with running_node(tmp_path, registry) as again:
@@ -283,12 +274,12 @@ def test_a_shard_that_is_found_corrupt_while_several_ranks_resume_stops_only_its
                 for held in [h for h in again.store.held("gpt") if h.key.rank == 0]:
                     again.store.verify(held)
 
-            again.room._view.newest_step = scrubbed_meanwhile
-            assert again.room.resume() == 1
-            request = tpb.WatchSaveRequest(job="gpt", rank=1, session=1, step=1)
-            await again.done(await again.room.find(request))
+            again.coordinator._view.newest_step = scrubbed_meanwhile
+            assert again.coordinator.resume() == 1
+            request = SaveKey("gpt", 1, 1), 1
+            await again.done(await again.coordinator.find(*request))
             with pytest.raises(NotHeldError, match="not known here"):
-                await again.room.find(tpb.WatchSaveRequest(job="gpt", rank=0, session=1, step=1))
+                await again.coordinator.find(SaveKey("gpt", 0, 1), 1)
 
     in_world(tmp_path, body)
 
@@ -359,18 +350,19 @@ def test_a_step_that_was_committed_before_the_restart_is_called_so(tmp_path):
     async def body(node, registry, holders):
         save = await node.save(1, STATE)
         assert save.error is None
-        await node.room.stop()
+        await node.coordinator.stop()
         node.store.close()
         async with running_node(tmp_path, registry) as again:
             kept = rpb.JobView(job="gpt", kept_steps=[1])
-            again.room._view.view = rpb.ClusterView(jobs=[kept])
-            assert again.room.resume() == 0
-            request = tpb.WatchSaveRequest(job="gpt", rank=0, session=1, step=1)
-            assert [r.state async for r in again.room.watch(request)] == [tpb.SAVE_STATE_COMMITTED]
-            # Another process' step of that number is not this one's.
-            request.session = 2
-            with pytest.raises(NotHeldError, match="restarted"):
-                [r async for r in again.room.watch(request)]
+            again.coordinator._view.view = rpb.ClusterView(jobs=[kept])
+            assert again.coordinator.resume() == 0
+            stream = await again.session()
+            # The same process says again what it had sealed; another process' step of that number is not this one's.
+            for session in (1, 2):
+                await again.coordinator.sealed(stream, tpb.Sealed(segment_id="x", step=1, session=session))
+            await eventually(lambda: len(stream._outbox) == 3)
+            assert stream._outbox["step", 1, 1].progress.state == tpb.SAVE_STATE_COMMITTED
+            assert "restarted" in stream._outbox["refused", 2, 1].refused.error.message
 
     in_world(tmp_path, body)
 
@@ -380,12 +372,12 @@ def test_a_resumed_lossy_step_is_lossy_and_not_made_so_twice(tmp_path, quantiser
         registry.answers = [NoQuorumError("no leader")] * 1000
         save = await node.stage(1, STATE, LAYOUT)
         await save.until_sent()
-        await node.room.stop()
+        await node.coordinator.stop()
         node.store.close()
         registry.answers = []
         async with running_node(tmp_path, registry) as again:
-            assert again.room.resume() == 1
-            resumed = await again.room.find(tpb.WatchSaveRequest(job="gpt", rank=0, session=1, step=1))
+            assert again.coordinator.resume() == 1
+            resumed = await again.coordinator.find(SaveKey("gpt", 0, 1), 1)
             await again.done(resumed)
         assert resumed.lossy and registry.reports[-1].record.lossy and len(quantiser.calls) == 8
 
@@ -409,6 +401,7 @@ def test_with_little_memory_the_older_step_is_kept_as_a_way_back(tmp_path):
 
 def test_memory_is_little_only_for_what_is_kept_here(tmp_path):
     async def body(node, registry, holders):
+        await node.session(world_size=1)
         state = STATE
         for step in (1, 2, 3):  # nothing of others comes here
             await node.save(step, state)
@@ -458,39 +451,48 @@ def test_a_step_that_is_not_committed_leaves_the_one_before_as_it_is(tmp_path):
     in_world(tmp_path, body, ram_budget_bytes=5 * len(STATE))
 
 
-def test_spare_segments_are_as_many_as_steps_that_are_kept_or_under_way(tmp_path):
+def test_segments_are_as_many_as_steps_that_are_kept_or_may_be_under_way(tmp_path):
     async def body(node, registry, holders):
+        stream = await node.session()
+        await node.segment(stream, len(STATE))
         pool = "staging.gpt.0.1"
-        await node.save(1, STATE)
-        await eventually(lambda: node.store.count_segments(pool) == 3)
-        registry.waiting = True
-        await node.stage(2, next_step(STATE))
-        await node.stage(3, next_step(STATE, 1))
         await eventually(lambda: node.store.count_segments(pool) == 4)
+        assert len(stream.held) == 2, "no more than may be under way at once"
+        registry.waiting = True
+        await node.stage(1, STATE)
+        await node.stage(2, next_step(STATE))
+        assert not stream.held, "the third step waits for the first"
+        coming = asyncio.create_task(node.stage(3, next_step(STATE, 1)))
+        await asyncio.sleep(0.3)
+        assert not coming.done() and node.store.count_segments(pool) == 4
         registry.waiting = False
+        await node.done(await coming)
+        for held in node.store.held("gpt", 1):
+            node.store.drop(held)
+        node.coordinator.supply.tidied({})
+        await eventually(lambda: len(stream.held) == 2)
+        assert node.counters.get("save_waits") == 1
 
     in_world(tmp_path, body)
 
 
-def test_where_memory_is_short_a_step_waits_for_the_one_under_way(tmp_path):
+def test_with_a_lean_contract_a_step_waits_for_the_one_under_way(tmp_path):
     async def body(node, registry, holders):
-        hog = node.store.allocate(BUDGET - 3 * len(STATE), "staging.other.0.1")
         await node.save(1, STATE)
         registry.waiting = True
         under_way = await node.stage(2, next_step(STATE))
-        third = node.store.allocate(len(STATE) - (64 << 10), "staging.other.0.1")
         coming = asyncio.create_task(node.stage(3, next_step(STATE, 1)))
         await eventually(lambda: under_way.sent)
+        await asyncio.sleep(0.3)
         assert not coming.done()
         registry.waiting = False
         await node.done(under_way)
         for held in node.store.held("gpt", 1):
             node.store.drop(held)
         await node.done(await coming)
-        for segment in (hog, third):
-            node.store.release(segment)
+        assert node.store.count_segments("staging.gpt.0.1") == 2
 
-    in_world(tmp_path, body, keep_steps=1)
+    in_world(tmp_path, body, keep_steps=1, ram_budget_bytes=2 * len(STATE))
 
 
 def test_a_refusal_for_want_of_room_says_who_has_it(tmp_path):
@@ -499,6 +501,10 @@ def test_a_refusal_for_want_of_room_says_who_has_it(tmp_path):
         with pytest.raises(OverBudgetError) as refused:
             await node.stage(1, STATE)
         told = str(refused.value)
+        assert (
+            "needs 2 segments" in told
+            and f"bytes, for its newest step and the next; {BUDGET - len(STATE) // 2}" in told
+        )
         assert "ram_budget_bytes is enough for that" in told, "it would do if no other job were here"
         assert f"; bytes in use: job 'other' {BUDGET - len(STATE) // 2}" in told
 
@@ -507,10 +513,10 @@ def test_a_refusal_for_want_of_room_says_who_has_it(tmp_path):
 
 def test_as_the_last_resort_the_owners_bytes_of_an_older_step_go(tmp_path):
     async def body(node, registry, holders):
+        node.store.allocate(BUDGET - 5 * len(STATE) // 2, "staging.other.0.1")
         for step in (1, 2):
             await node.save(step, noise(8 * CHUNK, step))  # no way back is smaller than the step
         assert [held.is_whole for held in node.store.held("gpt")] == [True] * 4
-        node.store.allocate(BUDGET - 5 * len(STATE) // 2, "staging.other.0.1")
         await node.save(3, noise(8 * CHUNK, 3))
         assert {held.key.step for held in node.store.held("gpt")} == {2, 3}
         assert node.counters.get("own_steps_dropped") == 1
@@ -521,10 +527,10 @@ def test_as_the_last_resort_the_owners_bytes_of_an_older_step_go(tmp_path):
 
 def test_the_newest_committed_step_never_goes(tmp_path):
     async def body(node, registry, holders):
+        node.store.allocate(BUDGET - 5 * len(STATE) // 2, "staging.other.0.1")
         await node.save(1, STATE)
-        node.store.allocate(BUDGET - 3 * len(STATE) // 2, "staging.other.0.1")
         with pytest.raises(OverBudgetError):
-            await node.stage(2, next_step(STATE))
+            await node.stage(2, 2 * STATE)
         assert whole(held_bytes_kept(node.store, 1)) == STATE
 
     in_world(tmp_path, body)
@@ -554,9 +560,9 @@ def test_of_steps_that_another_rank_does_not_save_the_newest_few_stay(tmp_path):
 
 def test_where_memory_is_short_none_of_them_stays(tmp_path):
     async def body(node, registry, holders):
+        node.store.allocate(BUDGET - 7 * len(STATE) // 2, "staging.other.0.1")
         await node.save(1, STATE)
         registry.waiting, registry.absent = True, [1]
-        node.store.allocate(BUDGET - 7 * len(STATE) // 2, "staging.other.0.1")
         for step in range(2, 12):
             await node.stage(step, next_step(STATE, step))
         assert 1 in {h.key.step for h in node.store.held("gpt")}
@@ -578,7 +584,7 @@ def test_a_new_process_makes_room_of_what_the_one_before_left_uncommitted(tmp_pa
             with pytest.raises(FencedError):
                 await node.done(save)
         node.store.allocate(BUDGET - 7 * len(STATE) // 2, "staging.other.0.1")
-        node.room._view.view = rpb.ClusterView(
+        node.coordinator._view.view = rpb.ClusterView(
             version=1, jobs=[rpb.JobView(job="gpt", kept_steps=[1], next_session=3)]
         )
         registry.session = 2

@@ -1,6 +1,6 @@
 """What the budget is compared with."""
 
-from fastcheckd.saving.room_needed import ROOM, SLOTS_BYTES, Holding, advice, ample_bytes, lean_bytes
+from fastcheckd.saving.contract import ROOM, SLOTS_BYTES, Holding, advice, ample_bytes, lean_bytes
 
 
 def test_ample_is_every_step_as_it_is_at_owner_and_holders():

@@ -10,7 +10,7 @@ from state_bytes import same, snapshot
 from fastcheck import Checkpointer, CorruptError, FastCheckError, OutOfMemoryError, StepNotFoundError
 from fastcheck.progress import Reporter
 from fastcheck.state.flatten import flatten
-from fastcheck.streaming import _messages, _receive
+from fastcheck.upload import _messages, _receive
 from fastcheck_proto.conventions import STREAM_PIECE_BYTES
 from fastcheck_proto.v1 import common_pb2
 from fastcheck_proto.v1 import trainer_pb2 as pb
@@ -41,18 +41,16 @@ def ckpt(daemon):
         yield made
 
 
-def test_push_then_pull(daemon, ckpt):
+def test_upload_then_pull(daemon, ckpt):
     source = make_state(1)
     handle = ckpt.save(5, source).result(timeout=20)
     assert handle.committed
-    assert handle.stats["waited_s"] == 0.25
     assert handle.stats["bytes"] == flatten(source).state_bytes
     back = make_state(2)
     assert ckpt.load(back) == 5
     assert same(back, source)
-    assert "Push" in daemon.calls
-    assert "Pull" in daemon.calls
-    assert not {"BeginSave", "Load"} & set(daemon.calls)
+    assert {"Upload", "sealed", "Pull"} <= set(daemon.calls)
+    assert "Load" not in daemon.calls
 
 
 def test_nothing_and_absent_steps(ckpt):
@@ -61,8 +59,9 @@ def test_nothing_and_absent_steps(ckpt):
         ckpt.load({}, step=4)
 
 
-def test_a_refused_push_is_in_the_handle(daemon, ckpt):
-    daemon.refuse["Push"] = (common_pb2.ERROR_CODE_OVER_BUDGET, "full")
+@pytest.mark.parametrize("call", ["reserve", "Upload", "sealed"])
+def test_a_refusal_is_in_the_handle(daemon, ckpt, call):
+    daemon.refuse[call] = (common_pb2.ERROR_CODE_OVER_BUDGET, "full")
     with pytest.raises(OutOfMemoryError, match="full"):
         ckpt.save(1, make_state(1)).result(timeout=60)
 
@@ -70,10 +69,9 @@ def test_a_refused_push_is_in_the_handle(daemon, ckpt):
 def test_the_stream_holds_exactly_what_a_segment_would():
     state = make_state(3)
     flat = flatten(state)
-    messages = list(_messages(pb.BeginSaveRequest(step=1), flat))
-    assert messages[0].begin.step == 1
-    assert messages[-1].seal.header_offset == flat.header_offset
-    pieces = [m.data for m in messages[1:-1]]
+    messages = list(_messages(pb.UploadTarget(segment_id="x"), flat))
+    assert messages[0].target.segment_id == "x"
+    pieces = [m.data for m in messages[1:]]
     assert {len(p) for p in pieces[:-1]} == {STREAM_PIECE_BYTES}
     assert 0 < len(pieces[-1]) <= STREAM_PIECE_BYTES
     streamed = b"".join(pieces)
@@ -85,7 +83,6 @@ def test_the_stream_holds_exactly_what_a_segment_would():
         assert streamed[piece.offset : stop] == bytes(buffer[piece.offset : stop].tolist())
     assert streamed[flat.header_offset :].rstrip(b"\0") == flat.header.rstrip(b"\0")
     assert streamed == bytes(buffer.tolist())
-    assert messages[-1].seal.layout == flat.layout
 
 
 READY = pb.LoadReady(step=1, state_bytes=10, header_offset=5, header_bytes=5)

@@ -5,28 +5,34 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import grpc
 import torch
 
+from fastcheck_proto.seal_record import FOOTER_BYTES, write_record
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from .ahead import MappedAhead
 from .copying import Copier
-from .daemon import Daemon
 from .errors import FastCheckError
 from .gpu import Cuda, Gpu
+from .handle import SaveHandle
 from .lazy import LazyCopy
 from .pinning import Pinner
 from .prefault import Prefaulter
 from .progress import Reporter
 from .segments import Segment, SegmentCache
+from .session import HeldSegment, Session
 from .state.flatten import FlatState
-from .transport import Loaded, Patience, Staged, Staging, check_ready, seal_of
+from .transport import Loaded, Patience, Staged, Staging, check_ready, sealed_of
 
 logger = logging.getLogger("fastcheck")
+
+#: Of a seal: its segment, and three numbers.
+_RECORD_SLACK_BYTES = 128
 
 
 class SharedMemory:
@@ -34,8 +40,10 @@ class SharedMemory:
 
     lazy = True
 
-    def __init__(self, daemon: Daemon, copy_threads: int, gpu: Gpu | None = None) -> None:
-        self._daemon = daemon
+    def __init__(self, session: Session, copy_threads: int, gpu: Gpu | None = None) -> None:
+        self._session = session
+        self._daemon = session.daemon
+        session.offered = self.warm
         self._cache = SegmentCache()
         self._gpu = Cuda() if gpu is None else gpu
         self._pinner = Pinner(self._gpu)
@@ -44,51 +52,35 @@ class SharedMemory:
         self._copy_threads = copy_threads
         self._unmapping: list[threading.Thread] = []
 
-    def begin(self, request: pb.BeginSaveRequest, flat: FlatState, patience: Patience) -> Staging:
-        """Reserve a segment and copy all but what may come later."""
-        request.ahead.CopyFrom(seal_of(flat))
-        begun = self._daemon.begin_save(request, connect_s=patience.connect_s, timeout_s=patience.timeout_s)
+    def begin(self, step: int, flat: FlatState) -> Staging:
+        """Take a segment and copy all but what may come later."""
+        begun = self._session.begun()
+        sealed = sealed_of(step, flat)
+        held, waited_s = self._session.segment(flat.state_bytes, record_bytes(sealed), step)
+        sealed.segment_id, sealed.waited_s, sealed.begun_s = held.segment_id, waited_s, begun()
         started = time.monotonic()
         try:
-            segment = self._cache.get(begun.segment)
+            segment = self._cache.get(held.ref)
             if any(self._gpu.takes(piece.tensor) for piece in flat.pieces):
                 self._pinner.pin(segment)
             self._copier.copy(flat, segment.tensor, warm=segment.warm)
             later = LazyCopy(flat, segment, self._copier, self._gpu)
         except BaseException:
-            self.abandon(begun.save_id)
+            self._session.give_back(held)
             raise
-        return _Staging(self, begun, segment, flat, later, time.monotonic() - started)
+        return _Staging(self._session, held, segment, sealed, later, time.monotonic() - started)
 
-    def seal(self, begun: pb.BeginSaveResponse, flat: FlatState) -> None:
-        """Hand a filled segment over."""
-        request = pb.SealSaveRequest(save_id=begun.save_id, as_begun=begun.read_ahead)
-        if not begun.read_ahead:
-            said = seal_of(flat)
-            request.header_offset, request.header_bytes = said.header_offset, said.header_bytes
-            request.layout.CopyFrom(said.layout)
-            request.shared_digests.extend(said.shared_digests)
-            if said.HasField("shared"):
-                request.shared.CopyFrom(said.shared)
-        self._daemon.seal_save(request)
+    def prepare(self, state_bytes: int, record_bytes: int) -> None:
+        """Have memory set aside and its pages touched; returns when the segments of the first saves are warm."""
+        deadline = time.monotonic() + self._session.timeout_s
+        reserved = self._session.reserve(state_bytes, record_bytes)
+        held = self._session.wait_held(reserved.offered, deadline)
+        self._prefaulter.offer([each.ref for each in held], self._copy_threads)
+        self._prefaulter.wait(deadline)
 
-    def warm(self, spares: Sequence[pb.SegmentRef]) -> None:
-        """Touch the pages of segments that later saves will get."""
-        self._prefaulter.offer(spares)
-
-    def prepare(self, request: pb.BeginSaveRequest, patience: Patience) -> None:
-        """Reserve a segment, have it warmed and give it back: the first save gets the same one."""
-        begun = self._daemon.begin_save(request, connect_s=patience.connect_s, timeout_s=patience.timeout_s)
-        self._prefaulter.offer([begun.segment], self._copy_threads)
-        self.abandon(begun.save_id)
-
-    def abandon(self, save_id: str) -> None:
-        """Give a segment back that will not be sealed."""
-        try:
-            self._daemon.abandon_save(save_id)
-        except FastCheckError as error:
-            # The daemon gives an unsealed segment back by itself when its session saves again.
-            logger.debug("could not give a segment back: %s", error)
+    def warm(self, ref: pb.SegmentRef) -> None:
+        """Touch the pages of a segment that a later save will get."""
+        self._prefaulter.offer([ref])
 
     @contextmanager
     def load(
@@ -150,17 +142,17 @@ class _Staging:
 
     def __init__(
         self,
-        shared: SharedMemory,
-        begun: pb.BeginSaveResponse,
+        session: Session,
+        held: HeldSegment,
         segment: Segment,
-        flat: FlatState,
+        sealed: pb.Sealed,
         later: LazyCopy,
         eager_s: float,
     ) -> None:
-        self._shared = shared
-        self._begun = begun
+        self._session = session
+        self._held = held
         self._segment: Segment | None = segment
-        self._flat: FlatState | None = flat
+        self._sealed = sealed
         self._later = later
         self._eager_s = eager_s
 
@@ -168,22 +160,28 @@ class _Staging:
         """Returns when what is left to copy may change."""
         self._later.hold()
 
-    def finish(self) -> Staged:
-        """Copy what is left and seal, or give the segment back."""
-        flat, self._flat = self._flat, None
-        assert flat is not None
+    def finish(self, handle: SaveHandle) -> None:
+        """Copy what is left and seal, or keep the segment for the next save."""
+        segment, self._segment = self._segment, None
+        assert segment is not None
         try:
             self._later.run()
-            assert self._segment is not None
-            self._segment.warm = True
-            self._shared.seal(self._begun, flat)
+            segment.warm = True
+            staged = Staged(
+                waited_s=self._sealed.waited_s,
+                stage_s=self._eager_s + self._later.seconds,
+                lazy_bytes=self._later.bytes,
+            )
+            record = partial(write_record, segment.window(), self._held.segment_id)
+            self._session.seal(self._held, self._sealed, handle, staged, record)
         except BaseException:
-            self._shared.abandon(self._begun.save_id)
+            self._session.give_back(self._held)
             raise
-        finally:
-            self._segment = None
-        stage_s = self._eager_s + self._later.seconds
-        return Staged(waited_s=self._begun.waited_s, stage_s=stage_s, lazy_bytes=self._later.bytes)
+
+
+def record_bytes(sealed: pb.Sealed) -> int:
+    """What the record of a seal takes in its segment, before all of it is known."""
+    return sealed.ByteSize() + _RECORD_SLACK_BYTES + FOOTER_BYTES
 
 
 def _answer(stream: Iterator[pb.LoadResponse], ahead: MappedAhead, reporter: Reporter) -> pb.LoadReady | None:

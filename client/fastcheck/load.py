@@ -23,7 +23,7 @@ from .progress import CallbackFailedError, LoadProgress, Reporter
 from .reading import StepReader
 from .replicated.whole import parse_shared
 from .resharding import load_resharded
-from .seat import Seat
+from .session import Session
 from .state.fill import RelaidError, fill
 from .transport import Loaded, Patience, Transport
 
@@ -36,9 +36,9 @@ _LOAD_S = 3600.0
 class Loads:
     """All loads of a Checkpointer, under its lock, and how the last one went."""
 
-    def __init__(self, seat: Seat, transport: Transport, ranks_s: float) -> None:
+    def __init__(self, session: Session, transport: Transport, ranks_s: float) -> None:
         """`ranks_s`: longest that other ranks are waited for."""
-        self._seat = seat
+        self._session = session
         self._transport = transport
         self._ranks_s = ranks_s
         #: See the properties of Checkpointer with the same names.
@@ -60,15 +60,17 @@ class Loads:
 
         Raises what `Checkpointer.load` does.
         """
-        seat = self._seat
+        session = self._session
         self.loaded_provisional = False
         self.loaded_own = True
         meeting = None
         if together:
-            meeting = meet(seat.job, seat.rank, seat.world_size, ranks_s=self._ranks_s, load_s=_LOAD_S)
+            meeting = meet(
+                session.job, session.rank, session.world_size, ranks_s=self._ranks_s, load_s=_LOAD_S
+            )
         if meeting is None:
-            if provisional and step is None and seat.world_size > 1:
-                step = alone(self._loadable(step, provisional), seat.world_size)
+            if provisional and step is None and session.world_size > 1:
+                step = alone(self._loadable(step, provisional), session.world_size)
                 if step is None:
                     return None
             else:
@@ -92,11 +94,11 @@ class Loads:
         return self._load(state, self._request(agreed, provisional), lossy, Reporter(progress), meeting.fill)
 
     def _request(self, step: int | None, provisional: bool) -> pb.LoadRequest:
-        seat = self._seat
+        session = self._session
         return pb.LoadRequest(
-            job=seat.job,
-            rank=seat.rank,
-            world_size=seat.world_size,
+            job=session.job,
+            rank=session.rank,
+            world_size=session.world_size,
             step=step,
             allow_provisional=provisional,
             follow=True,
@@ -104,8 +106,8 @@ class Loads:
 
     def steps(self) -> list[int]:
         """Committed steps that can be loaded, oldest first."""
-        self._seat.find_daemon()
-        return list(self._list_steps(pb.ListStepsRequest(job=self._seat.job)).steps)
+        self._session.find_daemon()
+        return list(self._list_steps(pb.ListStepsRequest(job=self._session.job)).steps)
 
     def _load(
         self,
@@ -148,14 +150,14 @@ class Loads:
         agree: Callable[[], None],
     ) -> int:
         started = time.monotonic()
-        seat = self._seat
-        with StepReader(seat.daemon, seat.job, step, timeout_s=_LOAD_S) as reader:
+        session = self._session
+        with StepReader(session.daemon, session.job, step, timeout_s=_LOAD_S) as reader:
             if reader.lossy and not lossy:
                 raise LossyCheckpointError(
                     f"step {reader.step} was saved with a lossy coding (momentum= or weights= of its Checkpointer): "
                     "pass allow_lossy=True to load it, or load another step (see steps()); nothing was changed"
                 )
-            own = load_resharded(state, reader, seat.rank, seat.world_size, agree, reporter)
+            own = load_resharded(state, reader, session.rank, session.world_size, agree, reporter)
             self._note_own(reader.step, own)
             self.stats = {
                 "step": reader.step,
@@ -176,13 +178,12 @@ class Loads:
         All ranks are to find the same newest step: none may be committed between their loads. One that they name is
         what it is.
         """
-        self._seat.find_daemon()
-        patience = Patience(CONNECT_S, self._seat.timeout_s)
+        self._session.find_daemon()
         try:
             if step is None:
-                self._seat.take_to_load(patience)
+                self._session.take_to_load()
             else:
-                self._seat.take(patience)
+                self._session.take_again()
         except RegistryUnavailableError as error:
             if not allow_provisional:
                 raise RegistryUnavailableError(
@@ -198,20 +199,22 @@ class Loads:
         self._prepare(step, provisional)
         if step is not None:
             return [step], False
-        seat = self._seat
+        session = self._session
         found = self._list_steps(
             pb.ListStepsRequest(
-                job=seat.job, allow_provisional=provisional, world_size=seat.world_size if provisional else 0
+                job=session.job,
+                allow_provisional=provisional,
+                world_size=session.world_size if provisional else 0,
             )
         )
         return list(found.steps), found.provisional
 
     def _list_steps(self, request: pb.ListStepsRequest) -> pb.ListStepsResponse:
-        seat = self._seat
-        return seat.daemon.list_steps(request, connect_s=CONNECT_S, timeout_s=seat.timeout_s)
+        session = self._session
+        return session.daemon.list_steps(request, connect_s=CONNECT_S, timeout_s=session.timeout_s)
 
     def _note_loaded(self, ready: pb.LoadReady, total_s: float) -> None:
-        self._note_own(ready.step, ready.header_rank if ready.parts else self._seat.rank)
+        self._note_own(ready.step, ready.header_rank if ready.parts else self._session.rank)
         self.loaded_provisional = ready.provisional
         self.stats = {
             "step": ready.step,
@@ -222,25 +225,25 @@ class Loads:
             "bad_copies": ready.bad_copies,
             "restore_s": ready.restore_s,
             "total_s": total_s,
-            "saved_by": len(ready.parts) or self._seat.world_size,
+            "saved_by": len(ready.parts) or self._session.world_size,
         }
         if ready.provisional:
             logger.warning(
                 "step %d of job %s was loaded without the registry: it is complete and checked, but a newer step may "
                 "have been committed",
                 ready.step,
-                self._seat.job,
+                self._session.job,
             )
 
     def _note_own(self, step: int, rank: int) -> None:
-        self.loaded_own = rank == self._seat.rank
+        self.loaded_own = rank == self._session.rank
         if not self.loaded_own:
             logger.warning(
                 "rank %d had no part in step %d of job %s: what is per rank in it is that of rank %d; give this rank "
                 "its own seed and its own place in the data",
-                self._seat.rank,
+                self._session.rank,
                 step,
-                self._seat.job,
+                self._session.job,
                 rank,
             )
 

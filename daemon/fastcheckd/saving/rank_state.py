@@ -1,6 +1,7 @@
-"""The saves of one rank: which are under way, which only wait, and which may still be given up.
+"""All that a data process knows of one rank: its session, its memory, and which of its steps are under way.
 
-Kept apart from `room.py`, which acts on them: nothing here waits, sends or frees. Owned by the event loop's thread.
+Kept apart from `coordinator.py` and `supply.py`, which act on it: nothing here waits, sends or frees. Owned by the
+event loop's thread.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import Any
 
 from ..errors import SupersededError
 from ..store.retention import PROVISIONAL_KEPT
+from ..store.segments import Segment, staging_pool
+from .contract import Contract
 from .save import Save
+from .session import TrainerSession
 
 #: Finished saves remembered per rank, for trainers that ask late.
 FINISHED_KEPT = 4
@@ -22,10 +26,12 @@ FINISHED_KEPT = 4
 OBSOLETE_MAX = 8
 #: Likewise after they were reported. What is forgotten of them is ruled out with the next newer one.
 GIVEN_UP_MAX = 64
+#: Changes of the job's next session that are remembered, for saves that began before they are sealed.
+NEXT_SESSIONS_MAX = 16
 
 
 @dataclass(eq=False)
-class RankSaves:
+class RankState:
     """What one data process knows of a rank of a job."""
 
     job: str
@@ -44,10 +50,39 @@ class RankSaves:
     ruling_out: asyncio.Task[bool] | None = None
     #: Steps of its session given up that nobody was told of: their provisional copies may go.
     obsolete: deque[int] = field(default_factory=lambda: deque(maxlen=OBSOLETE_MAX))
+    #: The stream of its trainer; None: there is none now.
+    stream: TrainerSession | None = None
+    #: Whose process it is that has the session.
+    client_id: str = ""
+    #: Size of its largest state in this session, and of a segment for it; 0: not known.
+    state_bytes: int = 0
+    #: What is set aside for it; None: nothing was reserved yet.
+    contract: Contract | None = None
+    #: Segments that are set aside and not offered to its trainer.
+    spare: list[Segment] = field(default_factory=list)
     #: Held while a segment is allocated for it, also when whoever asked for it has gone.
     allocating: asyncio.Lock = field(default_factory=asyncio.Lock)
-    #: Segments for its next steps are being made.
-    making_spares: asyncio.Task[None] | None = None
+    #: Steps are being looked for that its trainer says it has sealed before.
+    finding: list[asyncio.Task[None]] = field(default_factory=list)
+    #: Its memory is being brought to what the contract says.
+    supplying: asyncio.Task[None] | None = None
+    #: Moments, and the job's next session that was known from then on, the newest last.
+    next_sessions: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=NEXT_SESSIONS_MAX))
+
+    @property
+    def pool(self) -> str:
+        """Of the segments of its session."""
+        return staging_pool(self.job, self.rank, self.session)
+
+    def note_next_session(self, number: int, now: float) -> None:
+        """A view says that all sessions of the job below this one are open."""
+        if number and (not self.next_sessions or self.next_sessions[-1][1] != number):
+            self.next_sessions.append((now, number))
+
+    def begun_after(self, began_at: float) -> int:
+        """Below which number all sessions of the job were open when a save of this session began."""
+        known = (number for at, number in self.next_sessions if at <= began_at)
+        return max(self.session + 1, max(known, default=0))
 
     def under_way(self) -> list[Save]:
         """Steps that a newer one may have to wait for."""
@@ -81,6 +116,8 @@ class RankSaves:
     def begin_session(self, session: int) -> None:
         """A newer process speaks for the rank: what was remembered of the one before says nothing of its steps."""
         self.session = session
+        self.contract = None
+        self.state_bytes = 0
         self.obsolete.clear()
         self.given_up.clear()
 
@@ -124,5 +161,7 @@ class RankSaves:
     def tasks(self) -> list[asyncio.Task[Any]]:
         """All that is running for it."""
         found: list[asyncio.Task[Any] | None] = [s.task for s in self.saves]
-        found += [self.making_spares, self.ruling_out]
+        found += [self.supplying, self.ruling_out, *self.finding]
+        if self.stream is not None:
+            found.append(self.stream.reserving)
         return [task for task in found if task is not None]

@@ -1,63 +1,87 @@
-"""Saving and loading through gRPC streams, for a trainer without a daemon on its node.
+"""Saving and loading through gRPC, for a trainer without a daemon on its node.
 
-Slower than shared memory by far: `save` returns when the last byte has been sent, and at about a
-gigabyte a second.
+Slower than shared memory by far: `save` returns when the daemon has the last byte, at about a gigabyte a second.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fastcheck_proto.conventions import STREAM_PIECE_BYTES
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from .copying import contiguous_bytes
-from .daemon import Daemon
-from .errors import CorruptError, FastCheckError, OutOfMemoryError
+from .daemon import CONNECT_S
+from .errors import CorruptError, FastCheckError, OutOfMemoryError, SaveFailedError
+from .handle import SaveHandle
 from .progress import Reporter
 from .segments import Segment, anonymous
+from .session import HeldSegment, Session
 from .state.flatten import FlatState
-from .transport import Loaded, Patience, Staged, Staging, check_ready, seal_of
+from .transport import Loaded, Patience, Staged, Staging, check_ready, sealed_of
 
 #: A link slower than this is of no use; it bounds how long a push may take.
 _BYTES_PER_S_MIN = 10_000_000
 
 
 class _Sent:
-    """A save of which nothing is left to do."""
+    """A save whose bytes the daemon has."""
 
-    def __init__(self, staged: Staged) -> None:
+    def __init__(self, session: Session, held: HeldSegment, sealed: pb.Sealed, staged: Staged) -> None:
+        self._session = session
+        self._held = held
+        self._sealed = sealed
         self._staged = staged
 
     def hold(self) -> None:
         """Nothing is left to copy."""
 
-    def finish(self) -> Staged:
-        """How it went."""
-        return self._staged
+    def finish(self, handle: SaveHandle) -> None:
+        """Hand it over; returns when the daemon says that it has it, since nobody finds it if this process dies."""
+        self._session.seal(self._held, self._sealed, handle, self._staged, record=None)
+        self._session.wait_heard(handle)
 
 
 class Streams:
-    """Bytes and control through one connection to a daemon elsewhere."""
+    """Bytes through calls to a daemon elsewhere, into segments that the session holds there."""
 
     #: The bytes go in their order, whatever may change when.
     lazy = False
 
-    def __init__(self, daemon: Daemon) -> None:
-        self._daemon = daemon
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._daemon = session.daemon
 
-    def begin(self, request: pb.BeginSaveRequest, flat: FlatState, patience: Patience) -> Staging:
-        """Send everything; the daemon has sealed it when this returns."""
+    def begin(self, step: int, flat: FlatState) -> Staging:
+        """Send everything; the daemon has it when this returns."""
+        begun = self._session.begun()
+        sealed = sealed_of(step, flat)
+        held, waited_s = self._session.segment(flat.state_bytes, 0, step)
+        sealed.segment_id, sealed.waited_s, sealed.begun_s = held.segment_id, waited_s, begun()
         started = time.monotonic()
-        timeout_s = patience.timeout_s + flat.state_bytes / _BYTES_PER_S_MIN
-        with self._daemon.errors(patience.connect_s) as link:
-            call = link.trainer.Push.future(_messages(request, flat), timeout=timeout_s)
-            with self._daemon.guarded(link, call):
-                response = call.result()
-        taken_s = time.monotonic() - started
-        return _Sent(Staged(waited_s=response.waited_s, stage_s=max(0.0, taken_s - response.waited_s)))
+        session = self._session
+        target = pb.UploadTarget(
+            job=session.job, rank=session.rank, session=held.session, segment_id=held.segment_id
+        )
+        try:
+            sent = self._daemon.upload(
+                _messages(target, flat),
+                connect_s=CONNECT_S,
+                timeout_s=session.timeout_s + flat.state_bytes / _BYTES_PER_S_MIN,
+            )
+        except BaseException:
+            session.give_back(held)
+            raise
+        if sent != flat.state_bytes:
+            session.give_back(held)
+            raise SaveFailedError(f"the daemon has {sent} of the state's {flat.state_bytes} bytes")
+        return _Sent(session, held, sealed, Staged(waited_s=waited_s, stage_s=time.monotonic() - started))
+
+    def prepare(self, state_bytes: int, record_bytes: int) -> None:
+        """Have memory set aside at the daemon."""
+        self._session.reserve(state_bytes, 0)
 
     @contextmanager
     def load(
@@ -77,27 +101,20 @@ class Streams:
         ready, buffer = received
         yield Loaded(ready, buffer.tensor[: ready.state_bytes])
 
-    def prepare(self, request: pb.BeginSaveRequest, patience: Patience) -> None:
-        """Nothing to do: there is no memory of the daemon's that this process could touch."""
-
-    def warm(self, spares: Sequence[pb.SegmentRef]) -> None:
-        """Nothing to do: the segments are out of reach from here."""
-
     def close(self) -> None:
         """Nothing is kept between calls."""
 
 
-def _messages(request: pb.BeginSaveRequest, flat: FlatState) -> Iterator[pb.PushRequest]:
-    yield pb.PushRequest(begin=request)
+def _messages(target: pb.UploadTarget, flat: FlatState) -> Iterator[pb.UploadRequest]:
+    yield pb.UploadRequest(target=target)
     buffer = bytearray()
     for data in _ordered_bytes(flat):
         buffer += data
         while len(buffer) >= STREAM_PIECE_BYTES:
-            yield pb.PushRequest(data=bytes(buffer[:STREAM_PIECE_BYTES]))
+            yield pb.UploadRequest(data=bytes(buffer[:STREAM_PIECE_BYTES]))
             del buffer[:STREAM_PIECE_BYTES]
     if buffer:
-        yield pb.PushRequest(data=bytes(buffer))
-    yield pb.PushRequest(seal=seal_of(flat))
+        yield pb.UploadRequest(data=bytes(buffer))
 
 
 def _ordered_bytes(flat: FlatState) -> Iterator[bytes]:

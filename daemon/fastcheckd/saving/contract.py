@@ -1,8 +1,9 @@
-"""How much memory a node's saves take: whether the budget is ample, or so short that older steps must be small. Pure.
+"""How much memory a rank's saves get: settled once, when it reserves; and what a budget should be. Pure.
 
 With S bytes of state saved per step on each node, and as many ranks elsewhere that count on this one:
 
-- **ample**: each step that is kept, and the one that is coming, as it is, at the owner and at each holder.
+- **full**: each step that is kept, and the one that is coming, as it is, at the owner and at each holder; at the
+  owner one more for each further step that may be under way, where the budget has the room.
 - **lean**: at the owner the newest step and the one that is coming; at each holder the newest one, which the next is
   put into; each older step, and while the next one comes the newest too, as a way back, a part of it (`WAY_SHARE`).
 """
@@ -12,12 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fastcheck_proto.v1 import trainer_pb2 as tpb
+
 #: For a margin beside whole steps.
 ROOM = 1.05
 #: For slots, a chunk for each thread that puts one in its place.
 SLOTS_BYTES = 64 << 20
 #: Of a step's bytes, what its way back from the next one takes: AdamW in fp32 measures 0.30 to 0.33. Only for advice.
 WAY_SHARE = 0.35
+#: Segments of a lean contract: the newest committed step and the one that is coming.
+LEAN_SEGMENTS = 2
 #: Jobs that a refusal names.
 HOLDINGS_SHOWN_MAX = 3
 
@@ -36,6 +41,58 @@ def lean_bytes(state_bytes: int, *, tolerate: int, keep_steps: int) -> int:
     """About what is needed at least, if steps encode as those of AdamW do."""
     own_ways = keep_steps if keep_steps > 1 else 0
     return round((2 + tolerate + (own_ways + tolerate * keep_steps) * WAY_SHARE) * state_bytes) + SLOTS_BYTES
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What is set aside for one rank."""
+
+    lean: bool
+    segments: int
+    segment_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.segments * self.segment_bytes
+
+    def message(self, offered: int) -> tpb.Reserved:
+        """As the trainer is told."""
+        kind = tpb.MEMORY_CONTRACT_LEAN if self.lean else tpb.MEMORY_CONTRACT_FULL
+        return tpb.Reserved(contract=kind, segments=self.segments, bytes=self.bytes, offered=offered)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What counts against a budget, the node's or one job's, when a rank reserves. All of one step."""
+
+    #: 0: there is none.
+    budget_bytes: int
+    #: Saved by all ranks that count, this one included.
+    own_bytes: int
+    #: Set aside for the others of them.
+    others_bytes: int
+    #: Held for ranks of other nodes, now or soon.
+    copies_bytes: int
+
+
+def settle(demands: Iterable[Demand], segment_bytes: int, *, keep_steps: int, in_flight: int) -> Contract:
+    """The contract of a rank: full where every budget has room for it, else lean.
+
+    Args:
+        demands: one for each budget.
+        in_flight: steps of the rank that may be under way at once.
+    """
+    segments = keep_steps + in_flight
+    for demand in demands:
+        if not demand.budget_bytes:
+            continue
+        step_bytes = demand.own_bytes + demand.copies_bytes
+        if demand.budget_bytes < whole_bytes(step_bytes, keep_steps=keep_steps):
+            return Contract(lean=True, segments=LEAN_SEGMENTS, segment_bytes=segment_bytes)
+        left = demand.budget_bytes / ROOM - demand.others_bytes - (keep_steps + 1) * demand.copies_bytes
+        segments = min(segments, int(left // segment_bytes))
+    return Contract(lean=False, segments=max(segments, keep_steps + 1), segment_bytes=segment_bytes)
 
 
 @dataclass(frozen=True)
