@@ -66,7 +66,9 @@ def decode(
     """
     header, sections = parse(payload)
     if digest not in {None, header.digest}:
-        raise CodecError(f"an encoded chunk of step {header.step} holds another chunk than the one that is wanted")
+        raise CodecError(
+            f"an encoded chunk of step {header.step} holds another chunk than the one that is wanted"
+        )
     base = _check_use(header, base, out, base_digest)
     _clear_gaps(_covered(sections, header.raw_bytes), out)
     _decode_sections(sections, base, out)

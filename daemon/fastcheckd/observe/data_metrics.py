@@ -63,7 +63,7 @@ def families(facts: DataFacts) -> list[Metric]:
         *_job_families(bounded(facts.jobs)),
         gauge(
             "job_ram_used_bytes",
-            "Bytes of the RAM store that are in use for a job: its states, copies and ways back.",
+            "Bytes of the RAM store that are in use for a job: its states, copies and reverse deltas.",
             {(job,): size for job, size in bounded_sizes(facts.job_ram_bytes).items()},
             ("training_job",),
         ),

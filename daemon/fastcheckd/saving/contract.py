@@ -4,8 +4,9 @@ With S bytes of state saved per step on each node, and as many ranks elsewhere t
 
 - **full**: each step that is kept, and the one that is coming, as it is, at the owner and at each holder; at the
   owner one more for each further step that may be under way, where the budget has the room.
-- **lean**: at the owner the newest step and the one that is coming; at each holder the newest one, which the next is
-  put into; each older step, and while the next one comes the newest too, as a way back, a part of it (`WAY_SHARE`).
+- **lean**: at the owner the newest step and the one that is coming; at each holder the newest one, whose slots the next
+  one takes chunk by chunk; each older step, and while the next one comes the newest too, as reverse deltas, a part of
+  it (`DELTA_SHARE`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 #: For a margin beside whole steps.
 ROOM = 1.05
-#: For slots, a chunk for each thread that puts one in its place.
+#: For slots: a lean copy gives those of the older step back in batches.
 SLOTS_BYTES = 64 << 20
-#: Of a step's bytes, what its way back from the next one takes: AdamW in fp32 measures 0.30 to 0.33. Only for advice.
-WAY_SHARE = 0.35
+#: Of a step's bytes, what its reverse deltas take: AdamW in fp32 measures 0.30 to 0.33. Only for advice.
+DELTA_SHARE = 0.35
 #: Segments of a lean contract: the newest committed step and the one that is coming.
 LEAN_SEGMENTS = 2
 #: Jobs that a refusal names.
@@ -39,8 +40,10 @@ def ample_bytes(state_bytes: int, *, tolerate: int, keep_steps: int) -> int:
 
 def lean_bytes(state_bytes: int, *, tolerate: int, keep_steps: int) -> int:
     """About what is needed at least, if steps encode as those of AdamW do."""
-    own_ways = keep_steps if keep_steps > 1 else 0
-    return round((2 + tolerate + (own_ways + tolerate * keep_steps) * WAY_SHARE) * state_bytes) + SLOTS_BYTES
+    own_older = keep_steps if keep_steps > 1 else 0
+    return (
+        round((2 + tolerate + (own_older + tolerate * keep_steps) * DELTA_SHARE) * state_bytes) + SLOTS_BYTES
+    )
 
 
 @dataclass(frozen=True)
