@@ -6,12 +6,10 @@ One cluster and one process group go through all cases of dcp_ranks.py; here eac
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from tests.cluster.dcp_ranks import CASES, WORLD
+from tests.forks import Fork
 
 from fastcheck.local import LocalCluster
 from fastcheck.local.ports import find_free_ports
@@ -34,14 +32,7 @@ def outcome(tmp_path_factory):
             out = folder / f"rank-{rank}.json"
             with (folder / f"rank-{rank}.log").open("wb") as log:
                 arguments = [str(each) for each in (rank, WORLD, port, address, out)]
-                ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "tests.cluster.dcp_ranks", *arguments],
-                        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+                ranks.append(Fork(["-m", "tests.cluster.dcp_ranks", *arguments], stdout=log, stderr=log))
         try:
             for process in ranks:
                 process.wait(TIMEOUT_S)
