@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-#: What ranks of torch use; frameworks are named by those who need them.
+#: What ranks of torch use.
 TORCH = (
     "torch",
     "torch.distributed.checkpoint.state_dict",
@@ -36,6 +36,8 @@ TORCH = (
     "torch._dynamo",
     "fastcheck",
 )
+#: What examples for frameworks use.
+FRAMEWORKS = ("transformers.trainer", "accelerate", "lightning.pytorch", "torchdata.stateful_dataloader")
 _ROOT = Path(__file__).parents[1]
 _REQUEST_BYTES_MAX = 1 << 17
 _PIPE = subprocess.PIPE
