@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -86,6 +87,8 @@ class Fork:
                 its = number if wanted is None else wanted if isinstance(wanted, int) else wanted.fileno()
             theirs.append(its)
         self._status, reports = os.pipe()
+        weakref.finalize(self, os.close, self._status)
+        self._lock = threading.Lock()
         request = {"arguments": self.args, "environment": dict(env or os.environ), "cwd": str(cwd)}
         try:
             self.pid = _parent(tuple(preload)).fork(request, [*theirs, reports])
@@ -117,12 +120,23 @@ class Fork:
     def _await(self, timeout: float | None) -> int | None:
         if self.returncode is None:
             ready, _, _ = select.select([self._status], [], [], timeout)
-            if ready:
-                status = os.read(self._status, 16)
-                os.close(self._status)
-                assert status, f"the parent of {self.args} has ended"
-                self.returncode = os.waitstatus_to_exitcode(int(status))
+            with self._lock:
+                if ready and self.returncode is None:
+                    status = os.read(self._status, 16)
+                    assert status, f"the parent of {self.args} has ended"
+                    self.returncode = os.waitstatus_to_exitcode(int(status))
         return self.returncode
+
+
+def popen(command: Sequence[object], **options: Any) -> Fork:
+    """In place of a module's `subprocess.Popen` of a Python program with text streams: a Fork."""
+    executable, *arguments = command
+    assert executable == sys.executable
+    del (
+        options["text"],
+        options["start_new_session"],
+    )  # streams always are; a Fork gets no signal of a terminal
+    return Fork(arguments, **options)
 
 
 class _Parent:
