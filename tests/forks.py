@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import weakref
@@ -48,7 +49,7 @@ class Fork:
     """A process of a parent: the part of `subprocess.Popen` that tests use, with text streams.
 
     Args:
-        arguments: of the interpreter: `-m MODULE` or a script, then the program's own.
+        arguments: of the interpreter: `-m MODULE`, `-c CODE` or a script, then the program's own.
         env: all of its environment, but for what modules read as they are imported; this process' by default. Its
             PYTHONPATH is that of the parent.
         stdin, stdout, stderr: `subprocess.PIPE`, a file, or None for this process' own.
@@ -96,6 +97,15 @@ class Fork:
             for fd in (*ours, reports):
                 os.close(fd)
 
+    def __enter__(self) -> Fork:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for stream in (self.stdin, self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+        self.wait()
+
     def poll(self) -> int | None:
         """Its exit code, negative for the signal that ended it; None while it runs."""
         return self._await(0)
@@ -126,6 +136,19 @@ class Fork:
                     assert status, f"the parent of {self.args} has ended"
                     self.returncode = os.waitstatus_to_exitcode(int(status))
         return self.returncode
+
+
+def run(
+    arguments: Sequence[object], *, timeout: float = 120, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """A Fork to its end; exit code, stdout and stderr, which must fit into pipes."""
+    with Fork(arguments, stdout=_PIPE, stderr=_PIPE, **options) as fork:
+        assert fork.stdout is not None and fork.stderr is not None
+        try:
+            code = fork.wait(timeout)
+        finally:
+            fork.kill()
+        return subprocess.CompletedProcess(fork.args, code, fork.stdout.read(), fork.stderr.read())
 
 
 def popen(command: Sequence[object], **options: Any) -> Fork:
@@ -250,6 +273,7 @@ def _become(request: dict[str, Any]) -> NoReturn:
 def _run(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # TMPDIR may be another
     os.chdir(request["cwd"])
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  as long as the process lives
     if os.environ.get("PYTHONUNBUFFERED"):
@@ -258,6 +282,9 @@ def _run(request: dict[str, Any]) -> None:
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], sys.modules["__main__"].__dict__)
     else:
         sys.argv = arguments
         sys.path.insert(0, str(Path(arguments[0]).parent))

@@ -117,7 +117,7 @@ def test_the_demo_resumes_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        done = CliRunner().invoke(app.cli, ["demo", "-o", "json", "--steps", "6", "--kill-at", "3"])
+        done = CliRunner().invoke(app.cli, ["demo", "-o", "json", "--steps", "5", "--kill-at", "3"])
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)
     assert done.exit_code == 0, done.stderr[-3000:]
