@@ -10,11 +10,13 @@ There is one parent for each set of preloaded modules and path, from its first u
 from __future__ import annotations
 
 import atexit
+import base64
 import contextlib
 import gc
 import importlib
 import json
 import os
+import pickle
 import runpy
 import select
 import signal
@@ -25,7 +27,7 @@ import tempfile
 import threading
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -35,6 +37,7 @@ TORCH = (
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "torch.distributed.run",
     "torch._dynamo",
     "fastcheck",
 )
@@ -43,6 +46,7 @@ FRAMEWORKS = ("transformers.trainer", "accelerate", "lightning.pytorch", "torchd
 _ROOT = Path(__file__).parents[1]
 _REQUEST_BYTES_MAX = 1 << 17
 _PIPE = subprocess.PIPE
+_CALL = "call"
 
 
 class Fork:
@@ -136,6 +140,11 @@ class Fork:
                     assert status, f"the parent of {self.args} has ended"
                     self.returncode = os.waitstatus_to_exitcode(int(status))
         return self.returncode
+
+
+def call(function: Callable[..., None], *arguments: Any, **options: Any) -> Fork:
+    """A Fork that calls a function of a module with these arguments."""
+    return Fork([_CALL, base64.b64encode(pickle.dumps((function, arguments))).decode()], **options)
 
 
 def run(
@@ -282,6 +291,9 @@ def _run(request: dict[str, Any]) -> None:
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == _CALL:
+        function, given = pickle.loads(base64.b64decode(arguments[1]))
+        function(*given)
     elif arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
         exec(arguments[1], sys.modules["__main__"].__dict__)
