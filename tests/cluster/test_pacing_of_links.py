@@ -41,8 +41,8 @@ def test_copies_take_no_more_than_the_cap(make_cluster):
 
 
 def test_whoever_serves_a_restore_holds_its_own_copies_back(make_cluster):
-    cluster = make_cluster(2, replicate_bytes_per_s=4 * MB, spread=1, chunk_bytes=65536, codec="never")
-    job = Job(cluster, ["node-0"], megabytes=12)
+    cluster = make_cluster(2, replicate_bytes_per_s=10 * MB, spread=1, chunk_bytes=65536, codec="never")
+    job = Job(cluster, ["node-0"], megabytes=40)
     (handle,) = job.save(1)
     with slow_reader(cluster, "node-0", lambda: handle.committed):
         (under_way,) = job.save(2)
