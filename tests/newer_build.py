@@ -59,9 +59,9 @@ class NewerBuild:
 
 
 def make(folder: Path) -> NewerBuild:
-    """Copy the sources and change them, compiled once for the many processes of a cluster."""
+    """Copy the sources, compiled ones too, and change them; what is changed is compiled once for all processes."""
     for source in _SOURCES:
-        shutil.copytree(_ROOT / source, folder / source, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(_ROOT / source, folder / source)
     for name, (present, newer) in _CHANGES.items():
         text = (folder / name).read_text()
         assert text.count(present) == 1, f"{name} has no {present!r}"

@@ -1,10 +1,11 @@
 """When a save is due: by steps, by time, for one rank and for several."""
 
+import os
 import subprocess
-import sys
 import threading
 
 import pytest
+from tests.forks import Fork
 
 import fastcheck
 from fastcheck.policies import Every
@@ -133,28 +134,18 @@ for step in range(1, 100):
 print(due)
 dist.destroy_process_group()
 """
-    import os  # noqa: PLC0415
-
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(tmp_path / "store")],
-            env=environment,
+        Fork(
+            ["-c", code, rank, tmp_path / "store"],
+            env={**os.environ, "WORLD_SIZE": "2"},
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(2)
     ]
-    told = [rank.communicate(timeout=60) for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), told
-    assert told[0][0] == told[1][0]
-    assert len(told[0][0].split(",")) >= 2
+    assert [rank.wait(timeout=60) for rank in ranks] == [0, 0]
+    told = [rank.stdout.read() for rank in ranks]
+    assert told[0] == told[1]
+    assert len(told[0].split(",")) >= 2
 
 
 @pytest.mark.parametrize(
