@@ -30,10 +30,9 @@ from .replicated.sharing import Shared, SharedSaves
 from .saving import COUNT_MAX, Saves
 from .seat import Seat
 from .staging import SharedMemory
-from .state.flatten import flatten
-from .state.forecast import missing_bytes
-from .state.garbage import uncollected
+from .state.flatten import flatten, uncollected
 from .state.layouts import Layouts
+from .state.optimizers import missing_bytes
 from .streaming import Streams
 from .transport import Transport
 

@@ -14,8 +14,8 @@ from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from .errors import CorruptError
 from .replicated.whole import parse_shared
-from .state.boxes import ByteRange, StateBytes
 from .state.header import parse
+from .state.records import ByteRange, StateBytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ from .errors import (
 from .progress import Reporter
 from .read_ranks import ReadRank, ranks_of
 from .segments import Segment, anonymous, map_file
-from .state.boxes import BoxRead, ByteRange, StateBytes, read_box, tensor_ranges
+from .state.records import BoxRead, ByteRange, StateBytes, read_box, tensor_ranges
 
 __all__ = [
     "BoxInto",

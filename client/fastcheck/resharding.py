@@ -20,12 +20,10 @@ from .progress import Reporter
 from .reading import BoxInto, StepReader
 from .segments import anonymous
 from .state import dtypes
-from .state.covering import Box, HolesError, cover
-from .state.dtensors import box_of, is_dtensor, layout_of, local_of, saved_box
 from .state.fill import fill
-from .state.header import materialize
-from .state.paths import Path, show
-from .state.surveying import Met, any_dtensor, survey, whole_shape
+from .state.header import Path, materialize, show
+from .state.match import Match, any_dtensor, match_records, whole_shape
+from .state.sharding import Box, HolesError, box_of, cover, is_dtensor, layout_of, local_of, saved_box
 
 HOLES_SHOWN_MAX = 3
 #: Of what is on several meshes so much is read at once to be compared.
@@ -53,7 +51,7 @@ class SavedRank:
 
 
 @dataclass(frozen=True)
-class Part:
+class ReadPart:
     """A box of what a rank saved of a tensor, and where in this rank's record of it that goes."""
 
     rank: int
@@ -73,9 +71,9 @@ class Relayout:
 
     header: pb.StateHeader
     state_bytes: int = 0
-    parts: list[tuple[pb.TensorRecord, list[Part]]] = field(default_factory=list)
+    parts: list[tuple[pb.TensorRecord, list[ReadPart]]] = field(default_factory=list)
     #: The same of other meshes, which must have the same bits.
-    alike: list[tuple[Path, pb.TensorRecord, list[Part]]] = field(default_factory=list)
+    alike: list[tuple[Path, pb.TensorRecord, list[ReadPart]]] = field(default_factory=list)
 
 
 def load_resharded(
@@ -101,14 +99,14 @@ def load_resharded(
     own = rank if rank in saved else 0
     header = saved[own].header
     try:
-        met = survey(state, header)
+        matches = match_records(state, header)
     except StateMismatchError:
         if world_size != reader.world_size and not any_dtensor(header, {}):
             raise _no_whole(reader, world_size) from None
         raise
-    if world_size != reader.world_size and not any_dtensor(header, met):
+    if world_size != reader.world_size and not any_dtensor(header, matches):
         raise _no_whole(reader, world_size)
-    planned = plan(saved, own, rank, met, same_world=world_size == reader.world_size)
+    planned = plan(saved, own, rank, matches, same_world=world_size == reader.world_size)
     try:
         memory = anonymous(planned.state_bytes).tensor[: planned.state_bytes]
     except MemoryError as error:
@@ -127,7 +125,7 @@ def load_resharded(
 
 
 def plan(
-    saved: Mapping[int, SavedRank], own: int, rank: int, met: Mapping[int, Met], *, same_world: bool
+    saved: Mapping[int, SavedRank], own: int, rank: int, matches: Mapping[int, Match], *, same_world: bool
 ) -> Relayout:
     """What to read for `rank`, whose tree is that of the saved rank `own`. Reads nothing.
 
@@ -141,14 +139,14 @@ def plan(
     for index, record in enumerate(header.tensors):
         there = saved[own].header.tensors[index]
         try:
-            parts, *others = _parts(saved, own, rank, there, met.get(index), same_world=same_world)
+            parts, *others = _parts(saved, own, rank, there, matches.get(index), same_world=same_world)
         except _UnclearError as error:
-            path = met[index].path
+            path = matches[index].path
             mismatches.append(f"{show(path)} {error}")
             continue
-        _lay_out(record, met.get(index), made)
+        _lay_out(record, matches.get(index), made)
         made.parts.append((record, parts))
-        made.alike += [(met[index].path, record, other) for other in others]
+        made.alike += [(matches[index].path, record, other) for other in others]
     if mismatches:
         raise StateMismatchError(mismatches)
     return made
@@ -163,15 +161,15 @@ def _parts(
     own: int,
     rank: int,
     record: pb.TensorRecord,
-    met: Met | None,
+    match: Match | None,
     *,
     same_world: bool,
-) -> list[list[Part]]:
+) -> list[list[ReadPart]]:
     """Where to have one tensor from, and where else it should be alike."""
-    if met is None or not (record.HasField("dtensor") or is_dtensor(met.like)):
+    if match is None or not (record.HasField("dtensor") or is_dtensor(match.like)):
         box = Box.whole(record.shape)
-        return [[Part(own, record, box, box)] if record.bytes else []]
-    wanted = box_of(met.like)
+        return [[ReadPart(own, record, box, box)] if record.bytes else []]
+    wanted = box_of(match.like)
     if wanted is None:
         raise _UnclearError(
             "is a DTensor here whose local part is no box of the whole: it cannot be resharded"
@@ -180,16 +178,16 @@ def _parts(
         return [[]]
     if not record.HasField("dtensor"):
         # Every rank has all of it, and nothing says that they are alike: all cut the same one.
-        first = saved[0].records.get(met.path)
+        first = saved[0].records.get(match.path)
         if first is None or first.HasField("dtensor") or list(first.shape) != list(record.shape):
             raise _UnclearError("is not distributed in the checkpoint, and rank 0 has no such tensor")
-        return [[Part(0, first, wanted, wanted.within(wanted))]]
+        return [[ReadPart(0, first, wanted, wanted.within(wanted))]]
     # Of as many ranks each is still in the mesh that it was in, unless the tensor is over another one now.
     stays = same_world and (
-        not is_dtensor(met.like) or layout_of(met.like).mesh_digest == record.dtensor.mesh_digest
+        not is_dtensor(match.like) or layout_of(match.like).mesh_digest == record.dtensor.mesh_digest
     )
-    meshes = _meshes(saved, own, record, met.path, own_only=stays)
-    found: list[list[Part]] = []
+    meshes = _meshes(saved, own, record, match.path, own_only=stays)
+    found: list[list[ReadPart]] = []
     holes: HolesError | None = None
     for records in meshes:
         try:
@@ -207,7 +205,7 @@ def _parts(
     return found
 
 
-def _covered(records: Mapping[int, pb.TensorRecord], wanted: Box, rank: int) -> list[Part]:
+def _covered(records: Mapping[int, pb.TensorRecord], wanted: Box, rank: int) -> list[ReadPart]:
     """Where the ranks of one mesh have the wanted box; raises HolesError if they do not."""
     boxes = {other: saved_box(each) for other, each in records.items()}
     known = {other: box for other, box in boxes.items() if box is not None}
@@ -218,7 +216,7 @@ def _covered(records: Mapping[int, pb.TensorRecord], wanted: Box, rank: int) -> 
             "or it is no box of it; load it with the same ranks, mesh and placements"
         )
     return [
-        Part(
+        ReadPart(
             source.rank,
             records[source.rank],
             source.box.within(known[source.rank]),
@@ -260,7 +258,7 @@ def _compare(planned: Relayout, own: int, reader: StepReader, memory: torch.Tens
         StateMismatchError: they differ, by name.
     """
     differ: dict[Path, str] = {}
-    batch: list[tuple[Path, pb.TensorRecord, Part, BoxInto]] = []
+    batch: list[tuple[Path, pb.TensorRecord, ReadPart, BoxInto]] = []
     size = 0
 
     def check() -> None:
@@ -280,7 +278,7 @@ def _compare(planned: Relayout, own: int, reader: StepReader, memory: torch.Tens
         itemsize = dtypes.BY_NAME[record.dtype].itemsize
         for whole in parts:
             for box in whole.target.pieces(COMPARED_BYTES_MAX // itemsize):
-                part = Part(whole.rank, whole.record, whole.source_of(box), box)
+                part = ReadPart(whole.rank, whole.record, whole.source_of(box), box)
                 into = torch.empty(box.sizes, dtype=dtypes.BY_NAME[record.dtype])
                 batch.append((path, record, part, BoxInto(part.rank, part.record, *part.source, into)))
                 size += into.nbytes
@@ -293,19 +291,19 @@ def _compare(planned: Relayout, own: int, reader: StepReader, memory: torch.Tens
         raise StateMismatchError(list(differ.values()))
 
 
-def _lay_out(record: pb.TensorRecord, met: Met | None, made: Relayout) -> None:
+def _lay_out(record: pb.TensorRecord, match: Match | None, made: Relayout) -> None:
     """Say of a record how it will lie in this rank's memory."""
     del record.piece_offsets[:]
     record.ClearField("piece_bytes")
-    if met is not None:
-        wanted = box_of(met.like)
-        assert wanted is not None or not (record.HasField("dtensor") or is_dtensor(met.like))
+    if match is not None:
+        wanted = box_of(match.like)
+        assert wanted is not None or not (record.HasField("dtensor") or is_dtensor(match.like))
         record.ClearField("dtensor")
-        if is_dtensor(met.like):
-            record.dtensor.CopyFrom(layout_of(met.like))
+        if is_dtensor(match.like):
+            record.dtensor.CopyFrom(layout_of(match.like))
         if wanted is not None:
             del record.shape[:]
-            record.shape.extend(_local_shape(met.like, wanted))
+            record.shape.extend(_local_shape(match.like, wanted))
             record.bytes = wanted.elements * dtypes.BY_NAME[record.dtype].itemsize
     record.offset = made.state_bytes
     made.state_bytes += -(-record.bytes // TENSOR_ALIGNMENT_BYTES) * TENSOR_ALIGNMENT_BYTES

@@ -16,7 +16,7 @@ from .errors import CorruptError, LossyCheckpointError
 from .progress import Reporter
 from .state.flatten import FlatState
 from .state.header import parse
-from .state.places import Pour, pour_plainly
+from .state.records import Pour, pour_plainly
 
 
 @dataclass(frozen=True)

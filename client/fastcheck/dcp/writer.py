@@ -24,7 +24,7 @@ from torch.futures import Future
 from ..environment import resolve
 from ..errors import InvalidArgumentError, UnsupportedStateError
 from ..handle import SaveHandle
-from ..state.dtensors import local_of
+from ..state.sharding import local_of
 from ..state.tensors import why_unsupported
 from .description import Item, Kind, write_description
 from .families import held, together

@@ -13,7 +13,7 @@ from torch import nn
 
 from fastcheck.state.flatten import flatten
 from fastcheck.state.layouts import Layouts
-from fastcheck.state.steps import StepHook
+from fastcheck.state.optimizer_steps import StepHook
 from fastcheck_proto.v1 import layout_pb2 as pb
 
 

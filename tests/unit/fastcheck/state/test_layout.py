@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from state_bytes import bits, same, snapshot
+from tests.unit.fastcheck.state_bytes import bits, same, snapshot
 
 from fastcheck import CorruptError
 from fastcheck.copying import Copier

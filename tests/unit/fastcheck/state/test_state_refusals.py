@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from state_bytes import same, snapshot
+from tests.unit.fastcheck.state_bytes import same, snapshot
 
 from fastcheck import StateMismatchError, UnsupportedStateError
 from fastcheck.state.flatten import flatten
-from fastcheck.state.paths import DEPTH_MAX
+from fastcheck.state.header import DEPTH_MAX
 
 
 class Odd(torch.Tensor):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheck.state.covering import Box, HolesError, cover
+from fastcheck.state.sharding import Box, HolesError, cover
 
 
 def cells(box):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.unit.fastcheck.state_bytes import bits
 
 from fastcheck import InvalidArgumentError
-from fastcheck.state import boxes
-from fastcheck.state.boxes import read_box, tensor_ranges
+from fastcheck.state import records
 from fastcheck.state.dtypes import name_of
+from fastcheck.state.records import read_box, tensor_ranges
 from fastcheck_proto.v1 import state_pb2 as pb
 
 ALIGNMENT = 64
@@ -97,11 +97,11 @@ def boxed(tensor, offsets, sizes):
 def test_a_box_is_what_indexing_gives_and_only_its_ranges_are_read(case, transposed):
     tensor, piece, seed, offsets, sizes, gap = case
     record, state = laid_out(tensor, piece, seed)
-    before, boxes.GAP_BYTES_MAX = boxes.GAP_BYTES_MAX, gap
+    before, records.GAP_BYTES_MAX = records.GAP_BYTES_MAX, gap
     try:
         found = read_box(record, offsets, sizes)
     finally:
-        boxes.GAP_BYTES_MAX = before
+        records.GAP_BYTES_MAX = before
     target = random_tensor(tensor.dtype, tuple(reversed(sizes)) if transposed else tuple(sizes), seed + 1)
     if transposed:
         target = target.permute(tuple(reversed(range(len(sizes)))))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from state_bytes import same, snapshot
+from tests.unit.fastcheck.state_bytes import same, snapshot
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,8 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from fastcheck.state.collect import collect
 from fastcheck.state.flatten import flatten
 from fastcheck.state.header import parse
-from fastcheck.state.roles import find_groups, in_order
-from fastcheck.state.sources import read_sources
+from fastcheck.state.optimizers import read_sources
+from fastcheck.state.tensor_groups import find_groups, in_order
 from fastcheck_proto.v1 import layout_pb2 as pb
 
 P, LOW = pb.ROLE_PARAM, pb.ROLE_LOW_PRECISION_PARAM

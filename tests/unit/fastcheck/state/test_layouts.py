@@ -16,8 +16,7 @@ from fastcheck import UnsupportedStateError
 from fastcheck.copying import Copier
 from fastcheck.segments import anonymous
 from fastcheck.state import layouts as layouts_module
-from fastcheck.state.flatten import flatten
-from fastcheck.state.garbage import uncollected
+from fastcheck.state.flatten import flatten, uncollected
 from fastcheck.state.layouts import Layouts
 
 

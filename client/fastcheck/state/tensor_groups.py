@@ -1,4 +1,4 @@
-"""Which tensors of a state belong together, and what each is to the optimizer. A hint: wrong costs bytes only.
+"""Which tensors of a state belong together, and the role of each. A hint: a mistake costs bytes, never meaning.
 
 A parameter is known by identity (optimizer objects), by name, or by its place in the order of a sibling's
 tensors. Where the order leaves a choice, moments are grouped with one another and without a parameter.
@@ -14,11 +14,11 @@ import torch
 from fastcheck_proto.v1 import layout_pb2 as pb
 
 from .collect import Collected
-from .dtensors import local_of
+from .header import Path
 from .layout import Extent, Group, Member
-from .paths import Path
-from .sources import Parameter, ParameterGroup, Source
-from .steps import step_classes
+from .optimizer_steps import step_classes
+from .optimizers import OptimizerSource, Parameter, ParameterGroup
+from .sharding import local_of
 
 ROLES: dict[str, pb.Role.ValueType] = {
     "exp_avg": pb.ROLE_EXP_AVG,
@@ -36,7 +36,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 Table = dict[Any, int]
 
 
-def find_groups(found: Collected, sources: Sequence[Source]) -> list[Group]:
+def find_groups(found: Collected, sources: Sequence[OptimizerSource]) -> list[Group]:
     """Groups of slots for a layout; `optimizer_step` counts through the sources' step classes, from 1."""
     tables = _tables(found, sources)
     taken = {p.slot for s in sources for g in s.groups for p in g.parameters if p.slot is not None}
@@ -61,7 +61,7 @@ def find_groups(found: Collected, sources: Sequence[Source]) -> list[Group]:
 def _members(
     extents: Sequence[Extent], parameter: Parameter, copies: dict[int, int], used: set[int]
 ) -> list[Member]:
-    """The parameter's group: everything about it that has as many numbers as itself."""
+    """The parameter's group: its copies and moments that have as many numbers as itself."""
     members: list[Member] = []
     if parameter.slot is not None and parameter.slot not in used:
         members.append(Member(parameter.slot, pb.ROLE_PARAM))
@@ -100,8 +100,8 @@ def _wide(extent: Extent) -> int:
     return extent.numbers[1]
 
 
-def _tables(found: Collected, sources: Iterable[Source]) -> dict[Path, Table]:
-    """Every container with tensors in it that is no part of an optimizer's state."""
+def _tables(found: Collected, sources: Iterable[OptimizerSource]) -> dict[Path, Table]:
+    """Every container with tensors in it, optimizers' state left out."""
     inside = [source.path for source in sources]
     tables: dict[Path, Table] = {}
     for path, value in found.containers:
@@ -128,7 +128,7 @@ def _tables(found: Collected, sources: Iterable[Source]) -> dict[Path, Table]:
 
 
 def _match_parameters(
-    found: Collected, source: Source, tables: dict[Path, Table], taken: set[int]
+    found: Collected, source: OptimizerSource, tables: dict[Path, Table], taken: set[int]
 ) -> set[int]:
     """Give the parameters of a state dict their slots: by name, else by order and shape."""
     siblings = [path for path in tables if path[:-1] == source.path[:-1]]
@@ -166,7 +166,7 @@ def _match_parameters(
     return _slots(source)
 
 
-def _slots(source: Source) -> set[int]:
+def _slots(source: OptimizerSource) -> set[int]:
     return {p.slot for group in source.groups for p in group.parameters if p.slot is not None}
 
 
@@ -208,7 +208,7 @@ def _earliest(wanted: Sequence[tuple[int, ...] | None], have: Sequence[tuple[int
 
 
 def _pair_copies(
-    found: Collected, sources: Sequence[Source], tables: dict[Path, Table], taken: set[int]
+    found: Collected, sources: Sequence[OptimizerSource], tables: dict[Path, Table], taken: set[int]
 ) -> dict[int, int]:
     """bf16 or fp16 copies of fp32 masters: by order and shape, and where it costs no wait also by value."""
     pairs: dict[int, int] = {}

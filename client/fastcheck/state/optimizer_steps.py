@@ -1,7 +1,7 @@
 """Hyper-parameters of an optimizer's last step: recorded by a hook while it was made, else as they stand now.
 
-After `scheduler.step()` the learning rate in `param_groups` is the next step's already, so what the last
-one used must be written down when it is made. Nothing here raises into training.
+After `scheduler.step()` the learning rate in `param_groups` is already the next step's, so a hook notes the rate when
+the step is made (docs/decisions/0012 says what that is worth). Nothing here raises into training.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fastcheck_proto.v1 import layout_pb2 as pb
 
-from .dtensors import local_of
-from .sources import Source, read_numbers
+from .optimizers import OptimizerSource, read_numbers
+from .sharding import local_of
 
 logger = logging.getLogger("fastcheck")
 
@@ -133,7 +133,7 @@ def _remove(handles: list[RemovableHandle]) -> None:
     handles.clear()
 
 
-def step_classes(source: Source) -> list[list[int]]:
+def step_classes(source: OptimizerSource) -> list[list[int]]:
     """Per group and parameter: a number that is equal for those that were last stepped together, from 0."""
     return [
         [classes.setdefault(p.step, len(classes)) for p in group.parameters]
@@ -142,7 +142,7 @@ def step_classes(source: Source) -> list[list[int]]:
     ]
 
 
-def optimizer_steps(source: Source, recorder: StepRecorder) -> list[pb.OptimizerStep]:
+def optimizer_steps(source: OptimizerSource, recorder: StepRecorder) -> list[pb.OptimizerStep]:
     """One message per group and class of `step_classes`, in order."""
     recorded: list[Recorded | None] = []
     if source.optimizer is not None:

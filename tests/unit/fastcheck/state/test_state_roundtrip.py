@@ -11,12 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from state_bytes import bits, same, snapshot
+from tests.unit.fastcheck.state_bytes import bits, same, snapshot
 
 from fastcheck.state import dtypes
 from fastcheck.state.flatten import flatten
-from fastcheck.state.header import parse
-from fastcheck.state.paths import DEPTH_MAX
+from fastcheck.state.header import DEPTH_MAX, parse
 
 KEYS = st.one_of(st.text(max_size=8), st.integers(), st.booleans(), st.none())
 VALUES = st.one_of(

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from state_bytes import bits, same, snapshot
+from tests.unit.fastcheck.state_bytes import bits, same, snapshot
 from torch import nn
 
 from fastcheck import PartialLoadError, StateMismatchError

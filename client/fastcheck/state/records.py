@@ -1,14 +1,15 @@
-"""Parts of a saved tensor: which bytes of a rank's state they lie in, and how they get from there into a tensor. Pure.
+"""Bytes of a saved tensor, by its record: of the whole tensor or of a box of it, in pieces, as views, or copied.
 
-A tensor lies in its state in one piece or several, row after row; a box of it is `offsets` and `sizes`, one per
-dimension. Whoever reads parts asks for the byte ranges of what it wants, gets a flat uint8 tensor that is as long as
-the state and has those bytes in their places, and copies from there. Nothing else of it is looked at.
+A tensor lies in its rank's state in one piece or several, row after row. Who reads a part of a tensor asks for the byte
+ranges of a box (`read_box`), gets a flat uint8 tensor that is as long as the state and has those bytes in their places,
+and copies from there. Nothing else of it is looked at.
 
-The record must have been checked (`header.parse`).
+Records must have been checked (`header.parse`), so that every piece lies within the state.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
@@ -21,11 +22,11 @@ from fastcheck_proto.v1 import state_pb2 as pb
 
 from ..errors import InvalidArgumentError
 from . import dtypes
-from .covering import Box
-from .tensors import copy_exact
+from .sharding import Box
+from .tensors import copy_exact, is_expanded
 
-#: Bytes between two runs of a box that are asked for with them: whole chunks are fetched anyway, and a box of columns
-#: has a run in each row.
+#: Two runs of a box with at most this many bytes between them are read as one: whole chunks are fetched anyway, and a
+#: box of columns has a run in each row.
 GAP_BYTES_MAX = STREAM_PIECE_BYTES
 
 
@@ -37,7 +38,7 @@ class ByteRange(NamedTuple):
 
 
 class StateBytes(Protocol):
-    """A rank's state by byte offsets; a flat uint8 tensor is one."""
+    """A rank's state, sliced by byte offsets. A flat uint8 tensor is one."""
 
     def __getitem__(self, where: slice, /) -> torch.Tensor:
         """Those bytes, flat."""
@@ -45,9 +46,9 @@ class StateBytes(Protocol):
 
 
 class BoxRead(NamedTuple):
-    """What has to be read for a box, and what is done with it."""
+    """The byte ranges of a box, and how to assemble the box from them."""
 
-    #: Some bytes between a box's runs are among them.
+    #: May include some bytes between the runs of the box.
     ranges: tuple[ByteRange, ...]
     #: Copies the box's bits from the state into a plain tensor of the box's sizes and the record's dtype, on any
     #: device, however it is strided. Reads nothing that is not in `ranges`.
@@ -55,7 +56,7 @@ class BoxRead(NamedTuple):
 
 
 def tensor_ranges(record: pb.TensorRecord, element_low: int, element_high: int) -> list[ByteRange]:
-    """The bytes of the record's elements [element_low, element_high), counted row after row; in that order.
+    """The bytes of the record's elements [element_low, element_high), in row-major order.
 
     Raises:
         InvalidArgumentError: the tensor has no such elements.
@@ -73,7 +74,7 @@ def tensor_ranges(record: pb.TensorRecord, element_low: int, element_high: int) 
 
 
 def read_box(record: pb.TensorRecord, offsets: Sequence[int], sizes: Sequence[int]) -> BoxRead:
-    """What to read for a box of the record's tensor: of its outer dimensions only the rows that the box has.
+    """What to read for a box of the record's tensor. Rows of the outer dimensions outside of the box are left out.
 
     Raises:
         InvalidArgumentError: the box does not lie in the tensor.
@@ -104,7 +105,7 @@ def read_box(record: pb.TensorRecord, offsets: Sequence[int], sizes: Sequence[in
 def _copy_run(
     record: pb.TensorRecord, run: tuple[int, int], box: Box, into: torch.Tensor, state: StateBytes
 ) -> None:
-    """Copy what the box has of bytes [low, high) of the tensor, piece by piece, each cut into boxes."""
+    """Copy the box's share of bytes [low, high) of the tensor, piece by piece."""
     low, high = run
     for place, piece_start, piece_stop in _pieces(record, low, high):
         start, stop = max(low, piece_start), min(high, piece_stop)
@@ -120,7 +121,7 @@ def _copy_run(
 
 
 def _pieces(record: pb.TensorRecord, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-    """The pieces that have some of bytes [low, high) of a tensor: place in the state; start and stop in the tensor."""
+    """Pieces that overlap bytes [low, high) of a tensor: place in the state, start and stop in the tensor."""
     if low >= high:
         return
     size = record.piece_bytes or record.bytes
@@ -130,11 +131,11 @@ def _pieces(record: pb.TensorRecord, low: int, high: int) -> Iterator[tuple[int,
 
 
 def _runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Element ranges [low, high), rising and apart, that have all of the box and only small gaps beside it."""
+    """Ascending element ranges [low, high) that cover the box, with only small gaps outside of it."""
     if not math.prod(box.sizes):
         return
     strides = _strides(shape)
-    #: Elements from the first to behind the last one of what the inner dimensions have.
+    #: Elements from the first one of the inner dimensions to the end of the last one.
     span, outer = 1, 0
     inner_span = 1
     for dim in reversed(range(len(shape))):
@@ -151,9 +152,9 @@ def _runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[int, 
 
 
 def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[int, Box]]:
-    """Consecutive elements [low, high) of a tensor as boxes, each with its first element: whole rows and what is left.
+    """Consecutive elements [low, high) of a tensor as boxes, each with the number of its first element.
 
-    A row is a box of what is behind the first dimension; at most two boxes per dimension are left.
+    Whole rows (all dimensions but the first) are one box; at most two boxes per dimension remain beside them.
     """
     if not shape:
         yield low, Box((), ())
@@ -178,5 +179,94 @@ def _in_row(shape: tuple[int, ...], number: int, low: int, high: int) -> Iterato
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """In elements, as they lie row after row."""
+    """Row-major strides, in elements."""
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+#: Destination address, source address, bytes.
+Move = tuple[int, int, int]
+#: Does moves. Destinations that overlap get the same bytes.
+Pour = Callable[[Sequence[Move]], None]
+
+
+def is_cut(record: pb.TensorRecord) -> bool:
+    """Whether the tensor lies in several pieces."""
+    return bool(record.piece_offsets)
+
+
+def same_place(one: pb.TensorRecord, other: pb.TensorRecord) -> bool:
+    """Whether two records describe the same bytes of the state."""
+    return (
+        one.offset == other.offset
+        and one.piece_bytes == other.piece_bytes
+        and one.piece_offsets == other.piece_offsets
+    )
+
+
+def whole(record: pb.TensorRecord, segment: torch.Tensor) -> torch.Tensor:
+    """The record's tensor: a view of the segment, or memory of its own if it lies in several pieces."""
+    dtype = dtypes.BY_NAME[record.dtype]
+    if not record.bytes:
+        return torch.empty(tuple(record.shape), dtype=dtype)
+    if is_cut(record):
+        flat = torch.empty(record.bytes, dtype=torch.uint8)
+        for into, piece in zip(
+            torch.split(flat, record.piece_bytes), _piece_views(record, segment), strict=True
+        ):
+            into.copy_(piece)
+    else:
+        flat = segment[record.offset : record.offset + record.bytes]
+    return flat.view(dtype).view(tuple(record.shape))
+
+
+def fresh(record: pb.TensorRecord, segment: torch.Tensor) -> torch.Tensor:
+    """The record's tensor in CPU memory of its own."""
+    found = whole(record, segment)
+    return found if is_cut(record) else found.clone()
+
+
+def copy_record(target: torch.Tensor, record: pb.TensorRecord, segment: torch.Tensor) -> None:
+    """Copy a record's bits into a plain tensor of its shape and dtype, on any device, however it is strided.
+
+    Piece by piece where the target can be cut like the record, so that bytes move once.
+    """
+    into = target.detach()
+    slices = _slices(into, record) if is_cut(record) else None
+    if slices is None:
+        copy_exact(into, whole(record, segment))
+        return
+    for place, piece in zip(slices, _piece_views(record, segment), strict=True):
+        copy_exact(place, piece.view(into.dtype).view(place.shape))
+
+
+def moves(target: torch.Tensor, record: pb.TensorRecord, segment: torch.Tensor) -> list[Move] | None:
+    """Moves that fill a tensor of the record's shape and dtype; None where it cannot be filled by address."""
+    if not target.is_cpu or not target.is_contiguous() or target.is_conj() or target.is_neg():
+        return None
+    if target.numel() * target.dtype.itemsize != record.bytes:
+        return None
+    into, base = target.data_ptr(), segment.data_ptr()
+    return [
+        (into + start, base + place, stop - start) for place, start, stop in _pieces(record, 0, record.bytes)
+    ]
+
+
+def pour_plainly(moves: Sequence[Move]) -> None:
+    """Do the moves one after the other."""
+    for move in moves:
+        ctypes.memmove(*move)
+
+
+def _piece_views(record: pb.TensorRecord, segment: torch.Tensor) -> list[torch.Tensor]:
+    return [segment[place : place + stop - start] for place, start, stop in _pieces(record, 0, record.bytes)]
+
+
+def _slices(target: torch.Tensor, record: pb.TensorRecord) -> tuple[torch.Tensor, ...] | None:
+    """The target, cut as the record is; None where a piece would be no view of it."""
+    if target.is_conj() or target.is_neg():
+        return None
+    elements = record.piece_bytes // target.dtype.itemsize
+    if target.is_contiguous():
+        return torch.split(target.view(-1), elements)
+    row = math.prod(target.shape[1:])
+    return None if is_expanded(target) or elements % row else torch.split(target, elements // row)
