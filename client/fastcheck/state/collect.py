@@ -65,13 +65,13 @@ class TraceTensors(NamedTuple):
 
 def trace_tensors(trace: list[TraceEntry]) -> TraceTensors:
     """A trace's tensors, to compare others with."""
-    met = [each for each in trace if isinstance(each, TraceTensor)]
-    views = [each.view for each in met]
-    slots = [each.slot for each in met]
+    tensors = [each for each in trace if isinstance(each, TraceTensor)]
+    views = [each.view for each in tensors]
+    slots = [each.slot for each in tensors]
     firsts = dict(zip(reversed(slots), reversed(range(len(slots))), strict=True))
-    filled = [record for record, each in enumerate(met) if not each.empty]
+    filled = [record for record, each in enumerate(tensors) if not each.empty]
     return TraceTensors(
-        [each.kind for each in met],
+        [each.kind for each in tensors],
         views,
         [list(column) for column in zip(*views, strict=True)],
         slots,
@@ -209,7 +209,7 @@ class _Collector:
 
     def _note(self, entry: TraceEntry) -> None:
         if self.found.trace is not None:
-            self.found.trace.append(met)
+            self.found.trace.append(entry)
 
     def _container(self, out: pb.StateValue, value: Any, path: Path) -> None:
         if id(value) in self._above:

@@ -245,7 +245,7 @@ class Layouts:
         return known
 
     def watch(self, state: object) -> None:
-        """Put hooks on the optimizers in a state that will be saved later, so that its first save knows the step's rate."""
+        """Put hooks on the optimizers in a state that will be saved later, so that its first save knows the rate."""
         todo, seen = [state], set[int]()
         while todo:
             item = todo.pop()
