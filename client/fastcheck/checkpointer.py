@@ -15,16 +15,14 @@ from typing import Any
 
 from fastcheck_proto.conventions import STEP_MAX
 
-from .advice import Advice, advise, observed_mtbf
+from .advice import Advice, Measured, advise, observed_mtbf
+from .config import parse_precision, resolve, whole_number
 from .connection import Connection, parse_address
 from .copying import default_copy_threads
 from .daemon import Daemon
-from .environment import resolve, whole_number
 from .errors import ClosedError, InvalidArgumentError
 from .handle import SaveHandle
 from .loading import Loads
-from .measuring import Measured
-from .precision import parse_precision
 from .progress import LoadProgress
 from .replicated.sharing import Shared, SharedSaves
 from .saving import COUNT_MAX, Saves

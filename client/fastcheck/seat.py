@@ -17,8 +17,8 @@ import uuid
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
+from .config import Identity
 from .daemon import CONNECT_S, Daemon
-from .environment import Identity
 from .errors import DaemonUnavailableError, FastCheckError
 from .transport import Patience
 

@@ -1,4 +1,4 @@
-"""`fastcheck plan`: what a cluster would survive. Asks nobody; `planning.py` computes."""
+"""`fastcheck plan`: what a cluster would survive. Asks nobody; `placement_odds.py` computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .. import planning
+from .. import placement_odds
 from . import upkeep_tables as tables
 from .options import examples, output_option
 from .output import emit
@@ -21,7 +21,7 @@ LOSSES = (1, 2, 3, 4)
 
 @click.command(epilog=examples("fastcheck plan --nodes 1000 --tolerate 1 --domains 50 --losses 2 --losses 4"))
 @click.option(
-    "--nodes", type=click.IntRange(min=2, max=planning.NODES_MAX), required=True, help="How many nodes."
+    "--nodes", type=click.IntRange(min=2, max=placement_odds.NODES_MAX), required=True, help="How many nodes."
 )
 @click.option(
     "--tolerate",
@@ -32,7 +32,7 @@ LOSSES = (1, 2, 3, 4)
 )
 @click.option(
     "--losses",
-    type=click.IntRange(min=1, max=planning.LOSSES_MAX),
+    type=click.IntRange(min=1, max=placement_odds.LOSSES_MAX),
     multiple=True,
     help="Nodes lost at once; may be repeated. Default: a few.",
 )
@@ -51,7 +51,7 @@ def plan(
     nodes: int, tolerate: int, losses: tuple[int, ...], spread: int | None, domains: int | None, output: str
 ) -> None:
     """Compute what a cluster would survive. Asks nobody: no cluster is needed."""
-    layout = planning.layout(nodes, tolerate, spread or max(3, tolerate), domains or 0)
+    layout = placement_odds.layout(nodes, tolerate, spread or max(3, tolerate), domains or 0)
     wanted = sorted({*losses}) if losses else sorted({*LOSSES, tolerate + 1})
     emit(
         {
@@ -65,14 +65,14 @@ def plan(
                 {"nodes": size, "count": count}
                 for size, count in sorted(Counter(sum(group) for group in layout.groups).items())
             ],
-            "odds": [_odds(planning.odds(layout, k)) for k in wanted if losses or k <= nodes],
+            "odds": [_odds(placement_odds.odds(layout, k)) for k in wanted if losses or k <= nodes],
         },
         output,
         tables.plan,
     )
 
 
-def _odds(odds: planning.Odds) -> Json:
+def _odds(odds: placement_odds.Odds) -> Json:
     return {
         "losses": odds.losses,
         "survival": float(odds.survival),

@@ -27,9 +27,9 @@ from fastcheck_proto.v1 import state_pb2
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from ..admin import AdminClient
+from ..config import resolve
 from ..connection import Connection, parse_address
 from ..daemon import PATIENT_CONNECT_S, Daemon
-from ..environment import resolve
 from ..errors import (
     InvalidArgumentError,
     LossyCheckpointError,
@@ -37,8 +37,8 @@ from ..errors import (
     StepNotFoundError,
 )
 from ..handle import SaveHandle
-from ..reading import BoxInto, StepReader
 from ..state.header import entries
+from ..step_reader import BoxInto, StepReader
 from .ids import PROTOCOL, parse_checkpoint_id
 from .seats import Options, leave, taken
 from .spool import Spool

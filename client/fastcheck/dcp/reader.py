@@ -20,9 +20,9 @@ from torch.futures import Future
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
+from ..config import resolve
 from ..connection import Connection, parse_address
 from ..daemon import PATIENT_CONNECT_S, Daemon
-from ..environment import resolve
 from ..errors import (
     InvalidArgumentError,
     LoadFailedError,
@@ -31,9 +31,9 @@ from ..errors import (
     StepNotFoundError,
     UnsupportedStateError,
 )
-from ..reading import BoxInto, StepReader
 from ..state.dtypes import BY_NAME
 from ..state.tensors import why_unsupported
+from ..step_reader import BoxInto, StepReader
 from .ids import CheckpointId, agreed_job, names_a_step, parse_checkpoint_id, url_of
 from .index import StepIndex, index_of
 

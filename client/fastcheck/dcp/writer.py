@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..environment import resolve
+from ..config import resolve
 from ..errors import InvalidArgumentError, UnsupportedStateError
 from ..handle import SaveHandle
 from ..state.sharding import local_of

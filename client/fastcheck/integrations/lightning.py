@@ -32,13 +32,13 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
+from ..advice import Every
+from ..advice import every as policy_of
 from ..checkpointer import Checkpointer
+from ..collectives import from_all
 from ..errors import InvalidArgumentError, LoadFailedError
-from ..exchanging import from_all
-from ..policies import Every
-from ..policies import every as policy_of
 from ..resume import Generators
-from .keeping import Kept, newest_step
+from .disk_fallback import PlainState, newest_step
 
 logger = logging.getLogger("fastcheck")
 
@@ -121,7 +121,7 @@ class FastCheckIO(CheckpointIO):
         if step is None:
             raise InvalidArgumentError(f"{path} names no step: save to {self.url(0)[:-1]}N")
         if not self._held_back:
-            self.checkpointer.save(step, Kept(checkpoint))
+            self.checkpointer.save(step, PlainState(checkpoint))
 
     def load_checkpoint(self, path: str | Path, *arguments: Any, **options: Any) -> dict[str, Any]:
         """The checkpoint at a path or URL, its tensors on the CPU.
@@ -132,7 +132,7 @@ class FastCheckIO(CheckpointIO):
         if not _is_url(path):
             on_disk: dict[str, Any] = self._other.load_checkpoint(path, *arguments, **options)
             return on_disk
-        kept = Kept()
+        kept = PlainState()
         step = self._step(path)
         if self.checkpointer.load(kept, step) is None:
             raise InvalidArgumentError(f"job {self.checkpointer.job} has no committed step to load")

@@ -31,12 +31,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..advice import Every
+from ..advice import every as policy_of
 from ..checkpointer import Checkpointer
 from ..errors import InvalidArgumentError
-from ..policies import Every
-from ..policies import every as policy_of
 from ..resume import Generators
-from .keeping import Kept, load_newer
+from .disk_fallback import PlainState, load_newer
 
 logger = logging.getLogger("fastcheck")
 
@@ -62,7 +62,7 @@ class FastCheckCallback(TrainerCallback):
         self._due = every if isinstance(every, Every) else policy_of(every)
         self._trainer: Trainer | None = None
         #: What was loaded and is not put back yet, and the folder that the Trainer resumes from.
-        self._loaded: dict[str, Kept] = {}
+        self._loaded: dict[str, PlainState] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._saved_step = 0
         self._history: list[str] = []
@@ -79,7 +79,7 @@ class FastCheckCallback(TrainerCallback):
         self._trainer = trainer
         _check(trainer.args)
         disk = _newest_on_disk(Path(str(trainer.args.output_dir)))
-        loaded = {name: Kept() for name in _state_names(_scaler(trainer))}
+        loaded = {name: PlainState() for name in _state_names(_scaler(trainer))}
         step = load_newer(self.checkpointer, loaded, None if disk is None else disk[0])
         if step is None:
             return None if disk is None else str(disk[1])
@@ -130,7 +130,7 @@ class FastCheckCallback(TrainerCallback):
         if float(state.epoch or 0).is_integer():
             self._save(state, kwargs, Generators(), between_epochs=True)
         else:
-            self._save(state, kwargs, Kept(self._rng_at_epoch_end))
+            self._save(state, kwargs, PlainState(self._rng_at_epoch_end))
 
     def _put_generators_back(self) -> None:
         rng = self._loaded.pop("rng", None)
@@ -144,7 +144,7 @@ class FastCheckCallback(TrainerCallback):
         self,
         state: TrainerState,
         kwargs: dict[str, Any],
-        rng: Generators | Kept,
+        rng: Generators | PlainState,
         *,
         between_epochs: bool = False,
     ) -> None:
@@ -153,7 +153,7 @@ class FastCheckCallback(TrainerCallback):
             self._saved_step = step
             saved = {
                 "model": kwargs["model"],
-                "trainer": Kept({"json": self._json(state), "between_epochs": between_epochs}),
+                "trainer": PlainState({"json": self._json(state), "between_epochs": between_epochs}),
                 "rng": rng,
                 **self._targets(kwargs),
             }
@@ -217,7 +217,7 @@ def _newest_on_disk(output_dir: Path) -> tuple[int, Path] | None:
 
 
 def _make_folder(
-    model: Any, step: int, loaded: dict[str, Kept]
+    model: Any, step: int, loaded: dict[str, PlainState]
 ) -> tuple[tempfile.TemporaryDirectory[str], Path]:
     """A checkpoint for the Trainer: its state and the model, nothing else."""
     model.load_state_dict(loaded.pop("model").value)

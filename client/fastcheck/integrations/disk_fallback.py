@@ -1,4 +1,4 @@
-"""What the integrations have in common: an object for whatever was saved, and one decision for all ranks."""
+"""Resuming from memory or from disk, whichever is newer: one decision for all ranks, for every integration."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import logging
 from typing import Any
 
 from ..checkpointer import Checkpointer
+from ..collectives import from_all
 from ..errors import (
     DaemonUnavailableError,
     LoadFailedError,
     OutOfMemoryError,
     RegistryUnavailableError,
 )
-from ..exchanging import from_all
 
 logger = logging.getLogger("fastcheck")
 
-#: What a rank tells instead of a step: there is none; memory is out of reach; it raises.
+#: Sent in place of a step: there is none; memory is out of reach; the rank raises.
 _NONE, _FAILED, _RAISES = -1, -2, -3
 
 
-class Kept:
-    """Takes the place of an object in a state that is loaded before the object exists.
+class PlainState:
+    """An object whose state_dict() is a plain value: stands for one that does not exist yet when a state is loaded.
 
     `value` is what the object's state_dict() had returned: containers, plain values and tensors in CPU memory.
     """
@@ -30,19 +30,19 @@ class Kept:
         self.value = value
 
     def state_dict(self) -> Any:
-        """What is kept."""
+        """The value."""
         return self.value
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Keep it."""
+        """Take the value."""
         self.value = state_dict
 
 
 def load_newer(ckpt: Checkpointer, state: object, disk_step: int | None) -> int | None:
-    """Load the newest step unless a checkpoint on disk is newer, or FastCheck fails: then None, and the disk's counts.
+    """Load the newest step; None if the checkpoint on disk is to be used, since it is newer or FastCheck fails.
 
-    All ranks of the Checkpointer take part, and decide alike. `state` should hold `Kept` objects: it may be filled on
-    some ranks and not be used.
+    All ranks of the Checkpointer take part, and decide alike. `state` should hold `PlainState` objects: it may be
+    filled on some ranks and then not be used.
 
     Args:
         disk_step: of the newest checkpoint on disk; None: there is none.
@@ -58,18 +58,17 @@ def load_newer(ckpt: Checkpointer, state: object, disk_step: int | None) -> int 
     except (DaemonUnavailableError, RegistryUnavailableError, LoadFailedError, OutOfMemoryError) as found:
         mine, error = _FAILED, found
     except Exception as found:  # noqa: BLE001  it is raised below
-        # The others only know that this rank failed, and are about to ask it what it has: a rank that does not answer
-        # leaves them waiting in the collective.
+        # The other ranks enter the collective below in any case: a rank that does not would leave them waiting.
         mine, error = _RAISES, found
-    told = from_all([mine, _NONE if disk_step is None else disk_step], ckpt.world_size)
-    in_memory = {theirs[0] for theirs in told}
+    reports = from_all([mine, _NONE if disk_step is None else disk_step], ckpt.world_size)
+    in_memory = {theirs[0] for theirs in reports}
     if _RAISES in in_memory:
-        raising = [rank for rank, theirs in enumerate(told) if theirs[0] == _RAISES]
+        raising = [rank for rank, theirs in enumerate(reports) if theirs[0] == _RAISES]
         raise error or LoadFailedError(f"ranks {raising} cannot load: see what they raised")
     if error is not None:
         # Training comes first (G4), and there is another checkpoint: but nobody should overlook it.
         logger.warning("nothing is loaded from memory, the newest checkpoint on disk counts: %s", error)
-    if len(in_memory) == 1 and mine >= 0 and mine >= max(theirs[1] for theirs in told):
+    if len(in_memory) == 1 and mine >= 0 and mine >= max(theirs[1] for theirs in reports):
         return mine
     if mine >= 0 and in_memory != {mine}:
         logger.warning(

@@ -11,8 +11,8 @@ import pytest
 
 import fastcheck
 from fastcheck import Checkpointer, InvalidArgumentError, InvalidNameError
+from fastcheck.config import resolve
 from fastcheck.connection import parse_address
-from fastcheck.environment import resolve
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "run-7", "LOCAL_RANK": "1"}
 

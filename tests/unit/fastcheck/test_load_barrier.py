@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from fastcheck import DaemonUnavailableError, FastCheckError, InvalidArgumentError, LoadFailedError
-from fastcheck.agreeing import Meeting, Told, Verdict, alone, decide, meet
+from fastcheck.load_barrier import Agreement, LoadBarrier, RankReport, decide, join_load, step_alone
 
 numbers = itertools.count()
 
@@ -26,7 +26,7 @@ def loads(*ranks, ranks_s=20.0, load_s=20.0):
         if ranks[number] is None:
             return None
         found, trouble = ranks[number]
-        meeting = Meeting(store, name, number, len(ranks), ranks_s=ranks_s, load_s=load_s)
+        meeting = LoadBarrier(store, name, number, len(ranks), ranks_s=ranks_s, load_s=load_s)
 
         def loadable():
             if isinstance(found, Exception):
@@ -107,7 +107,7 @@ def test_what_ranks_before_a_restart_said_is_not_believed():
 
     def load(rank, step, wait_s=0.0):
         time.sleep(wait_s)
-        with Meeting(store, "again", rank, 2, ranks_s=20, load_s=20) as meeting:
+        with LoadBarrier(store, "again", rank, 2, ranks_s=20, load_s=20) as meeting:
             found = meeting.step(lambda: ([step], False))
             meeting.fill()
             return found
@@ -121,11 +121,11 @@ def test_what_ranks_before_a_restart_said_is_not_believed():
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_load_that_one_rank_never_came_to_does_not_keep_the_next_ones_apart(failing, monkeypatch):
     """It failed before it could say so: the others gave up, and all try again."""
-    monkeypatch.setattr("fastcheck.agreeing._ANSWER_S", 0.1)
+    monkeypatch.setattr("fastcheck.load_barrier._ANSWER_S", 0.1)
     store = dist.HashStore()
 
     def load(rank, ranks_s):
-        with Meeting(store, "gpt", rank, 3, ranks_s=ranks_s, load_s=20) as meeting:
+        with LoadBarrier(store, "gpt", rank, 3, ranks_s=ranks_s, load_s=20) as meeting:
             found = meeting.step(lambda: ([3], False))
             meeting.fill()
             return found
@@ -141,7 +141,7 @@ def test_a_load_that_one_rank_never_came_to_does_not_keep_the_next_ones_apart(fa
 
 
 def test_without_rank_0_nobody_decides(monkeypatch):
-    monkeypatch.setattr("fastcheck.agreeing._ANSWER_S", 0.1)
+    monkeypatch.setattr("fastcheck.load_barrier._ANSWER_S", 0.1)
     nobody, error = loads(None, can(7), ranks_s=0.2)
     assert nobody is None
     assert "rank 0 did not hear this rank" in str(error)
@@ -156,15 +156,15 @@ def test_whatever_ends_a_rank_is_told():
 
 
 def test_the_verdict_names_many_ranks_shortly():
-    told = {rank: Told(why="DaemonUnavailableError: away") for rank in range(1000)}
+    told = {rank: RankReport(why="DaemonUnavailableError: away") for rank in range(1000)}
     assert len(decide(told, 1001, 5).why) < 400
-    assert decide({0: Told([3])}, 1, 5) == Verdict(3)
+    assert decide({0: RankReport([3])}, 1, 5) == Agreement(3)
 
 
 def test_without_torch_distributed_each_rank_is_alone():
-    assert meet("gpt", 0, 2, ranks_s=1, load_s=1) is None
-    assert alone(([3, 7], False), 2) == 7
-    assert alone(([], False), 2) is None
+    assert join_load("gpt", 0, 2, ranks_s=1, load_s=1) is None
+    assert step_alone(([3, 7], False), 2) == 7
+    assert step_alone(([], False), 2) is None
     with pytest.raises(InvalidArgumentError, match=r"step=.*3, 7"):
-        alone(([3, 7], True), 2)
+        step_alone(([3, 7], True), 2)
     assert issubclass(InvalidArgumentError, FastCheckError)

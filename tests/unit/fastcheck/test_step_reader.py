@@ -15,7 +15,7 @@ from tests.unit.fastcheck.state_bytes import snapshot
 from fastcheck import CorruptError, FastCheckError, InvalidArgumentError, LoadFailedError, StepNotFoundError
 from fastcheck.errors import ReplicationError
 from fastcheck.progress import CallbackFailedError, Reporter
-from fastcheck.reading import BoxInto, StepReader, merged
+from fastcheck.step_reader import BoxInto, StepReader, merged
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 STATE = {"w": torch.arange(12, dtype=torch.float32).view(3, 4), "step": 7}

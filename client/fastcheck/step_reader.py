@@ -1,21 +1,23 @@
-"""Reading parts of any ranks' states of a committed step: what resharding and torch.distributed.checkpoint need.
+"""Reads parts of any ranks' states of a committed step, for resharding and torch.distributed.checkpoint.
 
-A reader first has all ranks' headers, then asks for byte ranges, as often as it likes (docs/reading.md). It takes
-nobody's place, so any process may read while the job trains. Which bytes a part of a tensor is, and how they get into
-a tensor, is said by `state/boxes.py`; its names are here as well, for whoever reads.
+A reader first gets all ranks' headers, then asks for byte ranges, as often as it likes (docs/reading.md). It takes
+nobody's place in the job, so any process may read while the job trains. `state/records.py` knows which bytes a part of
+a tensor is, and how they get into a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 
 import torch
 
 from fastcheck_proto.conventions import HEADER_BYTES_MAX, TENSOR_ALIGNMENT_BYTES
-from fastcheck_proto.v1 import state_pb2
+from fastcheck_proto.v1 import common_pb2, state_pb2
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from .daemon import PATIENT_CONNECT_S, Daemon
@@ -29,9 +31,102 @@ from .errors import (
     StepNotFoundError,
 )
 from .progress import Reporter
-from .read_ranks import ReadRank, ranks_of
+from .replicated.whole import parse_shared
 from .segments import Segment, anonymous, map_file
+from .state.header import parse
 from .state.records import BoxRead, ByteRange, StateBytes, read_box, tensor_ranges
+
+
+@dataclass(frozen=True, eq=False)
+class ReadRank:
+    """What one rank saved of a step: its header, and where the bytes lie that the header names."""
+
+    rank: int
+    state_bytes: int
+    #: Set if its state is a part of one that all ranks hold alike (docs/replicated.md).
+    shared: common_pb2.SharedPart | None
+    _header: bytes
+    step: int
+    #: Of a shared state: the parts, as if all ranks' states lay one after the other.
+    _parts: Sequence[pb.LoadedPart]
+
+    @cached_property
+    def header(self) -> state_pb2.StateHeader:
+        """Parsed and checked when first asked for.
+
+        Places of tensors are those in the rank's state. Of a shared state they are those in all ranks' states, one
+        after the other: `locate` says which bytes of which rank that is.
+
+        Raises:
+            CorruptError: it is damaged, or of a version that is not known here.
+        """
+        if self.shared is None:
+            return parse(self._header, self.state_bytes)
+        return parse_shared(
+            self._header, pb.LoadReady(step=self.step, parts=self._parts, header_rank=self.rank)
+        )
+
+    def locate(self, ranges: Iterable[ByteRange]) -> dict[int, list[ByteRange]]:
+        """By rank, in that rank's state: the bytes at these places of the header."""
+        if self.shared is None:
+            return {self.rank: list(ranges)}
+        found: dict[int, list[ByteRange]] = {}
+        for each in ranges:
+            part = self._part(each.offset, each.bytes)
+            within = each.offset - self._parts[part].offset
+            found.setdefault(part, []).append(ByteRange(within, each.bytes))
+        return found
+
+    def bytes_in(self, states: Mapping[int, torch.Tensor]) -> StateBytes:
+        """The bytes read, by places of the header."""
+        return states[self.rank] if self.shared is None else _PartsOf(self, states)
+
+    def _part(self, offset: int, size: int) -> int:
+        """The rank whose state has all of these bytes: no piece of a tensor lies in two ranks' states."""
+        parts = self._parts
+        number = bisect_right(parts, offset, key=lambda part: part.offset) - 1
+        if number < 0 or offset + size > parts[number].offset + parts[number].bytes:
+            raise CorruptError(f"bytes {offset} to {offset + size} of a shared state lie in no part of it")
+        return number
+
+
+@dataclass(frozen=True)
+class _PartsOf:
+    """The bytes of a shared state, by places in all ranks' states together."""
+
+    rank: ReadRank
+    states: Mapping[int, torch.Tensor]
+
+    def __getitem__(self, where: slice) -> torch.Tensor:
+        ((part, (found,)),) = self.rank.locate([ByteRange(where.start, where.stop - where.start)]).items()
+        return self.states[part][found.offset : found.offset + found.bytes]
+
+
+def ranks_of(ready: pb.ReadReady, headers: Mapping[int, bytes]) -> dict[int, ReadRank]:
+    """All ranks of a step, from an answer about all of them.
+
+    Raises:
+        CorruptError: some ranks' states are parts of a shared one, and others are not.
+    """
+    shared = {rank.HasField("shared") for rank in ready.ranks}
+    if len(shared) > 1:
+        raise CorruptError(f"only some ranks of step {ready.step} have a part of a shared state")
+    # Where the answer's segment had them.
+    parts = [
+        pb.LoadedPart(offset=rank.offset, bytes=rank.state_bytes, shared=rank.shared) for rank in ready.ranks
+    ]
+    return {
+        rank.rank: ReadRank(
+            rank.rank,
+            rank.state_bytes,
+            rank.shared if rank.HasField("shared") else None,
+            headers[rank.rank],
+            ready.step,
+            parts,
+        )
+        for rank in ready.ranks
+    }
+
 
 __all__ = [
     "BoxInto",
@@ -45,7 +140,7 @@ __all__ = [
     "tensor_ranges",
 ]
 
-#: As for a load: a large state over a slow network; a daemon that hangs is noticed long before.
+#: Long enough for a large state over a slow network; a daemon that hangs is noticed long before.
 _READ_S = 3600.0
 
 
@@ -87,8 +182,8 @@ class StepReader:
         #: Whether some rank's trainer allowed a lossy coding.
         self.lossy = False
         self.ranks: Mapping[int, ReadRank] = {}
-        #: Of all reads so far. Bytes are those of chunks, from this node's memory and from others; `holders` the most
-        #: nodes that one read was answered by.
+        #: Totals of all reads so far. Bytes are those of whole chunks; `holders` is the largest number of nodes that
+        #: served one read.
         self.stats = {
             "reads": 0,
             "local_bytes": 0,
@@ -124,10 +219,9 @@ class StepReader:
     ) -> Iterator[Mapping[int, torch.Tensor]]:
         """Those byte ranges, each (offset, bytes), of those ranks' states, valid inside the block.
 
-        Tells `reporter` how far it is, in bytes of the chunks that are brought.
-
-        Gives each rank's state as a flat uint8 tensor of `state_bytes`, to be read only: what was asked for is in its
-        place, and nothing else may be looked at. Ranges may come in any order and overlap.
+        Each rank's state is a flat uint8 tensor of `state_bytes`, read-only: the requested ranges are in their places,
+        and the rest is undefined. Ranges may come in any order and overlap. `reporter` is told the progress, in bytes
+        of the chunks that are fetched.
 
         Raises:
             InvalidArgumentError: there is no such rank, or a range lies outside of its state.
@@ -150,7 +244,7 @@ class StepReader:
             yield states
 
     def fill(self, boxes: Sequence[BoxInto], reporter: Reporter | None = None) -> None:
-        """Read all these boxes at once and copy each into its tensor; of a shared state wherever its parts lie.
+        """Read all these boxes at once and copy each into its tensor, also from a shared state.
 
         `reporter` as for `read`.
 
@@ -199,7 +293,7 @@ class StepReader:
                 states[rank.rank] = segment.tensor[rank.offset : rank.offset + rank.state_bytes]
             yield ready, states
         finally:
-            # A view that somebody kept keeps the pages: the daemon gives them to nobody else, it only removes the file.
+            # A view that outlives this block keeps its pages: the daemon only removes the file, and never reuses them.
             states.clear()
             segment = None
             stream.cancel()
@@ -214,7 +308,7 @@ class StepReader:
 
 
 def merged(ranges: Sequence[tuple[int, int]], state_bytes: int) -> list[ByteRange]:
-    """The same bytes as ranges by offset that neither touch nor overlap; empty ones are left out.
+    """The same bytes as ascending ranges that neither touch nor overlap, without empty ones.
 
     Raises:
         InvalidArgumentError: one lies outside of the state.
@@ -273,7 +367,7 @@ def _check(ready: pb.ReadReady, request: pb.ReadRequest) -> None:
 
 
 def _received(stream: Iterator[pb.ReadResponse], request: pb.ReadRequest, ready: pb.ReadReady) -> Segment:
-    """Memory of our own as the daemon's segment would be, with what was asked for in its places."""
+    """Memory of our own, laid out like the daemon's segment, with the requested bytes in their places."""
     last = ready.ranks[-1]
     try:
         buffer = anonymous(last.offset + last.state_bytes, sparse=True)
@@ -297,7 +391,7 @@ def _received(stream: Iterator[pb.ReadResponse], request: pb.ReadRequest, ready:
 
 
 def _places(request: pb.ReadRequest, ready: pb.ReadReady) -> Iterator[ByteRange]:
-    """Where what comes by stream belongs, in the order in which it comes."""
+    """The places of the streamed bytes, in the order in which they arrive."""
     asked = {rank.rank: rank for rank in request.ranks}
     for rank in ready.ranks:
         want = asked.get(rank.rank)

@@ -4,7 +4,7 @@ import pytest
 
 import fastcheck
 from fastcheck import SaveHandle
-from fastcheck.measuring import REMEMBERED_MAX, Measured
+from fastcheck.advice import REMEMBERED_MAX, Measured
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 

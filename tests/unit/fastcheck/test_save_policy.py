@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import fastcheck
-from fastcheck.policies import Every
+from fastcheck.advice import Every
 
 
 class Clock:

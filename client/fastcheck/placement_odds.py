@@ -1,9 +1,9 @@
-"""What a cluster would survive, before there is one: the arithmetic behind `fastcheck plan`. Pure.
+"""The odds that a planned cluster survives node losses: the arithmetic behind `fastcheck plan`. Pure.
 
-The daemon places (`fastcheckd/placement`), and the client may not import it, so the shape of its groups is computed
-here a second time; a test holds both together. Counted is the worst that the placement may come to: that in a
-group any `tolerate` + 1 nodes in different failure domains hold all copies of some shard, as they do when every
-node has many ranks. A loss is survived when in every group the nodes lost lie in at most `tolerate` domains.
+The daemon places copies (`fastcheckd/placement`), and the client may not import it, so the shape of its placement
+groups is computed here a second time; a test compares the two. The worst placement is assumed: in a group any
+`tolerate` + 1 nodes in different failure domains hold all copies of some shard, as they do when every node has many
+ranks. A loss is survived when in every group the lost nodes lie in at most `tolerate` domains.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOSSES_MAX = 256
 
 @dataclass(frozen=True)
 class Odds:
-    """What losing `losses` nodes at once, each choice as likely, leaves whole."""
+    """The odds when `losses` nodes are lost at once, each choice of nodes being equally likely."""
 
     losses: int
     #: Probability that nothing committed is lost.
@@ -36,19 +36,19 @@ class Odds:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a cluster would be cut."""
+    """How a cluster would be cut into placement groups."""
 
     nodes: int
     tolerate: int
     spread: int
-    #: Failure domains with as many nodes each, give or take one. 0: every node is one by itself.
+    #: Failure domains, with equally many nodes up to one. 0: every node is a domain by itself.
     domains: int
     #: For each group, how many of its nodes each of its domains has.
     groups: tuple[tuple[int, ...], ...]
 
     @property
     def domains_short(self) -> bool:
-        """There are not as many domains as copies: losing one may lose something."""
+        """There are fewer domains than copies: losing one may lose something."""
         return 0 < self.domains <= self.tolerate
 
 
@@ -111,7 +111,7 @@ def odds(plan: Layout, losses: int) -> Odds:
 
 
 def _group(domains: Sequence[int], tolerate: int) -> list[int]:
-    """By how many nodes of a group are lost: the choices that hit at most `tolerate` of its domains."""
+    """By number of nodes lost in a group: the choices that hit at most `tolerate` of its domains."""
     #: By domains hit, by nodes lost.
     choices = [[1]]
     for size in domains:
@@ -127,7 +127,7 @@ def _group(domains: Sequence[int], tolerate: int) -> list[int]:
 
 
 def _ring(nodes: int, copies: int, losses: int) -> int:
-    """Choices of nodes on a ring of which no `copies` stand in a row."""
+    """Choices of nodes on a ring of which no `copies` are adjacent."""
     if losses == nodes:
         return int(losses < copies)
     # Runs of fewer than `copies` between those that are left; each circle is counted once per one left.
@@ -150,7 +150,7 @@ def _sum(left: Sequence[int], right: Sequence[int]) -> list[int]:
 
 
 def _product(left: Sequence[int], right: Sequence[int], degree: int) -> list[int]:
-    """Of two polynomials, up to a degree."""
+    """The product of two polynomials, up to a degree."""
     product = [0] * min(len(left) + len(right) - 1, degree + 1)
     for i, a in enumerate(left):
         for j, b in enumerate(right[: degree + 1 - i]):

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcheck import planning
+from fastcheck import placement_odds
 from fastcheck.cli.app import cli
 from fastcheck.errors import InvalidArgumentError
 from fastcheckd.placement import Groups, odds, place
@@ -41,7 +41,7 @@ def groups_of(members, spread):
 @given(clusters(nodes_max=200))
 def test_the_groups_are_the_daemons(cluster):
     nodes, tolerate, spread, domains = cluster
-    plan = planning.layout(nodes, tolerate, spread, domains)
+    plan = placement_odds.layout(nodes, tolerate, spread, domains)
     members = members_of(nodes, domains)
     shapes = []
     for group in groups_of(members, spread):
@@ -68,7 +68,7 @@ def test_the_odds_are_those_that_the_daemon_counts(cluster, losses):
     members = members_of(nodes, domains)
     copysets = worst_copysets(members, tolerate, spread, domains)
     exact = odds.recovery_probability(copysets, Groups(members, spread).order, losses)
-    found = planning.odds(planning.layout(nodes, tolerate, spread, domains), losses)
+    found = placement_odds.odds(placement_odds.layout(nodes, tolerate, spread, domains), losses)
     assert found.survival == exact
     assert found.gemini_bound == odds.gemini_bound(nodes, tolerate + 1, losses)
     ring = odds.ring_copysets(list(members), tolerate + 1)
@@ -95,7 +95,9 @@ def test_what_is_placed_is_never_worse_and_with_many_ranks_just_that(cluster, lo
         assert domains, "only to find other domains are strangers asked"
         return
     real = odds.recovery_probability(copysets, groups.order, losses)
-    planned_odds = planning.odds(planning.layout(nodes, tolerate, spread, domains), losses).survival
+    planned_odds = placement_odds.odds(
+        placement_odds.layout(nodes, tolerate, spread, domains), losses
+    ).survival
     assert real >= planned_odds
     if tolerate == 1 and not domains:
         assert copysets == worst and real == planned_odds
@@ -103,7 +105,7 @@ def test_what_is_placed_is_never_worse_and_with_many_ranks_just_that(cluster, lo
 
 def test_geminis_example_is_a_plan_too():
     """16 machines in pairs: 93.3 %; in a ring 86.7 %."""
-    found = planning.odds(planning.layout(16, 1, 1), 2)
+    found = placement_odds.odds(placement_odds.layout(16, 1, 1), 2)
     assert (found.survival, found.gemini_bound, found.ring) == (
         Fraction(14, 15),
         Fraction(14, 15),
@@ -113,12 +115,12 @@ def test_geminis_example_is_a_plan_too():
 
 
 def test_a_whole_domain_may_go_when_there_are_more_domains_than_losses():
-    racks = planning.layout(12, 1, 3, 4)
+    racks = placement_odds.layout(12, 1, 3, 4)
     # Three of a rack, out of three groups of four: the only losses of three that lie in one domain per group
     # are those that hit each group once, or one rack only.
     assert not racks.domains_short
-    assert planning.layout(12, 1, 3, 1).domains_short
-    assert planning.layout(12, 2, 3, 2).domains_short
+    assert placement_odds.layout(12, 1, 3, 1).domains_short
+    assert placement_odds.layout(12, 2, 3, 2).domains_short
 
 
 @pytest.mark.parametrize(
@@ -126,9 +128,9 @@ def test_a_whole_domain_may_go_when_there_are_more_domains_than_losses():
 )
 def test_what_cannot_be_is_refused(arguments):
     with pytest.raises(InvalidArgumentError):
-        planning.layout(*arguments)
+        placement_odds.layout(*arguments)
     with pytest.raises(InvalidArgumentError, match="from 0 to 10"):
-        planning.odds(planning.layout(10, 1, 3), 11)
+        placement_odds.odds(placement_odds.layout(10, 1, 3), 11)
 
 
 def run(*arguments):

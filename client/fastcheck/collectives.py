@@ -1,6 +1,6 @@
-"""A few numbers from rank 0, or from every rank, by a collective of torch.distributed.
+"""A few numbers from rank 0, or from every rank, through collectives of torch.distributed.
 
-With tensors only: the process group of whatever backend the job has. Every rank has to call.
+Only tensors are sent, so any backend of the job's process group will do. Every rank has to call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .errors import InvalidArgumentError
 
 
 def from_rank_0(numbers: Sequence[int]) -> list[int]:
-    """What rank 0 passed, on every rank.
+    """The numbers that rank 0 passed, on every rank.
 
     Raises:
         InvalidArgumentError: torch.distributed is not initialised.
@@ -31,7 +31,7 @@ def from_rank_0(numbers: Sequence[int]) -> list[int]:
 
 
 def from_all(numbers: Sequence[int], world_size: int) -> list[list[int]]:
-    """What every rank passed, by rank; as many numbers each.
+    """The numbers that every rank passed, by rank. All pass equally many.
 
     Raises:
         InvalidArgumentError: there are other ranks, and torch.distributed does not join them.
@@ -53,7 +53,7 @@ def _joined(world_size: int) -> bool:
 
 
 def _device() -> torch.device:
-    """Where the process group's tensors live: the CPU where a backend serves it, else this rank's GPU."""
+    """The device for the process group's tensors: the CPU where a backend supports it, else this rank's GPU."""
     config = str(dist.get_backend_config())
     backends = {part.rpartition(":")[2] for part in config.split(",")}
     if backends & {"gloo", "mpi", "ucc"}:

@@ -1,7 +1,7 @@
-"""Who this process is in its job, and which daemon it talks to: from arguments, else from the environment.
+"""What the SDK is configured with: who this process is in its job, which daemon it uses, and the precision it asks for.
 
-Explicit arguments win; torchrun's variables come next; a process without any is rank 0 of 1. Nothing
-else in the SDK reads the environment.
+Explicit arguments win; torchrun's variables come next; a process without any is rank 0 of 1. Apart from certificates
+and tokens (`credentials`), nothing else in the SDK reads the environment.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import SupportsIndex
 
 from fastcheck_proto.conventions import RANK_MAX, check_name, default_address
+from fastcheck_proto.v1 import layout_pb2 as pb
 
 from .errors import InvalidArgumentError, InvalidNameError
 
-#: What torchrun sets when nobody named the run: every unnamed job of the cluster would share it.
+#: torchrun's id of a run without a name: every unnamed job of the cluster would share it.
 _UNNAMED_RUN = "none"
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"", "0", "false", "no", "off"})
@@ -40,7 +41,7 @@ def resolve(
     address: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Identity:
-    """Settle who this is.
+    """Determine the identity of this process.
 
     Raises:
         InvalidNameError: no job is named, or its name is not a valid one.
@@ -65,7 +66,7 @@ def resolve(
 
 
 def ranks_here(environment: Mapping[str, str] | None = None) -> int:
-    """How many ranks the environment speaks of; 1 if it does not.
+    """The number of ranks in the environment; 1 where it names none.
 
     Raises:
         InvalidArgumentError: WORLD_SIZE is not usable.
@@ -128,3 +129,27 @@ def whole_number(what: str, value: SupportsIndex) -> int:
         except TypeError:
             pass
     raise InvalidArgumentError(f"{what} must be a whole number, not {value!r}")
+
+
+EXACT = "exact"
+#: "momentum8": optimizer moments as 8-bit codes, one scale per block. "compact": 4-bit codes, and parameters within a
+#: thousandth of a standard deviation. Both stay far below the noise between seeds (docs/benchmarks.md).
+_LOSSY = {
+    "momentum8": pb.Precision(momentum=pb.MOMENTUM_CODING_INDEX8),
+    "compact": pb.Precision(momentum=pb.MOMENTUM_CODING_INDEX4, weights_bound=1e-3),
+}
+
+
+def parse_precision(name: str) -> pb.Precision | None:
+    """The message for a named precision; None for "exact".
+
+    Raises:
+        InvalidArgumentError: there is no precision of that name.
+    """
+    if name == EXACT:
+        return None
+    if not isinstance(name, str) or name not in _LOSSY:
+        raise InvalidArgumentError(
+            f"precision = {name!r} must be one of {', '.join(map(repr, (EXACT, *_LOSSY)))}"
+        )
+    return _LOSSY[name]

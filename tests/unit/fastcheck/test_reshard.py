@@ -22,9 +22,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fastcheck import StateMismatchError, WorldSizeError
-from fastcheck.reading import StepReader
-from fastcheck.resharding import load_resharded
+from fastcheck.reshard import load_resharded
 from fastcheck.state.header import parse
+from fastcheck.step_reader import StepReader
 
 
 @contextlib.contextmanager
@@ -341,7 +341,7 @@ def left_out_of_tensor_parallelism(whole, drifted=()):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("compared", [8, 64 << 20], ids=["piecewise", "at once"])
 def test_what_tensor_parallelism_left_out_is_had_from_one_mesh(world_size, compared, monkeypatch):
-    monkeypatch.setattr("fastcheck.resharding.COMPARED_BYTES_MAX", compared)
+    monkeypatch.setattr("fastcheck.reshard.COMPARED_BYTES_MAX", compared)
     whole = torch.randn(7, 4)
     whole[2, 0] = torch.nan  # equal bit for bit
     reader = left_out_of_tensor_parallelism(whole)
@@ -361,7 +361,7 @@ def test_what_tensor_parallelism_left_out_is_had_from_one_mesh(world_size, compa
 
 @pytest.mark.parametrize("compared", [8, 64 << 20], ids=["piecewise", "at once"])
 def test_meshes_that_differ_in_one_bit_are_named_and_nothing_is_touched(compared, monkeypatch):
-    monkeypatch.setattr("fastcheck.resharding.COMPARED_BYTES_MAX", compared)
+    monkeypatch.setattr("fastcheck.reshard.COMPARED_BYTES_MAX", compared)
     reader = left_out_of_tensor_parallelism(torch.randn(7, 4), drifted={3: 2})
     whole = {"w": torch.zeros(7, 4), "norm": torch.zeros(7)}
     refused(

@@ -1,7 +1,7 @@
-"""A load by other ranks, over another mesh, or with other placements than saved the step (docs/resharding.md).
+"""Loads a step on other ranks, another mesh, or with other placements than it was saved with (docs/resharding.md).
 
-What this rank needs of all ranks' states is read into memory laid out as this rank would have saved it; from there on
-it is an ordinary load.
+The parts that this rank needs of all ranks' states are read into memory, laid out as this rank would have saved it;
+from there on it is an ordinary load.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from fastcheck_proto.v1 import state_pb2 as pb
 
 from .errors import OutOfMemoryError, StateMismatchError, WorldSizeError
 from .progress import Reporter
-from .reading import BoxInto, StepReader
 from .segments import anonymous
 from .state import dtypes
 from .state.fill import fill
 from .state.header import Path, materialize, show
 from .state.match import Match, any_dtensor, match_records, whole_shape
 from .state.sharding import Box, HolesError, box_of, cover, is_dtensor, layout_of, local_of, saved_box
+from .step_reader import BoxInto, StepReader
 
 HOLES_SHOWN_MAX = 3
-#: Of what is on several meshes so much is read at once to be compared.
+#: Copies on several meshes are compared in batches of this size.
 COMPARED_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True)
 class SavedRank:
-    """A rank's header, and its records by their places in the tree."""
+    """A rank's header, and its records by their paths."""
 
     header: pb.StateHeader
 
     @cached_property
     def records(self) -> Mapping[Path, pb.TensorRecord]:
-        """Only looked at where DTensors are concerned."""
+        """Needed only for DTensors."""
         found: dict[Path, pb.TensorRecord] = {}
         nothing = torch.empty(0)
 
@@ -52,7 +52,7 @@ class SavedRank:
 
 @dataclass(frozen=True)
 class ReadPart:
-    """A box of what a rank saved of a tensor, and where in this rank's record of it that goes."""
+    """A box of a rank's saved tensor, and the box of this rank's record that it is read into."""
 
     rank: int
     record: pb.TensorRecord
@@ -60,19 +60,19 @@ class ReadPart:
     target: Box
 
     def source_of(self, target: Box) -> Box:
-        """Where the rank's record has a part of the target."""
+        """The box of the rank's record that belongs to a part of the target."""
         low = target.within(self.target)
         return Box(tuple(map(sum, zip(self.source.offsets, low.offsets, strict=True))), low.sizes)
 
 
 @dataclass
 class Relayout:
-    """What this rank would have saved: a header whose places are set, its size, and where each record's bytes are."""
+    """The state as this rank would have saved it: header with places, size, and the source of each record's bytes."""
 
     header: pb.StateHeader
     state_bytes: int = 0
     parts: list[tuple[pb.TensorRecord, list[ReadPart]]] = field(default_factory=list)
-    #: The same of other meshes, which must have the same bits.
+    #: The same parts on other meshes, which must have the same bits.
     alike: list[tuple[Path, pb.TensorRecord, list[ReadPart]]] = field(default_factory=list)
 
 
@@ -86,13 +86,13 @@ def load_resharded(
 ) -> int:
     """Fill `state` from a step that other ranks, or other meshes, saved; `agree` as for `fill`.
 
-    `reporter` is told how far the one read is that brings the tensors; headers, which come before, are small.
+    `reporter` is told the progress of the read that fetches the tensors; the headers before it are small.
 
     Returns the rank whose plain values these are: this one, or 0 if it had no part in the step.
 
     Raises:
         WorldSizeError: other ranks saved it, and there is no DTensor on either side.
-        StateMismatchError, UnsupportedStateError, PartialLoadError: as `fill`; a mismatch also names what no rank has.
+        StateMismatchError, UnsupportedStateError, PartialLoadError: as `fill`, or no rank has a part.
         What `StepReader` does.
     """
     saved = {number: SavedRank(each.header) for number, each in reader.ranks.items()}
@@ -127,10 +127,10 @@ def load_resharded(
 def plan(
     saved: Mapping[int, SavedRank], own: int, rank: int, matches: Mapping[int, Match], *, same_world: bool
 ) -> Relayout:
-    """What to read for `rank`, whose tree is that of the saved rank `own`. Reads nothing.
+    """Plan the reads for `rank`, whose tree is that of the saved rank `own`. Reads nothing.
 
     Raises:
-        StateMismatchError: some of it is in no rank's state, or nobody can say in which.
+        StateMismatchError: a part is in no rank's state, or it cannot be known in which.
     """
     header = pb.StateHeader()
     header.CopyFrom(saved[own].header)
@@ -165,7 +165,7 @@ def _parts(
     *,
     same_world: bool,
 ) -> list[list[ReadPart]]:
-    """Where to have one tensor from, and where else it should be alike."""
+    """The parts of one tensor, and the same parts on other meshes."""
     if match is None or not (record.HasField("dtensor") or is_dtensor(match.like)):
         box = Box.whole(record.shape)
         return [[ReadPart(own, record, box, box)] if record.bytes else []]
@@ -177,12 +177,12 @@ def _parts(
     if not wanted.elements:
         return [[]]
     if not record.HasField("dtensor"):
-        # Every rank has all of it, and nothing says that they are alike: all cut the same one.
+        # Every rank has all of it, and nothing says that the copies are equal: all ranks cut rank 0's.
         first = saved[0].records.get(match.path)
         if first is None or first.HasField("dtensor") or list(first.shape) != list(record.shape):
             raise _UnclearError("is not distributed in the checkpoint, and rank 0 has no such tensor")
         return [[ReadPart(0, first, wanted, wanted.within(wanted))]]
-    # Of as many ranks each is still in the mesh that it was in, unless the tensor is over another one now.
+    # With the same number of ranks each is still in its old mesh, unless the tensor is on another one now.
     stays = same_world and (
         not is_dtensor(match.like) or layout_of(match.like).mesh_digest == record.dtensor.mesh_digest
     )
@@ -206,7 +206,7 @@ def _parts(
 
 
 def _covered(records: Mapping[int, pb.TensorRecord], wanted: Box, rank: int) -> list[ReadPart]:
-    """Where the ranks of one mesh have the wanted box; raises HolesError if they do not."""
+    """The parts of one mesh's ranks that make up the wanted box; raises HolesError if some are missing."""
     boxes = {other: saved_box(each) for other, each in records.items()}
     known = {other: box for other, box in boxes.items() if box is not None}
     if unknown := sorted(boxes.keys() - known.keys()):
@@ -229,7 +229,7 @@ def _covered(records: Mapping[int, pb.TensorRecord], wanted: Box, rank: int) -> 
 def _meshes(
     saved: Mapping[int, SavedRank], own: int, record: pb.TensorRecord, path: Path, *, own_only: bool
 ) -> list[dict[int, pb.TensorRecord]]:
-    """What the ranks saved as this tensor, by the mesh that they had it on; that of rank `own` first."""
+    """The ranks' records of this tensor, by mesh; the mesh of rank `own` first."""
     found: dict[int, dict[int, pb.TensorRecord]] = {record.dtensor.mesh_digest: {}}
     for other, each in saved.items():
         theirs = each.records.get(path)
@@ -249,10 +249,10 @@ def _meshes(
 
 
 def _compare(planned: Relayout, own: int, reader: StepReader, memory: torch.Tensor) -> None:
-    """Check that what is on several meshes has the same bits on all: else one name stands for different tensors.
+    """Check that a tensor on several meshes has the same bits on all; otherwise one name stands for different tensors.
 
-    Tensor parallelism leaves what its plan does not name (norms, embeddings) on a mesh of its own in each of its ranks.
-    The stages of a pipeline may call different tensors alike, which looks the same.
+    Tensor parallelism leaves tensors that its plan does not name (norms, embeddings) on a mesh of their own per rank.
+    The stages of a pipeline may give different tensors the same name, which looks alike.
 
     Raises:
         StateMismatchError: they differ, by name.
@@ -292,7 +292,7 @@ def _compare(planned: Relayout, own: int, reader: StepReader, memory: torch.Tens
 
 
 def _lay_out(record: pb.TensorRecord, match: Match | None, made: Relayout) -> None:
-    """Say of a record how it will lie in this rank's memory."""
+    """Set a record's place in this rank's memory."""
     del record.piece_offsets[:]
     record.ClearField("piece_bytes")
     if match is not None:
