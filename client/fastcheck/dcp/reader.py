@@ -34,8 +34,8 @@ from ..errors import (
 from ..state.dtypes import BY_NAME
 from ..state.tensors import why_unsupported
 from ..step_reader import BoxInto, StepReader
-from .ids import CheckpointId, agreed_job, names_a_step, parse_checkpoint_id, url_of
-from .index import StepIndex, index_of
+from .checkpoint_id import CheckpointId, agreed_job, names_a_step, parse_checkpoint_id, url_of
+from .metadata import StepIndex, index_of
 
 #: What is read at once takes as much of the daemon's memory.
 BATCH_BYTES_MAX = 1 << 30

@@ -11,8 +11,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from fastcheck.dcp.description import Item, write_description
-from fastcheck.dcp.index import index_of
+from fastcheck.dcp.metadata import Item, index_of, write_description
 from fastcheck.dcp.writer import Place, _describe
 from fastcheck.errors import CorruptError, LoadFailedError, SaveTimeoutError, StateMismatchError
 from fastcheck.handle import SaveHandle

@@ -1,9 +1,10 @@
-"""What a `checkpoint_id` names: a step of a job. Pure."""
+"""Names of steps: DCP's `checkpoint_id`, and paths below a `fastcheck://` URL. Pure."""
 
 from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from fastcheck_proto.conventions import STEP_MAX, check_name
@@ -48,6 +49,36 @@ def parse_checkpoint_id(checkpoint_id: object) -> StepName:
     if not slash:
         raise _refused(checkpoint_id, "names a job and no step" if job else "names no job")
     return StepName(_job(job), _step(step, checkpoint_id))
+
+
+@dataclass(frozen=True)
+class StepPath:
+    """What a path names: all jobs, a job, a step, or a file of it."""
+
+    job: str | None = None
+    step: int | None = None
+    file: str | None = None
+
+
+def parse_path(path: str) -> StepPath:
+    """Read `job/step-100/file`, or the beginning of it.
+
+    Raises:
+        InvalidArgumentError: it is none.
+    """
+    job, _, rest = path.strip("/").partition("/")
+    if not job:
+        return StepPath()
+    step, _, file = rest.partition("/")
+    if not step:
+        try:
+            return StepPath(check_name("job", job))
+        except ValueError as error:
+            raise InvalidArgumentError(str(error)) from None
+    name = parse_checkpoint_id(f"{PROTOCOL}://{job}/{step}")
+    if "/" in file:
+        raise InvalidArgumentError(f"{PROTOCOL}://{path} is no file: a step has files and no folders")
+    return StepPath(job, name.step, file or None)
 
 
 def names_a_step(checkpoint_id: object) -> bool:

@@ -1,7 +1,7 @@
-"""The Checkpointers of this process, one per rank of a job, which all its writers share.
+"""A pool of Checkpointers, one per rank of a job, that all writers of this process share.
 
-A writer is made anew for each save where DCP saves in a process of its own: a session for each would fence the last
-one, and forget the layout that the codec builds on.
+DCP may make a new writer for each save. A session per writer would fence the one before, and lose the layout that the
+codec builds on.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ..checkpointer import Checkpointer
 from ..errors import InvalidArgumentError
 
 _lock = threading.Lock()
-_seats: dict[tuple[str, int], _Seat] = {}
+_pool: dict[tuple[str, int], _Pooled] = {}
 
 
 @dataclass(frozen=True)
-class Options:
-    """What a writer asks of its Checkpointer; see there."""
+class CheckpointerOptions:
+    """The arguments of the `Checkpointer` that a writer wants."""
 
     address: str | None = None
     max_in_flight: int = 0
@@ -30,29 +30,31 @@ class Options:
 
 
 @dataclass(frozen=True)
-class _Seat:
+class _Pooled:
     checkpointer: Checkpointer
-    made_for: tuple[int, Options]
+    made_for: tuple[int, CheckpointerOptions]
     busy: threading.Lock
 
 
 @contextlib.contextmanager
-def taken(job: str, rank: int, world_size: int, options: Options) -> Iterator[Checkpointer]:
+def checkpointer_of(
+    job: str, rank: int, world_size: int, options: CheckpointerOptions
+) -> Iterator[Checkpointer]:
     """The Checkpointer of a rank, for one save at a time.
 
     Raises:
         InvalidArgumentError: another save of the rank is under way in this process.
     """
     with _lock:
-        seat = _seats.get((job, rank))
-        if seat is not None and seat.busy.locked():
+        pooled = _pool.get((job, rank))
+        if pooled is not None and pooled.busy.locked():
             raise InvalidArgumentError(
                 f"rank {rank} of job {job!r} is just being saved by another dcp.save or async_save of this process: "
                 "wait for its end (the future's result()) before the next one, or use another job name"
             )
-        if seat is None or seat.made_for != (world_size, options):
-            if seat is not None:
-                seat.checkpointer.close()
+        if pooled is None or pooled.made_for != (world_size, options):
+            if pooled is not None:
+                pooled.checkpointer.close()
             made = Checkpointer(
                 job,
                 rank=rank,
@@ -63,16 +65,16 @@ def taken(job: str, rank: int, world_size: int, options: Options) -> Iterator[Ch
                 timeout_s=options.connect_timeout_s,
                 precision=options.precision,
             )
-            seat = _seats[job, rank] = _Seat(made, (world_size, options), threading.Lock())
-        seat.busy.acquire()
+            pooled = _pool[job, rank] = _Pooled(made, (world_size, options), threading.Lock())
+        pooled.busy.acquire()
     try:
-        yield seat.checkpointer
+        yield pooled.checkpointer
     finally:
-        seat.busy.release()
+        pooled.busy.release()
 
 
-def leave(job: str) -> None:
+def close_job(job: str) -> None:
     """Close this process' Checkpointers of a job; the next save makes new ones."""
     with _lock:
-        for key in [key for key in _seats if key[0] == job]:
-            _seats.pop(key).checkpointer.close()
+        for key in [key for key in _pool if key[0] == job]:
+            _pool.pop(key).checkpointer.close()

@@ -3,25 +3,25 @@
 import pytest
 
 from fastcheck import InvalidArgumentError
-from fastcheck.dcp.seats import Options, leave, taken
+from fastcheck.dcp.checkpointer_pool import CheckpointerOptions, checkpointer_of, close_job
 
-NOWHERE = Options(address="unix:///nowhere.sock")
+NOWHERE = CheckpointerOptions(address="unix:///nowhere.sock")
 
 
 def test_two_savers_at_once():
     try:
-        with taken("gpt", 0, 1, NOWHERE) as seat:
+        with checkpointer_of("gpt", 0, 1, NOWHERE) as seat:
             with (
                 pytest.raises(
                     InvalidArgumentError, match="rank 0 of job 'gpt' is just being saved by another"
                 ),
-                taken("gpt", 0, 1, NOWHERE),
+                checkpointer_of("gpt", 0, 1, NOWHERE),
             ):
                 raise AssertionError("both have it")
-            with taken("bert", 0, 1, NOWHERE) as other:
+            with checkpointer_of("bert", 0, 1, NOWHERE) as other:
                 assert other is not seat
-        with taken("gpt", 0, 1, NOWHERE) as again:
+        with checkpointer_of("gpt", 0, 1, NOWHERE) as again:
             assert again is seat
     finally:
-        leave("gpt")
-        leave("bert")
+        close_job("gpt")
+        close_job("bert")

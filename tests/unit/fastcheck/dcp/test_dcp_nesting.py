@@ -4,7 +4,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from fastcheck.dcp.structure import nested
+from fastcheck.dcp.metadata import nested
 from fastcheck.state.collect import collect
 from fastcheck.state.layouts import Layouts
 from fastcheck_proto.v1 import layout_pb2 as pb

@@ -4,7 +4,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from fastcheck.dcp.ids import StepName, agreed_job, parse_checkpoint_id, url_of
+from fastcheck.dcp.checkpoint_id import StepName, agreed_job, parse_checkpoint_id, url_of
 from fastcheck.errors import InvalidArgumentError, InvalidNameError
 
 
