@@ -5,18 +5,13 @@ from __future__ import annotations
 import click
 
 from ..admin import AdminClient
-from . import completing, tables, upkeep_tables
-from .certs_commands import certs
-from .completion_command import completion
-from .config_commands import config
-from .delete_command import delete
-from .demo_command import demo
-from .local_commands import local
-from .membership_commands import drain, forget, history, safe_to_stop, voters
+from . import shell_completion, tables
+from .local_commands import demo, local
+from .maintenance_commands import delete, drain, forget, history, safe_to_stop, voters
+from .offline_commands import certs, completion, config, plan
 from .options import FastCheckGroup, admin_options, examples, job_argument, patient_admin_options
 from .output import Exit, emit, exit_for_health, say
-from .plan_command import plan
-from .top_command import top
+from .top import top
 
 
 @click.group(
@@ -82,7 +77,7 @@ def checkpoints(job: str, address: str, timeout_s: float, output: str) -> None:
 @click.option(
     "--step",
     type=click.IntRange(min=0),
-    shell_complete=completing.steps,
+    shell_complete=shell_completion.steps,
     help="Only this step. Default: all that are kept.",
 )
 @admin_options
@@ -94,7 +89,7 @@ def replicas(job: str, step: int | None, address: str, timeout_s: float, output:
 
 @cli.command(epilog=examples("fastcheck inspect gpt 4000"))
 @job_argument
-@click.argument("step", type=click.IntRange(min=0), shell_complete=completing.steps)
+@click.argument("step", type=click.IntRange(min=0), shell_complete=shell_completion.steps)
 @admin_options
 def inspect(job: str, step: int, address: str, timeout_s: float, output: str) -> None:
     """Show everything about one committed step."""
@@ -107,7 +102,7 @@ def inspect(job: str, step: int, address: str, timeout_s: float, output: str) ->
 @click.option(
     "--step",
     type=click.IntRange(min=0),
-    shell_complete=completing.steps,
+    shell_complete=shell_completion.steps,
     help="Only this step. Default: all that is held.",
 )
 @patient_admin_options(600.0)
@@ -121,7 +116,7 @@ def verify(
     """
     with AdminClient(address, timeout_s=timeout_s) as client:
         result = client.verify(job, step)
-    emit(result, output, upkeep_tables.verify)
+    emit(result, output, tables.verify)
     ctx.exit(Exit.DEGRADED if result["bad"] or result["unreachable"] else Exit.OK)
 
 

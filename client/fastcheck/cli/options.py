@@ -13,7 +13,7 @@ from fastcheck_proto.conventions import check_name, default_address
 
 from ..errors import DaemonUnavailableError, FastCheckError
 from ..security import SERVER_NAME, VARIABLES
-from . import completing
+from . import shell_completion
 from .output import FORMATS, Exit, say
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -55,8 +55,8 @@ class Name(TextType):
             self.fail(str(error), param, ctx)
 
 
-job_argument = click.argument("job", type=Name("job"), shell_complete=completing.jobs)
-node_argument = click.argument("node", type=Name("node"), shell_complete=completing.nodes)
+job_argument = click.argument("job", type=Name("job"), shell_complete=shell_completion.jobs)
+node_argument = click.argument("node", type=Name("node"), shell_complete=shell_completion.nodes)
 
 
 def examples(*lines: str) -> str:

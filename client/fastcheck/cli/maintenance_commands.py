@@ -1,4 +1,7 @@
-"""The commands about single nodes: what happened to them, and taking them out of a cluster in good order."""
+"""Commands that change a cluster, or help to decide on a change: history, safe-to-stop, drain, forget, voters, delete.
+
+Each that changes something first says what would happen, and asks.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,18 @@ from typing import Any
 import click
 
 from ..admin import AdminClient
-from . import completing
-from . import upkeep_tables as tables
+from . import shell_completion, tables
 from .options import (
     Name,
     admin_options,
     examples,
     go_ahead,
+    job_argument,
     node_argument,
     patient_admin_options,
     yes_option,
 )
-from .output import Exit, emit, say
+from .output import Exit, emit, human_bytes, say
 
 Json = dict[str, Any]
 
@@ -28,7 +31,7 @@ POLL_S = 1.0
 
 
 @click.command(epilog=examples("fastcheck history node-7 --limit 20"))
-@click.argument("node", type=Name("node"), required=False, shell_complete=completing.nodes)
+@click.argument("node", type=Name("node"), required=False, shell_complete=shell_completion.nodes)
 @click.option("--limit", type=click.IntRange(min=1, max=512), help="Only so many, the newest. Default: all.")
 @admin_options
 def history(node: str | None, limit: int | None, address: str, timeout_s: float, output: str) -> None:
@@ -149,8 +152,8 @@ def voters(ctx: click.Context, address: str, timeout_s: float, output: str) -> N
 
 
 @voters.command(epilog=examples("fastcheck voters replace node-2 node-5"))
-@click.argument("old", type=Name("node"), shell_complete=completing.nodes)
-@click.argument("new", type=Name("node"), shell_complete=completing.nodes)
+@click.argument("old", type=Name("node"), shell_complete=shell_completion.nodes)
+@click.argument("new", type=Name("node"), shell_complete=shell_completion.nodes)
 @click.option("--registry-address", default="", metavar="HOST:PORT", help="Default: NEW's host, OLD's port.")
 @click.option("--raft-address", default="", metavar="HOST:PORT", help="Default: NEW's host, OLD's port.")
 @yes_option
@@ -180,7 +183,7 @@ def replace(
 
 
 @voters.command("add", epilog=examples("fastcheck voters add node-3 node-4"))
-@click.argument("nodes", type=Name("node"), nargs=-1, required=True, shell_complete=completing.nodes)
+@click.argument("nodes", type=Name("node"), nargs=-1, required=True, shell_complete=shell_completion.nodes)
 @click.option(
     "--registry-address",
     "registry_addresses",
@@ -219,3 +222,76 @@ def add(
         )
     emit(result, output, tables.replaced_voters)
     say("write these voters into the config key 'voters' of every node")
+
+
+@click.command(
+    epilog=examples(
+        "fastcheck delete gpt 4000 --dry-run   what would go, by node",
+        "fastcheck delete gpt --all --yes      a job that has ended",
+    )
+)
+@job_argument
+@click.argument("step", type=click.IntRange(min=0), required=False, shell_complete=shell_completion.steps)
+@click.option("--all", "everything", is_flag=True, help="All steps of the job, those under way included.")
+@click.option(
+    "--even-if-running",
+    is_flag=True,
+    help="Also what a running trainer would be restored from. What it has under way is refused; then it saves on.",
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would go. Exits 1 if it would be refused.")
+@yes_option
+@patient_admin_options(15.0)
+@click.pass_context
+def delete(
+    ctx: click.Context,
+    job: str,
+    step: int | None,
+    everything: bool,
+    even_if_running: bool,
+    dry_run: bool,
+    yes: bool,
+    address: str,
+    timeout_s: float,
+    output: str,
+) -> None:
+    """Delete a committed step, or a whole job, to free memory.
+
+    Says first what would go and what stays, by node. The newest step, and a whole job, go only when no trainer of it
+    runs, or with --even-if-running. What is not kept is nothing to delete, and exits 0.
+    """
+    if (step is None) != everything:
+        raise click.UsageError("name a STEP, or --all, and not both")
+    with AdminClient(address, timeout_s=timeout_s) as client:
+        plan = client.delete(job, step, everything=everything, even_if_running=even_if_running, dry_run=True)
+        if dry_run or plan["refusal"] is not None or not will_change(plan):
+            emit(plan, output, tables.deletion)
+            if plan["refusal"] is not None:
+                say(f"fastcheck: {plan['refusal']}")
+                ctx.exit(Exit.ERROR)
+            return
+        go_ahead(ctx, describe(plan), yes=yes)
+        done = client.delete(job, step, everything=everything, even_if_running=even_if_running)
+    emit(done, output, tables.deletion)
+
+
+def will_change(plan: Json) -> bool:
+    """Whether there is anything to delete."""
+    return bool(plan["deleted_steps"] or plan["ends_sessions"])
+
+
+def describe(plan: Json) -> str:
+    """The plan in a few sentences, for a person who is about to be asked."""
+    lines = [f"{tables.what_goes(plan)}: {human_bytes(plan['stored_bytes'])} on {len(plan['nodes'])} nodes"]
+    lines += [f"  {node['node_id']}: {human_bytes(node['stored_bytes'])}" for node in plan["nodes"]]
+    lines.append(tables.what_stays(plan))
+    if plan["running_ranks"] and plan["ends_sessions"]:
+        ranks = ", ".join(map(str, plan["running_ranks"]))
+        lines.append(
+            f"The trainers of rank {ranks} run: what they have under way is refused, and then they save on. "
+            "To go back to an older step, end them first."
+        )
+    if plan["unreachable"]:
+        lines.append(
+            f"Not reached: {', '.join(plan['unreachable'])}; what they hold goes when they are back."
+        )
+    return "\n".join(lines)
