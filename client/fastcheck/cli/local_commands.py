@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 import click
 import yaml
 
-from ..demo import view
-from ..demo.display import Display
+from ..demo import NODES, TrainSettings
+from ..demo.display import Display, summary
 from ..demo.scenario import LEADER, Demo
-from ..demo.settings import NODES, TrainSettings
 from ..errors import FastCheckError
 from ..local import LocalCluster, layout
 from . import shell_completion, tables
@@ -193,7 +192,7 @@ def demo(ctx: click.Context, *, steps: int, kill_at: int | None, victim: str, se
     settings = TrainSettings(steps=steps, seed=seed)
     with Display(console) as display:
         result = Demo(settings, display, kill_at=kill_at or steps // 2, victim=victim).run()
-    console.print(view.summary(result))
+    console.print(summary(result))
     if output != "table":
         sys.stdout.write(dump(result, output, one_line=True))
     ctx.exit(Exit.OK if result["bit_identical"] and result["losses_identical"] else Exit.ERROR)

@@ -28,11 +28,10 @@ from ..admin import AdminClient
 from ..certs import LocalAuthority
 from ..errors import FastCheckError
 from . import layout, processes
-from .keeper import start_keeper
-from .launcher import launcher
 from .layout import NodePorts
 from .ports import find_free_ports
-from .processes import ProcessRef
+from .processes import ProcessRef, launcher
+from .reaper import start_reaper
 
 Json = dict[str, Any]
 
@@ -58,7 +57,7 @@ class LocalNode:
 
 class LocalCluster:
     """The cluster in one folder. As a context manager it is taken down at the end, whatever happened: also when this
-    process is killed (`keeper.py`). Otherwise a cluster that is up stays up, whoever ends.
+    process is killed (`reaper.py`). Otherwise a cluster that is up stays up, whoever ends.
 
     Args:
         cluster_dir: its folder; made by `up`.
@@ -72,12 +71,12 @@ class LocalCluster:
         self._say = on_event or (lambda text: None)
         #: Whether the cluster is to end with this process.
         self._entered = False
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalCluster:
         self._entered = True
         if self.exists:
-            self._keep()
+            self._start_reaper()
         return self
 
     def __exit__(
@@ -170,7 +169,7 @@ class LocalCluster:
                 self._remove_data()
             self._make_config(nodes, tolerate, ram_budget, settings or {}, tls=tls)
         try:
-            self._keep()
+            self._start_reaper()
             for node_id in self.node_ids:
                 self._spawn(node_id)
             self.wait_up(self.node_ids, timeout_s=timeout_s)
@@ -178,7 +177,7 @@ class LocalCluster:
             self.down()
             raise
         if not self._entered:
-            self._dismiss_keeper()
+            self._end_reaper()
         return self.status()
 
     def start(self, node_id: str, *, timeout_s: float = 60.0) -> Json:
@@ -213,7 +212,7 @@ class LocalCluster:
     def down(self) -> None:
         """Stop all nodes, in good order if they can; delete their RAM and state. Logs stay. Repeatable."""
         if not self.exists:
-            self._dismiss_keeper()
+            self._end_reaper()
             return
         with self._locked():
             daemons = [daemon for name in self._nodes() if (daemon := self._daemon(name)) is not None]
@@ -227,7 +226,7 @@ class LocalCluster:
             for daemon in daemons:
                 processes.kill_all(daemon)
             self._remove_data()
-        self._dismiss_keeper()
+        self._end_reaper()
         self._say("the cluster is down")
 
     def wait_up(self, node_ids: Sequence[str], *, timeout_s: float) -> None:
@@ -410,16 +409,16 @@ class LocalCluster:
         )
         self._say(f"started {node_id} (pid {pid})")
 
-    def _keep(self) -> None:
+    def _start_reaper(self) -> None:
         """From now on the cluster ends with this process."""
-        if self._keeper is None:
-            self._keeper = start_keeper(self.dir, processes.own_environment())
+        if self._reaper is None:
+            self._reaper = start_reaper(self.dir, processes.own_environment())
 
-    def _dismiss_keeper(self) -> None:
-        if self._keeper is not None:
-            self._keeper.kill()
-            self._keeper.wait()
-            self._keeper = None
+    def _end_reaper(self) -> None:
+        if self._reaper is not None:
+            self._reaper.kill()
+            self._reaper.wait()
+            self._reaper = None
 
     def _why_not_up(self, node_id: str, client: AdminClient) -> str:
         """Empty when the node is UP with the incarnation that its agent says it has."""

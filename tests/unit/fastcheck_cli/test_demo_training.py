@@ -5,11 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheck.demo.data import batch, corpus
-from fastcheck.demo.model import GPT, parameter_count
+from fastcheck.demo import TrainSettings
+from fastcheck.demo.model import GPT, batch, corpus, parameter_count
 from fastcheck.demo.ranks import RankGroup
 from fastcheck.demo.report import RunRecord
-from fastcheck.demo.settings import TrainSettings
 
 SMALL = TrainSettings(steps=3, width=32, layers=2, heads=2, context=16, batch=1)
 

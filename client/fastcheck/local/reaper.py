@@ -1,13 +1,13 @@
-"""Takes a cluster down when the process that it belongs to is gone, however that ended.
+"""Takes a cluster down when the process that owns it is gone, however it ended.
 
-A process that is killed cannot clean up after itself, and daemons of a cluster that nobody is left to use keep cores
-and memory. So a process of its own stands by, and does then what the owner would have done: `down`, RAM and all.
+A killed process cannot clean up after itself, and the daemons of an abandoned cluster would keep cores and memory. So a
+separate process waits for the owner's end, and then does what the owner would have done: `down`, RAM included.
 
-    python keeper.py OWNER_PID DIR
+    python reaper.py OWNER_PID DIR
 
-It is run by its path, and imports nothing of ours until it is needed: so it is small, and there at once. It asks who
-its parent is, since what the kernel offers goes by the thread that asked (`PR_SET_PDEATHSIG`), and a pipe of the owner
-is also held by whatever the owner forks.
+It is run by its path and imports nothing of FastCheck until then, so it is small and starts at once. It polls its
+parent's id: the kernel's own signal (`PR_SET_PDEATHSIG`) is sent when the thread that started it ends, and a pipe would
+also be held by every process that the owner forks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LOOK_INTERVAL_S = 0.2
-LOG_NAME = "keeper.log"
+LOG_NAME = "reaper.log"
 
 
-def start_keeper(cluster_dir: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_reaper(cluster_dir: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start one for this process, in a session of its own: what ends the owner's group is not to end it as well."""
     return subprocess.Popen(
         [sys.executable, "-P", __file__, str(os.getpid()), str(cluster_dir)],
