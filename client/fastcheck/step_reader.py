@@ -36,6 +36,21 @@ from .segments import Segment, anonymous, map_file
 from .state.header import parse
 from .state.records import BoxRead, ByteRange, StateBytes, read_box, tensor_ranges
 
+__all__ = [
+    "BoxInto",
+    "BoxRead",
+    "ByteRange",
+    "ReadRank",
+    "StateBytes",
+    "StepReader",
+    "merged",
+    "read_box",
+    "tensor_ranges",
+]
+
+#: Long enough for a large state over a slow network; a daemon that hangs is noticed long before.
+_READ_S = 3600.0
+
 
 @dataclass(frozen=True, eq=False)
 class ReadRank:
@@ -126,22 +141,6 @@ def ranks_of(ready: pb.ReadReady, headers: Mapping[int, bytes]) -> dict[int, Rea
         )
         for rank in ready.ranks
     }
-
-
-__all__ = [
-    "BoxInto",
-    "BoxRead",
-    "ByteRange",
-    "ReadRank",
-    "StateBytes",
-    "StepReader",
-    "merged",
-    "read_box",
-    "tensor_ranges",
-]
-
-#: Long enough for a large state over a slow network; a daemon that hangs is noticed long before.
-_READ_S = 3600.0
 
 
 @dataclass(frozen=True, eq=False)
