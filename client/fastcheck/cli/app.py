@@ -1,6 +1,9 @@
-"""The commands that ask a cluster. Each asks once, prints once, and says the rest by its exit code."""
+"""The `fastcheck` command group, and the commands that query a cluster: one question, one output, an exit code."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
@@ -12,6 +15,18 @@ from .offline_commands import certs, completion, config, plan
 from .options import FastCheckGroup, admin_options, examples, job_argument, patient_admin_options
 from .output import Exit, emit, exit_for_health, say
 from .top import top
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _step_option(default: str) -> Callable[[F], F]:
+    """`--step`, to narrow a question to one step."""
+    return click.option(
+        "--step",
+        type=click.IntRange(min=0),
+        shell_complete=shell_completion.steps,
+        help=f"Only this step. Default: {default}.",
+    )
 
 
 @click.group(
@@ -74,12 +89,7 @@ def checkpoints(job: str, address: str, timeout_s: float, output: str) -> None:
 
 @cli.command(epilog=examples("fastcheck replicas gpt --step 4000"))
 @job_argument
-@click.option(
-    "--step",
-    type=click.IntRange(min=0),
-    shell_complete=shell_completion.steps,
-    help="Only this step. Default: all that are kept.",
-)
+@_step_option("all that are kept")
 @admin_options
 def replicas(job: str, step: int | None, address: str, timeout_s: float, output: str) -> None:
     """List which nodes say that they hold which shard."""
@@ -99,12 +109,7 @@ def inspect(job: str, step: int, address: str, timeout_s: float, output: str) ->
 
 @cli.command(epilog=examples("fastcheck verify gpt --step 4000 --timeout 60"))
 @job_argument
-@click.option(
-    "--step",
-    type=click.IntRange(min=0),
-    shell_complete=shell_completion.steps,
-    help="Only this step. Default: all that is held.",
-)
+@_step_option("all that is held")
 @patient_admin_options(600.0)
 @click.pass_context
 def verify(

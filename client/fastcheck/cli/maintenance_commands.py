@@ -103,7 +103,7 @@ def drain(
 
 
 def _follow(client: AdminClient, node: str, wait_s: float) -> Json:
-    """The last verdict: safe, or what it was when time was up."""
+    """Poll until the node may be stopped or the time is up; the last verdict."""
     deadline = time.monotonic() + wait_s
     told = ""
     while True:
@@ -280,7 +280,7 @@ def will_change(plan: Json) -> bool:
 
 
 def describe(plan: Json) -> str:
-    """The plan in a few sentences, for a person who is about to be asked."""
+    """The plan in a few sentences, shown before the question."""
     lines = [f"{tables.what_goes(plan)}: {human_bytes(plan['stored_bytes'])} on {len(plan['nodes'])} nodes"]
     lines += [f"  {node['node_id']}: {human_bytes(node['stored_bytes'])}" for node in plan["nodes"]]
     lines.append(tables.what_stays(plan))

@@ -1,7 +1,7 @@
-"""What a shell is offered while a name is typed: the names that the daemon knows, asked for briefly.
+"""Completion of names in a shell: jobs, steps and nodes, asked of the daemon.
 
-A person waits at the other end, in the middle of a line: a daemon that is silent or refuses costs a second and says
-nothing. The daemon is the one of --address on the line, else of FASTCHECK_ADDRESS, else this node's.
+The shell blocks meanwhile, so a daemon that is silent or refuses costs a second at most and yields no names. The daemon
+is the one of --address on the line, else of FASTCHECK_ADDRESS, else this node's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..admin import AdminClient
 from ..errors import FastCheckError
 from ..local import LocalCluster
 
-#: Longest that a person waits for names.
+#: Longest wait for names.
 PATIENCE_S = 1.0
 
 

@@ -38,19 +38,19 @@ def state(word: str) -> Text:
 
 
 def precision(*, lossy: bool) -> Text:
-    """Whether the bytes are the trainer's own; what is not must not be overlooked."""
+    """Whether the step is exact; a lossy one stands out."""
     return Text("LOSSY", style="bold magenta") if lossy else Text("exact", style="dim")
 
 
 def sharing(*, replicated: bool) -> Text:
-    """Whether each rank saved a state of its own, or a part of one that all of them hold alike."""
+    """Whether each rank saved a state of its own, or a part of a replicated one."""
     return Text(
         "replicated: a part each" if replicated else "a state each", style="" if replicated else "dim"
     )
 
 
 def ratio(codecs: Json) -> str:
-    """Raw bytes over sent bytes of all codecs together; empty where nothing is known."""
+    """Raw bytes over sent bytes, over all codecs; empty where unknown."""
     raw = sum(use["raw_bytes"] for use in codecs.values())
     encoded = sum(use["encoded_bytes"] for use in codecs.values())
     return f"{raw / encoded:.2f}" if encoded else ""
@@ -68,7 +68,7 @@ def columns(*titles: str) -> Table:
 
 
 def or_note(table: Table, note: str) -> RenderableType:
-    """The table, or a word instead of an empty one."""
+    """The table, or a note in place of an empty one."""
     return table if table.row_count else Text(note, style="dim")
 
 
@@ -139,7 +139,7 @@ def nodes(result: Json) -> RenderableType:
 
 
 def _lane(node: Json) -> Text:
-    """Where the bulk lane is, by which interface, and what holds puts back, if anything does."""
+    """The bulk lane: its address, its interface, and why puts are paced, if they are."""
     lane = node["lane"]
     text = Text(node["lane_address"])
     if lane is None:
@@ -199,7 +199,7 @@ def checkpoints(result: Json) -> RenderableType:
 
 
 def replicas(result: Json) -> RenderableType:
-    """Who holds what; missing holders stand out."""
+    """Shards and their holders; missing holders stand out."""
     now = datetime.datetime.now(datetime.UTC)
     table = columns(
         ">STEP", ">RANK", ">SHARD", "OWNER", "HOLDERS", ">BYTES", ">STORED", ">RATIO", "PRECISION", "DIGEST",
@@ -256,7 +256,7 @@ def inspect(result: Json) -> RenderableType:
 
 
 def config(result: Json, *, origins: bool) -> RenderableType:
-    """Keys and values; what is no default stands out.
+    """Keys and values; values that differ from the default stand out.
 
     Args:
         origins: also where each value comes from.
@@ -272,7 +272,7 @@ def config(result: Json, *, origins: bool) -> RenderableType:
 
 
 def silent(nodes: Sequence[str], what: str) -> list[RenderableType]:
-    """A line about the nodes that did not answer, if there are any: an answer without them is only a part."""
+    """A line about the nodes that did not answer, if any: without them a result is incomplete."""
     return [Text(f"no answer from {', '.join(nodes)}: {what}", style="yellow")] if nodes else []
 
 
@@ -324,7 +324,7 @@ def safe_to_stop(verdict: Json) -> RenderableType:
 
 
 def deletion(result: Json) -> RenderableType:
-    """What went, or would go, and what stays."""
+    """The steps deleted, or to be deleted, and the steps kept."""
     if not result["deleted_steps"] and not result["ends_sessions"]:
         return Text(f"{what_goes(result)}. {what_stays(result)}")
     table = columns("NODE", ">REPLICAS", ">BYTES")
@@ -340,7 +340,7 @@ def deletion(result: Json) -> RenderableType:
 
 
 def what_goes(result: Json) -> str:
-    """The steps that go, in words."""
+    """The steps to be deleted, in words."""
     steps = ", ".join(map(str, result["deleted_steps"]))
     if result["everything"]:
         return f"all of job {result['job']}" + (f" (step {steps})" if steps else "")
@@ -350,7 +350,7 @@ def what_goes(result: Json) -> str:
 
 
 def what_stays(result: Json) -> str:
-    """The steps that can be loaded afterwards, in words."""
+    """The steps kept, in words."""
     steps = ", ".join(map(str, result["kept_steps"]))
     return (
         f"Left of job {result['job']}: step {steps}" if steps else f"Nothing is left of job {result['job']}"
@@ -358,19 +358,19 @@ def what_stays(result: Json) -> str:
 
 
 def drain(result: Json) -> RenderableType:
-    """What was asked for, and the verdict if that was waited for."""
+    """The node's draining, and the verdict if it was waited for."""
     what = "is being drained" if result["draining"] else "is not drained any more"
     line = Text(f"{result['node_id']} {what}")
     return Group(line, safe_to_stop(result["verdict"])) if "verdict" in result else line
 
 
 def forget(result: Json) -> RenderableType:
-    """What was done."""
+    """The node that was forgotten."""
     return Text(f"{result['node_id']} is forgotten")
 
 
 def verify(result: Json) -> RenderableType:
-    """How much was checked, and what was bad."""
+    """How much was checked, and the bad replicas."""
     lines: list[RenderableType] = [
         Text(
             f"{result['checked']} replicas checked, {human_bytes(result['checked_bytes'])}, {len(result['bad'])} bad"
@@ -385,7 +385,7 @@ def verify(result: Json) -> RenderableType:
 
 
 def voters(result: Json) -> RenderableType:
-    """The voters and how they are."""
+    """The voters and their health."""
     table = columns("VOTER", "STATE", "REGISTRY", "LEADER", ">VERSION", "ADDRESS")
     for voter in result["voters"]:
         table.add_row(

@@ -34,11 +34,11 @@ _RATES = {
 
 
 def snapshot(status: Json, nodes: Json, jobs: Json, at_s: float, before: Json | None) -> Json:
-    """One moment.
+    """One snapshot.
 
     Args:
         at_s: when, by any clock that only goes forward.
-        before: an earlier moment, for rates; None: there is none, and rates are null.
+        before: the snapshot before, for rates; None: rates are null.
     """
     earlier = {} if before is None else {node["node_id"]: node for node in before["nodes"]}
     seconds = 0.0 if before is None else at_s - before["at_s"]
@@ -75,7 +75,7 @@ _NODE_KEYS = (
 
 
 def _rates(node: Json, earlier: Json | None, seconds: float) -> Json:
-    """Per second; null where it cannot be told: a node that is new, silent, or counts from 0 again."""
+    """Rates per second; null where unknown: a node that is new, silent, or counts from 0 again."""
     rates: Json = {}
     for counter, name in _RATES.items():
         now = node["counters"].get(counter)
@@ -97,7 +97,7 @@ def view(moment: Json, notice: str = "") -> RenderableType:
     """A screenful: health, what is wrong, nodes, jobs.
 
     Args:
-        notice: why this moment is an old one; empty: it is not.
+        notice: why the snapshot is an old one; empty: it is not.
     """
     head = Text.assemble(
         tables.state(moment["health"]),
@@ -135,7 +135,7 @@ def _nodes(nodes: list[Json]) -> RenderableType:
 
 
 def _bar(used: int, budget: int) -> Text:
-    """How full a memory is, as long as that."""
+    """A bar that shows how full a memory is."""
     share = min(1.0, used / budget) if budget else 0.0
     filled = round(share * _BAR_CELLS)
     style = "red" if share > _NEAR_FULL else "green"
@@ -201,7 +201,7 @@ def top(
 def _looks(
     client: AdminClient, interval_s: float, count: int | None
 ) -> Iterator[Callable[[Json | None], Json]]:
-    """Questions, one every `interval_s`: each gets the moment before it and gives the newest."""
+    """Looks, one every `interval_s`: each takes the last snapshot and returns a new one."""
     asked = 0
     while count is None or asked < count:
         if asked:
@@ -220,7 +220,7 @@ def _last(looks: Iterator[Callable[[Json | None], Json]]) -> Json | None:
 
 
 def _show_live(looks: Iterator[Callable[[Json | None], Json]], console: Console) -> Json | None:
-    """Until interrupted. A cluster that stops to answer keeps its last moment on the screen, and why it is old."""
+    """Refresh the screen until interrupted. While the cluster doesn't answer, show the last snapshot and the error."""
     moment: Json | None = None
     try:
         with Live(console=console, screen=True, auto_refresh=False) as screen:

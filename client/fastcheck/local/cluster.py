@@ -1,4 +1,4 @@
-"""A local cluster's life: up, kill, start, down, status. What is where is decided in `layout.py`.
+"""A local cluster: up, kill, start, down, status. `layout.py` decides on files, folders and configs.
 
 Everything that must outlive this process is in `DIR/cluster.json`, so the command line, tests and the demo
 may each take a turn. Changes to that file are made under a lock; waiting is done outside of it.
@@ -98,7 +98,7 @@ class LocalCluster:
         return list(self._nodes())
 
     def address(self, node_id: str) -> str:
-        """Where trainers on that node find their daemon."""
+        """The address of a node's daemon, for trainers and commands."""
         return self._node(node_id).address
 
     def log_file(self, node_id: str) -> Path:
@@ -410,7 +410,7 @@ class LocalCluster:
         self._say(f"started {node_id} (pid {pid})")
 
     def _start_reaper(self) -> None:
-        """From now on the cluster ends with this process."""
+        """From now on the cluster is taken down when this process ends."""
         if self._reaper is None:
             self._reaper = start_reaper(self.dir, processes.own_environment())
 
@@ -439,7 +439,7 @@ class LocalCluster:
         return LocalClusterError(f"{node_id} {what}\nthe end of {log}:\n{processes.tail(log)}")
 
     def _remove_data(self) -> None:
-        """Delete what a cluster leaves behind, except its logs; the state file last."""
+        """Delete everything of a cluster except its logs; the state file last."""
         state = self._load()
         for name in state["nodes"]:
             folder = layout.node_dir(self.dir, name)
@@ -472,7 +472,7 @@ def _node_from_json(entry: Json) -> LocalNode:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder of a predictable name in a shared place; refuse one that somebody else put there."""
+    """Make a folder with a predictable name in a shared place; refuse one that belongs to another user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
