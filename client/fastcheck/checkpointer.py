@@ -16,25 +16,22 @@ from typing import Any
 
 from fastcheck_proto.conventions import STEP_MAX
 
-from .advice import Advice, advise, observed_mtbf
+from .advice import Advice, Measured, advise, observed_mtbf
+from .config import parse_precision, resolve, whole_number
 from .connection import Connection, parse_address
 from .copying import default_copy_threads
 from .daemon import Daemon
-from .environment import resolve, whole_number
 from .errors import ClosedError, InvalidArgumentError
 from .handle import SaveHandle
 from .load import Loads
-from .measuring import Measured
-from .precision import parse_precision
 from .progress import LoadProgress
 from .replicated.sharing import Shared, SharedSaves
 from .save import COUNT_MAX, Saves
 from .session import Session
 from .shared_memory import SharedMemory
-from .state.flatten import flatten
-from .state.forecast import missing_bytes
-from .state.garbage import uncollected
+from .state.flatten import flatten, uncollected
 from .state.layouts import Layouts
+from .state.optimizers import missing_bytes
 from .transport import Transport
 from .upload import Streams
 

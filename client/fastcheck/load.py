@@ -9,7 +9,6 @@ from typing import Any
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
-from .agreeing import Meeting, alone, meet
 from .copying import contiguous_bytes
 from .daemon import CONNECT_S
 from .errors import (
@@ -19,12 +18,15 @@ from .errors import (
     SaveFailedError,
     WorldSizeError,
 )
+from .load_barrier import LoadBarrier as Meeting
+from .load_barrier import join_load as meet
+from .load_barrier import step_alone as alone
 from .progress import CallbackFailedError, LoadProgress, Reporter
-from .reading import StepReader
 from .replicated.whole import parse_shared
-from .resharding import load_resharded
+from .reshard import load_resharded
 from .session import Session
 from .state.fill import RelaidError, fill
+from .step_reader import StepReader
 from .transport import Loaded, Patience, Transport
 
 logger = logging.getLogger("fastcheck")

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
+from .config import Identity
 from .daemon import CONNECT_S, RECONNECT_S, Daemon
-from .environment import Identity
 from .errors import (
     ClosedError,
     DaemonUnavailableError,

@@ -17,7 +17,7 @@ from .handle import SaveHandle
 from .progress import Reporter
 from .state.flatten import FlatState
 from .state.header import parse
-from .state.places import Pour, pour_plainly
+from .state.records import Pour, pour_plainly
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tests.forks import call
 from fastcheck.connection import Connection, parse_address
 from fastcheck.daemon import Daemon
 from fastcheck.local import LocalCluster
-from fastcheck.reading import StepReader
+from fastcheck.step_reader import StepReader
 
 WORLD = 3
 ANSWER_S = 90.0

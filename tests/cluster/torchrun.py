@@ -89,7 +89,7 @@ def _launch(options: list[str], environment: dict[str, str], log: Path) -> None:
     from torch.distributed import run  # noqa: PLC0415
     from torch.distributed.launcher.api import elastic_launch  # noqa: PLC0415
 
-    import fastcheck.integrations.keeping  # noqa: F401, PLC0415
+    import fastcheck.integrations.disk_fallback  # noqa: F401, PLC0415
 
     os.environ.update(environment)
     with log.open("ab") as file:

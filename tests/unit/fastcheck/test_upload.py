@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_daemon import FakeDaemon
-from state_bytes import same, snapshot
+from tests.unit.fastcheck.state_bytes import same, snapshot
 
 from fastcheck import Checkpointer, CorruptError, FastCheckError, OutOfMemoryError, StepNotFoundError
 from fastcheck.progress import Reporter

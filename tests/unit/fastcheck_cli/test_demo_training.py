@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.forks import popen
 
-from fastcheck.demo import ranks
-from fastcheck.demo.data import batch, corpus
-from fastcheck.demo.model import GPT, parameter_count
+from fastcheck.demo import TrainSettings, ranks
+from fastcheck.demo.model import GPT, batch, corpus, parameter_count
 from fastcheck.demo.ranks import RankGroup
 from fastcheck.demo.report import RunRecord
-from fastcheck.demo.settings import TrainSettings
 
 SMALL = TrainSettings(steps=3, width=32, layers=2, heads=2, context=16, batch=1)
 
