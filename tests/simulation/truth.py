@@ -57,7 +57,7 @@ class Truth:
         self._hash = hashlib.blake2b(digest_size=16)
         self.rams: dict[str, Ram] = {}
         #: The state after the newest entry that any voter has applied, and each entry's identity.
-        self.state: Json = {"nodes": {}, "jobs": {}, "denied": [], "next_incarnation": 1}
+        self.state: Json = {"nodes": {}, "jobs": {}, "next_incarnation": 1}
         self._entries: list[tuple[object, ...]] = []
         #: Digests of what each rank made: (job, step, rank, session) -> shards.
         self.made: dict[tuple[str, int, int, int], list[bytes]] = {}
@@ -244,16 +244,14 @@ class Truth:
         that it holds to have one. A deletion makes an older step the newest.
         """
         nodes = self.state["nodes"]
-        denied = {tuple(claim) for claim in self.state["denied"]}
         for job_name, job in self.state["jobs"].items():
             for kept in job["steps"]:
                 for record in kept["ranks"]:
                     for number, shard in enumerate(record["shards"]):
-                        refs = [*shard["holders"], record["owner"]]
+                        own = [] if "owner_state" in shard else [record["owner"]]
+                        refs = [*shard["holders"], *own]
                         shard_id = (job_name, kept["step"], record["rank"], number)
-                        live = [
-                            (n, i) for n, i in refs if _lives(nodes, n, i) and (*shard_id, n, i) not in denied
-                        ]
+                        live = [(n, i) for n, i, *lost in refs if _lives(nodes, n, i) and not lost]
                         yield *shard_id, self._tolerate + 1, live
 
     # Memory

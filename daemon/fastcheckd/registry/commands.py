@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..config import Voter
-from . import denials
 from .owners import LOCAL
 from .records import REASON_BYTES_MAX, Json
-from .redundancy import Claim
+from .redundancy import RecordedReplica
 
 #: A node in one of its lives: (node_id, incarnation), or the same as a list.
 Ref = Sequence[object]
@@ -147,7 +146,7 @@ def holder_change(
 
 
 def rehold(changes: Iterable[Json]) -> Json:
-    """Committed shards have other holders: at most `holding.CHANGES_MAX` changes."""
+    """Committed shards have other holders: at most `holders.CHANGES_MAX` changes."""
     return {"type": "rehold", "changes": list(changes)}
 
 
@@ -178,10 +177,10 @@ def upgrade(schema: int) -> Json:
     return {"type": "upgrade", "schema": schema}
 
 
-def deny(gone: Iterable[Claim] = (), held: Iterable[Claim] = ()) -> Json:
-    """Nodes take claims back, or have the bytes after all: at most `denials.CLAIMS_MAX` of each."""
+def mark(lost: Iterable[RecordedReplica] = (), held: Iterable[RecordedReplica] = ()) -> Json:
+    """Nodes no longer have replicas, or have them after all: at most `holders.MARKED_MAX` of each."""
     return {
-        "type": "deny",
-        "gone": [denials.to_json(claim) for claim in gone],
-        "held": [denials.to_json(claim) for claim in held],
+        "type": "mark",
+        "lost": [[*replica.shard, *replica.ref] for replica in lost],
+        "held": [[*replica.shard, *replica.ref] for replica in held],
     }

@@ -1,4 +1,6 @@
-"""Who holds the shards of committed steps, changed after the commit: repairs, and nodes that come back. Pure.
+"""Who holds the shards of committed steps, changed after the commit: repairs, nodes that come back, losses. Pure.
+
+A replica that its node no longer has is LOST. The holder's entry says so, and so does a new leader's survey.
 
 Every change names the digest of the shard that it is about, and is refused when that is not what is kept:
 a compare-and-set, so that a leader that planned with an older state does no harm. Two promises hold for
@@ -12,12 +14,24 @@ from typing import Any
 from fastcheck_proto.conventions import RANK_MAX, STEP_MAX
 
 from .commits import copies_of, find_step
-from .denials import add_denials
-from .records import HOLDERS_MAX, SHARDS_MAX, Json, MalformedError, digest_hex, integer, live, name, node_ref
-from .redundancy import Claim, Ref, ShardId
+from .records import (
+    HOLDERS_MAX,
+    LOST,
+    SHARDS_MAX,
+    Json,
+    MalformedError,
+    digest_hex,
+    integer,
+    live,
+    name,
+    node_ref,
+)
+from .redundancy import RecordedReplica, Ref, ShardId, find_entry, find_shard, is_lost
 
 #: Changes in one command: some milliseconds of every voter's time.
 CHANGES_MAX = 256
+#: Replicas in one command that are marked.
+MARKED_MAX = 1000
 
 
 def rehold(state: Json, command: Json) -> Json:
@@ -38,7 +52,57 @@ def rehold(state: Json, command: Json) -> Json:
         kept = find_step(state["jobs"][job_name], step)
         assert kept is not None, "it was found to be changed"
         kept["copies"] = copies_of(kept["ranks"])
+    state["holders_version"] += bool(touched)
     return {"ok": True, "done": [not no for no in why], "why": why}
+
+
+def mark(state: Json, command: Json) -> Json:
+    """Nodes no longer have the replicas that are `lost`, and do have those that are `held`.
+
+    What no record names is left out: its step may have gone meanwhile. A replica that is in both lists is lost.
+
+    Raises:
+        MalformedError: nothing has changed.
+    """
+    lost, held = _replicas(command, "lost"), _replicas(command, "held")
+    marks = dict.fromkeys(held, False) | dict.fromkeys(lost, True)
+    for replica, wanted in marks.items():
+        if is_lost(state, replica) is (not wanted):
+            _set_lost(state, replica, wanted)
+            state["holders_version"] += 1
+    return {"ok": True}
+
+
+def _set_lost(state: Json, replica: RecordedReplica, lost: bool) -> None:
+    found = find_shard(state, replica.shard)
+    assert found is not None, "it was found to be named"
+    entry = find_entry(*found, replica.ref)
+    if isinstance(entry, dict):
+        entry.pop("owner_state", None)
+        entry |= {"owner_state": LOST} if lost else {}
+    else:
+        assert entry is not None, "it was found to be named"
+        entry[2:] = [LOST] if lost else []
+
+
+def _replicas(command: Json, key: str) -> list[RecordedReplica]:
+    given = command.get(key)
+    if not isinstance(given, list) or len(given) > MARKED_MAX:
+        raise MalformedError(f"{key} must be a list of at most {MARKED_MAX} replicas")
+    return [_replica(value) for value in given]
+
+
+def _replica(value: Any) -> RecordedReplica:
+    if not isinstance(value, list) or len(value) != 6:
+        raise MalformedError("a replica is a list of job, step, rank, shard, node and incarnation")
+    fields = dict(zip(("job", "step", "rank", "shard"), value[:4], strict=True))
+    shard_id = ShardId(
+        name(fields, "job"),
+        integer(fields, "step", 0, STEP_MAX),
+        integer(fields, "rank", 0, RANK_MAX - 1),
+        integer(fields, "shard", 0, SHARDS_MAX - 1),
+    )
+    return RecordedReplica(shard_id, Ref(*node_ref(value[4:], "the node of a replica")))
 
 
 def _change(value: Any) -> Json:
@@ -88,7 +152,7 @@ def _apply(state: Json, change: Json) -> str:
         return f"what is committed has the digest {shard['digest']}, not {change['digest']}"
     if change["kind"] == "owner":
         return _return_owner(state, record, change)
-    return _move_copy(state, record["owner"], shard, change["add"], change["remove"])
+    return _move_copy(state, record, shard, change["add"], change["remove"])
 
 
 def _return_owner(state: Json, record: Json, change: Json) -> str:
@@ -97,36 +161,41 @@ def _return_owner(state: Json, record: Json, change: Json) -> str:
         return f"node {add[0]} does not own it, {record['owner'][0]} does"
     if not live(state, add):
         return _over(add)
+    if record["owner"] != add:
+        for shard in record["shards"]:
+            shard.pop("owner_state", None)
     record["owner"] = add
-    # In the same command: at no time does the record claim what is not there.
-    shards = [ShardId(change["job"], change["step"], change["rank"], shard) for shard in change["absent"]]
-    if shards:
-        add_denials(state, [Claim(shard, Ref(*add)) for shard in shards])
+    # In the same command: at no time does the record name what is not there.
+    for index in change["absent"]:
+        if index < len(record["shards"]):
+            record["shards"][index]["owner_state"] = LOST
     return ""
 
 
 def _move_copy(
-    state: Json, owner: list[Any], shard: Json, add: list[Any] | None, remove: list[Any] | None
+    state: Json, record: Json, shard: Json, add: list[Any] | None, remove: list[Any] | None
 ) -> str:
     before: list[list[Any]] = shard["holders"]
     after = list(before)
+    named = [holder[:2] for holder in before]
     if add is not None and not live(state, add):
         return _over(add)
-    if add is not None and add not in before:
-        if no := _may_add(state, owner, before, add):
+    if add is not None and add not in named:
+        if no := _may_add(state, record["owner"], before, add):
             return no
-        if remove is not None and remove not in before:
+        if remove is not None and remove not in named:
             return f"node {remove[0]} in incarnation {remove[1]} does not hold it any more"
         earlier = next((at for at, holder in enumerate(before) if holder[0] == add[0]), None)
         if earlier is None:
             after.append(add)
         else:
             after[earlier] = add
-    if remove is not None and remove in after:
-        after.remove(remove)
+    if remove is not None:
+        after = [holder for holder in after if holder[:2] != remove]
     if len(after) > HOLDERS_MAX:
         return f"it has {HOLDERS_MAX} holders already"
-    if remove is not None and _live_count(state, owner, after) < max(1, _live_count(state, owner, before)):
+    own = [*record["owner"], *(["owner_state"] if "owner_state" in shard else [])]
+    if remove is not None and _live_count(state, own, after) < max(1, _live_count(state, own, before)):
         # Nor is one forgotten of those that may come back with the last copy.
         return f"without node {remove[0]} it would have fewer live copies, or none that comes back"
     shard["holders"] = after
@@ -147,4 +216,4 @@ def _over(ref: list[Any]) -> str:
 
 
 def _live_count(state: Json, owner: list[Any], holders: list[list[Any]]) -> int:
-    return sum(live(state, ref) for ref in [owner, *holders])
+    return sum(live(state, ref[:2]) and len(ref) == 2 for ref in [owner, *holders])

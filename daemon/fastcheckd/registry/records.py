@@ -23,6 +23,9 @@ SHARDS_MAX = 64
 #: Of a state that all ranks hold alike.
 LAYOUT_DIGEST_BYTES = 16
 HOLDERS_MAX = 16
+#: The state of a replica whose node no longer has the bytes: the third item of a holder's entry, or the `owner_state`
+#: of the shard. Every other replica is held.
+LOST = "LOST"
 #: Why a node is in its state, in words for people.
 REASON_BYTES_MAX = 200
 #: Config allows 5; while one is being replaced there may be one more or one fewer.

@@ -1,8 +1,8 @@
 """How many copies of the committed steps are left, and what is short of them. Pure.
 
-A copy counts when its node is UP in the life that the record names, is not DRAINING, and has not said itself
-that the bytes are gone. The owner's own bytes are a copy like the others. Nothing here reads more than the
-state and what its caller passes; `repairs` acts on it.
+A copy counts when its node is UP in the life that the record names and is not DRAINING, and the replica is not LOST.
+The owner's own bytes are a copy like the others. Nothing here reads more than the state and what its caller passes;
+`repairs` acts on it.
 
 Tens of thousands of shards are looked at after every change, so the pass over them is written for speed: nearly all
 are in good order, and those cost a few look-ups each and make no object.
@@ -10,13 +10,13 @@ are in good order, and those cost a few look-ups each and make no object.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..placement.groups import domain_of
 from .loads import domain_label
-from .records import Json
+from .records import LOST, Json
 
 
 class Ref(NamedTuple):
@@ -35,8 +35,8 @@ class ShardId(NamedTuple):
     shard: int
 
 
-class Claim(NamedTuple):
-    """That a node, in one life, has a copy of a shard: what a record says, and the node may deny."""
+class RecordedReplica(NamedTuple):
+    """A replica of a shard on a node in one of its lives, as a record names it: the owner's own or a holder's."""
 
     shard: ShardId
     ref: Ref
@@ -58,7 +58,7 @@ class Shortage:
     draining: tuple[Ref, ...]
     #: Of lives that are over, the owner's among them.
     dead: tuple[Ref, ...]
-    #: Of nodes that live, and have said that they do not hold it any more.
+    #: Of nodes that live, and no longer have the bytes.
     lost: tuple[Ref, ...]
     #: Copies to be made; 0 when only the domains are short.
     missing: int
@@ -126,13 +126,32 @@ def find_shard(state: Json, wanted: ShardId) -> tuple[Json, Json] | None:
     return None
 
 
-def survey(state: Json, *, tolerate: int, domain_key: str = "", denied: Set[Claim] = frozenset()) -> Survey:
+def find_entry(record: Json, shard: Json, ref: Sequence[object]) -> Json | list[Any] | None:
+    """What holds the state of a node's replica: the shard's record for the owner's, or else the holder's entry."""
+    if list(ref) == record["owner"]:
+        return shard
+    return next((holder for holder in shard["holders"] if holder[:2] == list(ref)), None)
+
+
+def is_lost(state: Json, replica: RecordedReplica) -> bool | None:
+    """Whether a replica is LOST; None: no record names it, or the node is in another life."""
+    node = state["nodes"].get(replica.ref.node_id)
+    if node is None or node["incarnation"] != replica.ref.incarnation:
+        return None
+    if (found := find_shard(state, replica.shard)) is None:
+        return None
+    entry = find_entry(*found, replica.ref)
+    if entry is None:
+        return None
+    return entry.get("owner_state") == LOST if isinstance(entry, dict) else LOST in entry[2:]
+
+
+def survey(state: Json, *, tolerate: int, domain_key: str = "") -> Survey:
     """Look at every shard of every kept committed step.
 
     Args:
         tolerate: copies wanted beside the first one.
         domain_key: label whose values fail together; empty: every node by itself.
-        denied: claims that their nodes have taken back.
     """
     nodes = state["nodes"]
     counting = {node_id: node["incarnation"] for node_id, node in nodes.items() if counts(node)}
@@ -140,7 +159,6 @@ def survey(state: Json, *, tolerate: int, domain_key: str = "", denied: Set[Clai
     domains = {node_id: domain_of(node_id, domain_label(nodes[node_id], domain_key)) for node_id in counting}
     wanted = tolerate + 1
     watch_domains = bool(domain_key) and len(set(domains.values())) >= wanted
-    doubted = {claim.shard for claim in denied}
     held = dict.fromkeys(live, 0)
     dead: set[Ref] = set()
     found: list[tuple[int, Shortage]] = []
@@ -152,23 +170,26 @@ def survey(state: Json, *, tolerate: int, domain_key: str = "", denied: Set[Clai
                     good = 0
                     size = shard["bytes"]
                     spread_over = set()
-                    for node_id, incarnation in (owner, *shard["holders"]):
+                    owner_lost = "owner_state" in shard
+                    for node_id, incarnation, *state_of in (owner, *shard["holders"]):
                         if live.get(node_id) == incarnation:
                             held[node_id] += size
-                            if node_id in counting:
+                            if not state_of and node_id in counting:
                                 good += 1
                                 if watch_domains:
                                     spread_over.add(domains[node_id])
                         else:
                             dead.add(Ref(node_id, incarnation))
-                    if good >= wanted and (not watch_domains or len(spread_over) >= wanted) and not doubted:
+                    if (
+                        good >= wanted
+                        and (not watch_domains or len(spread_over) >= wanted)
+                        and not owner_lost
+                    ):
                         continue
                     shard_id = ShardId(job_name, kept["step"], record["rank"], index)
-                    if good >= wanted and not watch_domains and shard_id not in doubted:
-                        continue
                     shortage = _shortage(
                         shard_id,
-                        owner, shard, live, counting, domains, wanted, watch_domains, denied,
+                        owner, shard, live, counting, domains, wanted, watch_domains,
                     )  # fmt: skip
                     if shortage is not None:
                         found.append((age, shortage))
@@ -193,18 +214,18 @@ def _shortage(
     domains: Mapping[str, tuple[str, str]],
     wanted: int,
     watch_domains: bool,
-    denied: Set[Claim],
 ) -> Shortage | None:
     """What a shard is short of, exactly; None: of nothing."""
     good: dict[str, Ref] = {}
     draining: list[Ref] = []
     dead: list[Ref] = []
     lost: list[Ref] = []
-    for node_id, incarnation in (owner, *shard["holders"]):
+    own = [*owner, LOST] if shard.get("owner_state") == LOST else owner
+    for node_id, incarnation, *state_of in (own, *shard["holders"]):
         ref = Ref(node_id, incarnation)
         if live.get(node_id) != incarnation:
             dead.append(ref)
-        elif Claim(shard_id, ref) in denied:
+        elif state_of:
             lost.append(ref)
         elif node_id in counting:
             good.setdefault(node_id, ref)

@@ -21,13 +21,12 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from ..config import Config
 from ..errors import FastCheckdError
 from .audit import Auditor
-from .commands import deny, rehold
-from .denials import CLAIMS_MAX, denied_in, is_claimed
-from .holders import CHANGES_MAX
+from .commands import mark, rehold
+from .holders import CHANGES_MAX, MARKED_MAX
 from .outward import Outward
 from .raft.consensus import Consensus
 from .records import Json
-from .redundancy import Claim, Ref, ShardId, Survey, survey
+from .redundancy import RecordedReplica, Ref, ShardId, Survey, is_lost, survey
 from .repair_orders import Order, Planner
 from .repair_waits import Absences, Attempts
 
@@ -72,14 +71,13 @@ class Repairs:
             domain_key=config.failure_domain,
             orders_max=ORDERS_MAX,
         )
-        self._auditor = Auditor(engine, outward, self.deny, self.confirm)
+        self._auditor = Auditor(engine, outward, self.mark_lost, self.mark_held)
         self._wake = asyncio.Event()
-        self._changes = 0
-        self._surveyed: tuple[int, object, Survey] = (-1, None, Survey())
+        #: The newest survey, and the versions of what it was made from.
+        self._surveyed: tuple[tuple[int, int], Survey] = ((-1, -1), Survey())
         self._reset()
 
     def _reset(self) -> None:
-        self._changes += 1
         self._planner.attempts = Attempts()
         self._absences = Absences()
         self._under_way: dict[ShardId, Order] = {}
@@ -95,7 +93,6 @@ class Repairs:
 
     def changed(self) -> None:
         """The state has changed, or its holders have: those are no part of the view, so the engine does not tell."""
-        self._changes += 1
         self._wake.set()
 
     def returned(self, node: Ref, *, finished: bool) -> None:
@@ -103,36 +100,36 @@ class Repairs:
         self._absences.heard(node, self._now(), finished=finished)
         self._wake.set()
 
-    @property
-    def denied(self) -> frozenset[Claim]:
-        """Claims of the state that their nodes have taken back."""
-        return self._engine.read(denied_in)
-
-    async def deny(self, claims: Iterable[Claim]) -> None:
-        """Nodes say that they do not hold what the state says they do.
+    async def mark_lost(self, replicas: Iterable[RecordedReplica]) -> None:
+        """Nodes no longer have replicas that records name.
 
         Raises:
             NoQuorumError: perhaps not noted; it may be repeated.
         """
-        # Of steps that went meanwhile nobody expects anything.
-        added = self._engine.read(
-            lambda state: sorted(c for c in set(claims) - denied_in(state) if is_claimed(state, c))
-        )
-        for claim in added[:10]:
-            logger.warning("registry: node %s has lost its copy of %s", claim.ref.node_id, tuple(claim.shard))
-        await self._note(added, lambda part: deny(gone=part))
+        news = self._with_state(replicas, lost=False)
+        for replica in news[:10]:
+            logger.warning(
+                "registry: node %s has lost its copy of %s", replica.ref.node_id, tuple(replica.shard)
+            )
+        await self._propose_parts(news, lambda part: mark(lost=part))
 
-    async def confirm(self, claims: Iterable[Claim]) -> None:
-        """Nodes do hold what they had taken back: it was made again.
+    async def mark_held(self, replicas: Iterable[RecordedReplica]) -> None:
+        """Nodes do have replicas, which may have been LOST: they were made again.
 
         Raises:
             NoQuorumError: perhaps not noted; it may be repeated.
         """
-        await self._note(sorted(self.denied.intersection(claims)), lambda part: deny(held=part))
+        await self._propose_parts(self._with_state(replicas, lost=True), lambda part: mark(held=part))
 
-    async def _note(self, claims: list[Claim], command: Callable[[list[Claim]], Json]) -> None:
-        for first in range(0, len(claims), CLAIMS_MAX):
-            await self._engine.propose(command(claims[first : first + CLAIMS_MAX]))
+    def _with_state(self, replicas: Iterable[RecordedReplica], *, lost: bool) -> list[RecordedReplica]:
+        """Those of the replicas that records name, and that are LOST or not."""
+        return self._engine.read(lambda state: sorted(r for r in set(replicas) if is_lost(state, r) is lost))
+
+    async def _propose_parts(
+        self, replicas: list[RecordedReplica], command: Callable[[list[RecordedReplica]], Json]
+    ) -> None:
+        for first in range(0, len(replicas), MARKED_MAX):
+            await self._engine.propose(command(replicas[first : first + MARKED_MAX]))
             self.changed()
 
     # --- what it tells ---------------------------------------------------------------------------
@@ -141,15 +138,10 @@ class Repairs:
         """How redundant the committed steps are; computed anew only when something has changed."""
 
         def look(state: Json) -> Survey:
-            changes, denied, found = self._surveyed
-            if changes != self._changes or denied is not state["denied"]:
-                found = survey(
-                    state,
-                    tolerate=self._config.tolerate,
-                    domain_key=self._config.failure_domain,
-                    denied=denied_in(state),
-                )
-                self._surveyed = (self._changes, state["denied"], found)
+            versions, found = self._surveyed
+            if versions != (now := (state["version"], state["holders_version"])):
+                found = survey(state, tolerate=self._config.tolerate, domain_key=self._config.failure_domain)
+                self._surveyed = now, found
             return found
 
         return self._engine.read(look)
@@ -300,7 +292,9 @@ class Repairs:
             verdicts: dict[ShardId, tuple[bool, str]] = {}
             result: Json = {}
             try:
-                await self.confirm(Claim(order.shortage.id, order.target) for order in orders if order.refill)
+                await self.mark_held(
+                    RecordedReplica(order.shortage.id, order.target) for order in orders if order.refill
+                )
                 if changes:
                     result = await self._engine.propose(rehold(changes))
             except FastCheckdError as error:
@@ -312,7 +306,6 @@ class Repairs:
                 done = result.get("done", [False] * len(proposed))
                 why = result.get("why", [str(result.get("message", ""))] * len(proposed))
                 verdicts = dict(zip(proposed, zip(done, why, strict=True), strict=True))
-                self._changes += 1
             del self._done[: len(orders)]
             for order in orders:
                 self._under_way.pop(order.shortage.id, None)

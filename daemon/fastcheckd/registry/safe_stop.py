@@ -6,7 +6,7 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass
 
 from .records import Json
-from .redundancy import Claim, Ref, counts, is_live, kept_shards
+from .redundancy import counts, is_live, kept_shards
 
 REASONS_MAX = 16
 #: Jobs that an answer names.
@@ -36,14 +36,12 @@ def stop_verdict(
     tolerate: int,
     voters: Collection[str],
     unwell: Set[str] = frozenset(),
-    denied: Set[Claim] = frozenset(),
 ) -> StopVerdict:
     """Judge a node that is to be stopped.
 
     Args:
         voters: node ids of all voters.
         unwell: nodes that may be dead already; what they hold counts for nothing.
-        denied: claims that their nodes have taken back.
     """
     others = {
         other: node for other, node in state["nodes"].items() if other != node_id and other not in unwell
@@ -54,10 +52,9 @@ def stop_verdict(
     gone: dict[str, int] = {}
     for shard_id, record, shard in kept_shards(state):
         good, readable = set(), False
-        for other, incarnation in (record["owner"], *shard["holders"]):
-            if live.get(other) != incarnation:
-                continue
-            if denied and Claim(shard_id, Ref(other, incarnation)) in denied:
+        own = [*record["owner"], *(["owner_state"] if "owner_state" in shard else [])]
+        for other, incarnation, *state_of in (own, *shard["holders"]):
+            if live.get(other) != incarnation or state_of:
                 continue
             readable = True
             if other in counting:

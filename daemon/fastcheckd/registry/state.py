@@ -4,17 +4,17 @@ Every voter runs the same commands in the same order and must come to the same s
 the modules that it calls reads a clock, draws a random number, or raises. State, commands and results are JSON
 (dicts, lists, strings, whole numbers); dict order is part of the state and survives a snapshot.
 
-    {"schema", "epoch", "version", "next_incarnation", "session_floor",
+    {"schema", "epoch", "version", "holders_version", "next_incarnation", "session_floor",
      "nodes": {node_id: {"incarnation", "state", "life_id", "agent_address", "data_address", "lane_address",
                          "voter", "ram_budget_bytes", "labels", "draining", "reason", "since_ms"}},
      "jobs":  {job: {"newest", "world_size", "next_session", "ranks": {rank: seat}, "steps", "recent", "owner"?,
                     "void"?, "superseded"?, "newest_load"?}},
      "history": [[at_ms, epoch, node_id, incarnation, from or "", to or "", reason], ...],
-     "denied": [[job, step, rank, shard, node_id, incarnation], ...],
      "voters": [[node_id, registry_address, raft_address], ...] or null,
      "seen":  {client_id: [[seq, result], ...]}}
 
-`epoch` counts changes of the membership, `version` all changes that a view shows. Incarnations and
+`epoch` counts changes of the membership, `version` all changes that a view shows, `holders_version` those of who holds
+what is committed. Incarnations and
 sessions are never used twice, even when the node or job they belonged to has been forgotten. `voters` is null
 while they are still those of the config. What commands look like is written in `commands`.
 
@@ -35,8 +35,7 @@ from fastcheck_proto.conventions import STEP_MAX
 
 from .commits import commit, refusal
 from .deletion import close_rank, delete
-from .denials import deny
-from .holders import rehold
+from .holders import mark, rehold
 from .nodes import forget, register, set_draining, set_state, set_voters
 from .records import TOKEN_BYTES_MAX, Json, MalformedError, integer, text
 from .sessions import open_rank
@@ -44,8 +43,8 @@ from .superseded import supersede
 
 #: The newest that this version knows, and the oldest, which a new cluster begins with: voters of the version before
 #: know that one.
-SCHEMA = 6
-SCHEMA_OLDEST = 6
+SCHEMA = 7
+SCHEMA_OLDEST = 7
 
 #: Proposers whose results are remembered, and results of each: more than one has in flight at once.
 SEEN_CLIENTS_MAX = 64
@@ -58,13 +57,13 @@ def new_state() -> Json:
         "schema": SCHEMA_OLDEST,
         "epoch": 0,
         "version": 0,
+        "holders_version": 0,
         "next_incarnation": 1,
         "session_floor": 1,
         "nodes": {},
         "jobs": {},
         "history": [],
         "voters": None,
-        "denied": [],
         "seen": {},
     }
 
@@ -164,7 +163,7 @@ _HANDLERS: dict[str, Callable[[Json, Json], Json]] = {
     "open_rank": open_rank,
     "commit": commit,
     "rehold": rehold,
-    "deny": deny,
+    "mark": mark,
     "supersede": supersede,
     "delete": delete,
     "close_rank": close_rank,

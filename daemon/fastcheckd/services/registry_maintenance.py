@@ -17,10 +17,9 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from ..digests import DIGEST_BYTES
 from ..errors import FencedError, InvalidRequestError
 from ..registry.commands import holder_change, rehold
-from ..registry.denials import denied_in
 from ..registry.holders import CHANGES_MAX
 from ..registry.records import Json
-from ..registry.redundancy import Claim, Ref, ShardId, find_shard, is_live
+from ..registry.redundancy import RecordedReplica, Ref, ShardId, find_entry, find_shard, is_live
 from ..registry.repairs import Repairs
 from ..registry.safe_stop import stop_verdict
 from .leader_calls import LeaderCalls, decides
@@ -37,8 +36,8 @@ class SortedInventory:
     #: Entries that counted already.
     known: int = 0
     changes: list[Json] = field(default_factory=list)
-    confirmed: list[Claim] = field(default_factory=list)
-    denied: list[Claim] = field(default_factory=list)
+    held: list[RecordedReplica] = field(default_factory=list)
+    lost: list[RecordedReplica] = field(default_factory=list)
 
 
 def sort_inventory(
@@ -48,7 +47,7 @@ def sort_inventory(
 
     An owner's life is recorded once for all shards of the rank. So it counts again when all of them are here, and
     also when only some are and one of those is `short`: it may be the last copy. What is missing
-    is denied in the same change. Copies count again where the record names the node, and where the shard
+    is LOST from the same change on. Copies count again where the record names the node, and where the shard
     is short of copies.
     """
     found = SortedInventory()
@@ -59,17 +58,17 @@ def sort_inventory(
         if recorded is None:
             continue
         record, shard = recorded
-        claim = Claim(shard_id, node)
-        named = list(node) == record["owner"] or list(node) in shard["holders"]
+        replica = RecordedReplica(shard_id, node)
+        named = find_entry(record, shard, node) is not None
         if entry.kind == pb.REPLICA_KIND_UNSPECIFIED:
             if named:
-                found.denied.append(claim)
+                found.lost.append(replica)
             continue
         if shard["digest"] != entry.digest.hex():
             continue
         if named:
             found.known += 1
-            found.confirmed.append(claim)
+            found.held.append(replica)
         elif record["owner"][0] == node.node_id:
             if entry.kind == pb.REPLICA_KIND_OWNER:
                 _, here = own.setdefault(shard_id[:3], (len(record["shards"]), {}))
@@ -115,7 +114,6 @@ class RegistryMaintenance(LeaderCalls):
                 tolerate=self._config.tolerate,
                 voters=voters,
                 unwell=unwell,
-                denied=denied_in(state),
             )
             return rpb.SafeToStopResponse(
                 safe=verdict.safe,
@@ -156,8 +154,8 @@ class RegistryMaintenance(LeaderCalls):
             return sort_inventory(state, node, request.entries, short)
 
         found = self._raft.read(sort)
-        await self._repairs.confirm(found.confirmed)
-        await self._repairs.deny(found.denied)
+        await self._repairs.mark_held(found.held)
+        await self._repairs.mark_lost(found.lost)
         adopted = found.known
         for first in range(0, len(found.changes), CHANGES_MAX):
             result = await self._propose(rehold(found.changes[first : first + CHANGES_MAX]))

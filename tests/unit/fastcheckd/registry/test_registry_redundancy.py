@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheckd.registry.audit import claims_of
-from fastcheckd.registry.redundancy import Claim, Ref, ShardId, Survey, survey
+from fastcheckd.registry.audit import recorded_at
+from fastcheckd.registry.records import LOST
+from fastcheckd.registry.redundancy import (
+    RecordedReplica,
+    Ref,
+    ShardId,
+    Survey,
+    find_entry,
+    find_shard,
+    survey,
+)
 from fastcheckd.registry.safe_stop import stop_verdict
 
 NAMES = [f"n{i}" for i in range(6)]
@@ -43,6 +53,7 @@ def step(number: int, *ranks: dict[str, Any]) -> dict[str, Any]:
 def make(nodes: dict[str, dict[str, Any]], **jobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "version": 1,
+        "holders_version": 1,
         "epoch": 1,
         "nodes": nodes,
         "jobs": {name: {"steps": steps, "newest": steps[-1]["step"]} for name, steps in jobs.items()},
@@ -85,7 +96,7 @@ def all_shards(state: dict[str, Any]) -> list[tuple[ShardId, list[Ref], int]]:
     return [
         (
             ShardId(job, kept["step"], record["rank"], index),
-            [Ref(*record["owner"]), *(Ref(*h) for h in one["holders"])],
+            [Ref(*record["owner"]), *(Ref(*h[:2]) for h in one["holders"])],
             one["bytes"],
         )
         for job, entry in state["jobs"].items()
@@ -105,20 +116,35 @@ def counting(state: dict[str, Any], refs: list[Ref], *kinds: str) -> set[str]:
     }
 
 
-def denials(state: dict[str, Any], data: st.DataObject) -> frozenset[Claim]:
-    claims = [Claim(name, ref) for name, refs, _ in all_shards(state) for ref in refs]
-    return frozenset(data.draw(st.lists(st.sampled_from(claims), max_size=3))) if claims else frozenset()
+def lose(state: dict[str, Any], replicas: Iterable[RecordedReplica]) -> None:
+    """Have these replicas LOST, as the state machine marks them."""
+    for replica in replicas:
+        found = find_shard(state, replica.shard)
+        assert found is not None
+        entry = find_entry(*found, replica.ref)
+        if isinstance(entry, dict):
+            entry["owner_state"] = LOST
+        else:
+            assert entry is not None
+            entry[2:] = [LOST]
+
+
+def lose_some(state: dict[str, Any], data: st.DataObject) -> frozenset[RecordedReplica]:
+    replicas = [RecordedReplica(name, ref) for name, refs, _ in all_shards(state) for ref in refs]
+    lost = frozenset(data.draw(st.lists(st.sampled_from(replicas), max_size=3))) if replicas else frozenset()
+    lose(state, lost)
+    return lost
 
 
 @given(states(), st.integers(1, 3), st.data())
 def test_every_shard_with_too_few_copies_is_found_and_no_other(
     state: dict[str, Any], tolerate: int, data: st.DataObject
 ) -> None:
-    denied = denials(state, data)
-    found = survey(state, tolerate=tolerate, denied=denied)
+    lost = lose_some(state, data)
+    found = survey(state, tolerate=tolerate)
     expected = {}
     for name, refs, size in all_shards(state):
-        believed = [ref for ref in refs if Claim(name, ref) not in denied]
+        believed = [ref for ref in refs if RecordedReplica(name, ref) not in lost]
         if (missing := tolerate + 1 - len(counting(state, believed, "UP"))) > 0:
             expected[name] = (missing, size, counting(state, believed, "UP", "DRAINING"))
     assert {s.id: (s.missing, s.bytes) for s in found.shortages} == {k: v[:2] for k, v in expected.items()}
@@ -163,12 +189,12 @@ def test_copies_in_one_domain_are_found_where_there_are_domains_enough(
 def test_stopping_a_node_is_judged_by_what_the_others_hold(
     state: dict[str, Any], tolerate: int, leaving: str, data: st.DataObject
 ) -> None:
-    denied = denials(state, data)
+    gone = lose_some(state, data)
     voters = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True))
-    verdict = stop_verdict(state, leaving, tolerate=tolerate, voters=voters, denied=denied)
+    verdict = stop_verdict(state, leaving, tolerate=tolerate, voters=voters)
     short = lost = 0
     for name, refs, _ in all_shards(state):
-        rest = [ref for ref in refs if ref.node_id != leaving and Claim(name, ref) not in denied]
+        rest = [ref for ref in refs if ref.node_id != leaving and RecordedReplica(name, ref) not in gone]
         short += len(counting(state, rest, "UP")) < tolerate + 1
         lost += not counting(state, rest, "UP", "DRAINING")
     up = [
@@ -208,15 +234,15 @@ def test_a_suspected_node_counts_for_nothing_when_another_is_to_be_stopped() -> 
 
 
 @given(states())
-def test_the_claims_of_a_life_are_all_that_records_name_it_for(state: dict[str, Any]) -> None:
+def test_the_replicas_of_a_life_are_all_that_records_name_it_for(state: dict[str, Any]) -> None:
     lives = [Ref(name, entry["incarnation"]) for name, entry in state["nodes"].items()]
-    found = claims_of(state, lives)
+    found = recorded_at(state, lives)
     expected = {ref: set() for ref in lives}
     for name, refs, _ in all_shards(state):
         for ref in refs:
             if ref in expected:
-                expected[ref].add(Claim(name, ref))
-    assert {ref: set(claims) for ref, claims in found.items()} == expected
+                expected[ref].add(RecordedReplica(name, ref))
+    assert {ref: set(replicas) for ref, replicas in found.items()} == expected
 
 
 @pytest.mark.timeout(60)

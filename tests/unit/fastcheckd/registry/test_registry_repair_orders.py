@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from test_registry_redundancy import make, node, rank, shard, step
+from test_registry_redundancy import lose, make, node, rank, shard, step
 
-from fastcheckd.registry.redundancy import Claim, Ref, ShardId, survey
+from fastcheckd.registry.redundancy import RecordedReplica, Ref, ShardId, survey
 from fastcheckd.registry.repair_orders import Order, Planner
 from fastcheckd.registry.repair_waits import GONE_GRACE_S, RETURN_GRACE_S, Absences
 from fastcheckd.registry.state import apply, new_state
@@ -22,13 +22,12 @@ def orders(
     plan: Planner,
     state: dict[str, Any],
     *,
-    denied: frozenset[Claim] = frozenset(),
     spared: frozenset[Ref] = frozenset(),
     unwell: frozenset[str] = frozenset(),
     under_way: dict[ShardId, Order] | None = None,
     now: float = 0.0,
 ) -> list[Order]:
-    found = survey(state, tolerate=plan.tolerate, domain_key=plan.domain_key, denied=denied)
+    found = survey(state, tolerate=plan.tolerate, domain_key=plan.domain_key)
     return plan.orders(state, found, spared=spared, unwell=unwell, under_way=under_way or {}, now=now)
 
 
@@ -36,8 +35,12 @@ def five(**states: str) -> dict[str, dict[str, Any]]:
     return {name: node(states.get(name, "UP")) for name in "abcde"}
 
 
-def one_shard(nodes: dict[str, dict[str, Any]], owner: Ref, *holders: Ref) -> dict[str, Any]:
-    return make(nodes, gpt=[step(1, rank(0, owner, shard(*holders)))])
+def one_shard(
+    nodes: dict[str, dict[str, Any]], owner: Ref, *holders: Ref, lost: Ref | None = None
+) -> dict[str, Any]:
+    state = make(nodes, gpt=[step(1, rank(0, owner, shard(*holders)))])
+    lose(state, [RecordedReplica(ShardId("gpt", 1, 0, 0), lost)] if lost else [])
+    return state
 
 
 def test_the_copy_of_a_dead_holder_goes_to_another_node_and_takes_its_place_in_the_record() -> None:
@@ -140,16 +143,14 @@ def test_a_node_back_in_a_new_life_takes_its_own_earlier_ones_place() -> None:
 
 
 def test_a_copy_that_its_node_lost_is_made_elsewhere_and_there_again_if_nobody_else_is_left() -> None:
-    lost = frozenset({Claim(ShardId("gpt", 1, 0, 0), B)})
-    (order,) = orders(planner(), one_shard(five(), A, B), denied=lost)
+    (order,) = orders(planner(), one_shard(five(), A, B, lost=B))
     assert order.target.node_id in "cde" and order.replaces == B and not order.refill
-    (order,) = orders(planner(), one_shard({"a": node(), "b": node()}, A, B), denied=lost)
+    (order,) = orders(planner(), one_shard({"a": node(), "b": node()}, A, B, lost=B))
     assert order.target == B and order.refill and order.changes() == []
 
 
 def test_bytes_that_the_owner_lost_are_kept_by_one_more_holder() -> None:
-    lost = frozenset({Claim(ShardId("gpt", 1, 0, 0), A)})
-    (order,) = orders(planner(), one_shard(five(), A, B), denied=lost)
+    (order,) = orders(planner(), one_shard(five(), A, B, lost=A))
     assert order.target.node_id in "cde" and order.sources == (B,) and order.replaces is None
 
 

@@ -14,7 +14,7 @@ from fastcheck_proto.v1 import peer_pb2
 from fastcheckd.config import Config, Voter
 from fastcheckd.errors import NoQuorumError, PeerError
 from fastcheckd.registry import repair_waits
-from fastcheckd.registry.redundancy import Claim, Ref, ShardId
+from fastcheckd.registry.redundancy import RecordedReplica, Ref, ShardId, is_lost
 from fastcheckd.registry.repairs import Repairs
 from fastcheckd.registry.state import apply
 
@@ -201,14 +201,15 @@ def test_a_node_that_says_it_lost_a_shard_is_replaced_as_its_holder() -> None:
 
     async def story(repairs: Repairs, engine: OneVoter, nodes: Nodes) -> None:
         lost = ShardId("gpt", 5, 0, 1)
-        await repairs.deny([Claim(lost, Ref("n2", 3)), Claim(lost, Ref("n2", 2)), Claim(lost, Ref("n4", 5))])
-        assert repairs.denied == {Claim(lost, Ref("n2", 3))}  # the others are no claims of the record
+        lives = [Ref("n2", 3), Ref("n2", 2), Ref("n4", 5)]
+        await repairs.mark_lost(RecordedReplica(lost, ref) for ref in lives)
+        # The record names the first one alone.
+        assert [is_lost(state, RecordedReplica(lost, ref)) for ref in lives] == [True, None, None]
         assert repairs.redundancy().short_shards == 1
         await eventually(repairs, lambda: repairs.redundancy().short_shards == 0)
         assert [shard for _, shard in nodes.fetched] == [lost]
         left = state["jobs"]["gpt"]["steps"][0]["ranks"][0]["shards"][1]["holders"]
         assert [holder[0] for holder in left] != ["n2"] and len(left) == 1
-        await eventually(repairs, lambda: repairs.denied == frozenset())
 
     play(state, story)
 

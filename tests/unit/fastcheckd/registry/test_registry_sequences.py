@@ -22,6 +22,7 @@ from fastcheckd.config import Voter
 from fastcheckd.registry import commands as made
 from fastcheckd.registry.nodes import HISTORY_MAX
 from fastcheckd.registry.records import live
+from fastcheckd.registry.redundancy import RecordedReplica, Ref, ShardId
 from fastcheckd.registry.state import SCHEMA, apply, restore, snapshot
 
 json_values = st.recursive(
@@ -50,6 +51,10 @@ changes = st.builds(
     add=st.none() | refs,
     remove=st.none() | refs,
 )
+replicas = st.builds(
+    lambda step, rank, shard, ref: RecordedReplica(ShardId("gpt", step, rank, shard), Ref(*ref)),
+    st.sampled_from([2, 3, 6]), st.integers(0, 1), st.integers(0, 2), refs,
+)  # fmt: skip
 voters = st.builds(
     lambda ids: [Voter(node_id=n, registry_address=f"{n}:5", raft_address=f"{n}:6") for n in ids],
     st.lists(nodes, max_size=3),
@@ -76,6 +81,7 @@ whole_commands = st.one_of(
     st.builds(made.delete, st.just("gpt"), st.none() | st.integers(0, 9), even_if_running=st.booleans()),
     st.builds(made.close_rank, st.just("gpt"), st.integers(0, 1), st.integers(0, 6)),
     st.builds(made.supersede, st.just("gpt"), st.integers(0, 1), st.integers(0, 6), refs, st.integers(0, 9)),
+    st.builds(made.mark, st.lists(replicas, max_size=3), st.lists(replicas, max_size=3)),
     st.just(made.upgrade(SCHEMA)),
     st.just(made.noop()),
 )
@@ -91,7 +97,7 @@ commands = st.one_of(
 
 
 def live_copies(state, owner, holders):
-    return sum(live(state, ref) for ref in [owner, *holders])
+    return sum(live(state, ref[:2]) for ref in [owner, *holders])
 
 
 def shards_of(state):
@@ -112,6 +118,7 @@ def bytes_of(kept):
         rank["owner"] = rank["owner"][0]
         for shard in rank["shards"]:
             del shard["holders"]
+            shard.pop("owner_state", None)
     return known
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheckd.registry.redundancy import Claim, Ref, ShardId
+from fastcheckd.registry.redundancy import RecordedReplica, Ref, ShardId
 from fastcheckd.services.registry_maintenance import sort_inventory
 
 DIGEST = "ab" * 16
@@ -48,7 +48,7 @@ def test_a_copy_of_an_earlier_life_counts_again() -> None:
 def test_a_copy_that_counts_already_changes_nothing() -> None:
     found = sort(state(("a", 1), [("b", 2)]), entry())
     assert found.changes == [] and found.known == 1
-    assert found.confirmed == [Claim(ShardId("gpt", 5, 0, 0), NEW)]
+    assert found.held == [RecordedReplica(ShardId("gpt", 5, 0, 0), NEW)]
 
 
 def test_a_copy_that_was_replaced_meanwhile_is_taken_only_where_one_is_missing() -> None:
@@ -59,7 +59,7 @@ def test_a_copy_that_was_replaced_meanwhile_is_taken_only_where_one_is_missing()
 
 def test_other_bytes_and_other_steps_are_nobodys() -> None:
     found = sort(state(("a", 1), [("b", 1)]), entry(digest="cd" * 16), entry(step=4), entry(7), short=(0,))
-    assert found.changes == [] and found.known == 0 and found.denied == []
+    assert found.changes == [] and found.known == 0 and found.lost == []
 
 
 def test_an_owner_counts_again_when_all_its_shards_are_here_and_not_before() -> None:
@@ -86,5 +86,5 @@ def test_bytes_that_a_node_restored_for_itself_serve_as_a_copy() -> None:
 
 def test_what_is_held_no_more_is_taken_back_by_its_holder_alone() -> None:
     found = sort(state(("a", 1), [("b", 2)], [("c", 1)]), entry(0, GONE), entry(1, GONE))
-    assert found.denied == [Claim(ShardId("gpt", 5, 0, 0), NEW)]
+    assert found.lost == [RecordedReplica(ShardId("gpt", 5, 0, 0), NEW)]
     assert found.changes == []
