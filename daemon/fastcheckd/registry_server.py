@@ -58,7 +58,7 @@ class Surroundings:
     engine: Callable[[Config, Callable[[], None]], StartedConsensus] = Raft
     #: The way to nodes, holders and other voters; by default over the network.
     outward: Outward | None = None
-    #: The way to the leader for relayed calls; by default over the network. Whoever gives one closes it.
+    #: The way to the leader for forwarded calls; by default over the network. Whoever gives one closes it.
     stubs: Stubs | None = None
     #: Whom the arbiter asks to ask others.
     draw: random.Random | None = None

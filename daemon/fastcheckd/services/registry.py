@@ -72,7 +72,6 @@ class RegistryService(
         with checking():
             records.node_fields(node)
             records.text({"life_id": request.life_id}, "life_id", records.TOKEN_BYTES_MAX)
-        await self._need_leader(context)
         result = await self._propose(commands.register(node, request.life_id, at_ms=self._leader.wall_ms()))
         self._detector.heard((request.node_id, result["incarnation"]), self._now())
         return registry_pb2.RegisterResponse(incarnation=result["incarnation"], epoch=result["epoch"])
@@ -82,7 +81,6 @@ class RegistryService(
         """A node leaves in good order."""
         with checking():
             node = records.node_ref(wire.node_ref(request.node), "the node")
-        await self._need_leader(context)
         await self._propose(commands.set_state(node, "DOWN", LEFT, at_ms=self._leader.wall_ms()))
         return registry_pb2.LeaveResponse()
 
@@ -96,7 +94,6 @@ class RegistryService(
             records.text({"client_id": request.client_id}, "client_id", records.TOKEN_BYTES_MAX)
             records.text({"identity": request.identity or LOCAL}, "identity", IDENTITY_BYTES_MAX)
             node = records.node_ref(wire.node_ref(request.node), "the node")
-        await self._need_leader(context)
         if not request.HasField("replaces"):
             return self._raft.read(lambda state: _whose(state, request))
         result = await self._propose(
@@ -128,7 +125,6 @@ class RegistryService(
                 raise ValueError(
                     f"chunk_bytes must be from 1 to {CHUNK_BYTES_MAX}, state_bytes at most {STEP_MAX}"
                 )
-        await self._need_leader(context)
         placement = self._leader.place(
             job=request.job,
             step=request.step,
@@ -181,7 +177,6 @@ class RegistryService(
                 record["begun_after"] = request.record.begun_after
             tables = {each.part: each.digests for each in request.shared_digests}
             shared_state.check_tables(tables)
-        await self._need_leader(context)
         # NaN fails every comparison: it waits not at all.
         wait_s = min(request.wait_s, REPORT_WAIT_S_MAX) if request.wait_s > 0 else 0.0
         return await self._reports.report(
@@ -195,7 +190,6 @@ class RegistryService(
         """The newest or the asked-for committed step, current as of this call."""
         with checking():
             check_name("job", request.job)
-        await self._need_leader(context)
         await self._leader.confirm()
 
         def find(state: Json) -> registry_pb2.LookupResponse:
@@ -220,7 +214,6 @@ class RegistryService(
         """Committed steps and those under way."""
         with checking():
             check_name("job", request.job)
-        await self._need_leader(context)
 
         def committed(state: Json) -> list[registry_pb2.StepSummary]:
             job = state["jobs"].get(request.job)
@@ -268,7 +261,6 @@ class RegistryService(
         """A node gets nothing new and its copies are made elsewhere, or that ends."""
         with checking():
             check_name("node", request.node_id)
-        await self._need_leader(context)
         at_ms = self._leader.wall_ms()
         await self._propose(commands.set_draining(request.node_id, request.draining, at_ms=at_ms))
         return registry_pb2.SetDrainingResponse()
@@ -280,7 +272,6 @@ class RegistryService(
         """Take a DOWN node off the list."""
         with checking():
             check_name("node", request.node_id)
-        await self._need_leader(context)
         await self._propose(commands.forget(request.node_id, at_ms=self._leader.wall_ms()))
         return registry_pb2.ForgetResponse()
 
@@ -292,7 +283,6 @@ class RegistryService(
         with checking():
             if request.node_id:
                 check_name("node", request.node_id)
-        await self._need_leader(context)
         await self._leader.confirm()
         entries = self._raft.read(lambda state: list(state["history"]))
         wanted = [entry for entry in entries if request.node_id in ("", entry[2])]
@@ -310,7 +300,6 @@ class RegistryService(
             for address in (request.registry_address, request.raft_address):
                 if address:
                     split_address(address)
-        await self._need_leader(context)
         voters = await self._leader.replace_voter(request)
         return registry_pb2.ReplaceVoterResponse(voters=map(wire.voter_message, voters))
 
@@ -327,7 +316,6 @@ class RegistryService(
                 for address in (voter.registry_address, voter.raft_address):
                     if address:
                         split_address(address)
-        await self._need_leader(context)
         voters = await self._leader.add_voters(request)
         return registry_pb2.AddVotersResponse(voters=map(wire.voter_message, voters))
 

@@ -46,7 +46,6 @@ class RegistryDeletion(LeaderCalls):
             check_name("job", request.job)
             if request.rank >= RANK_MAX or request.session > STEP_MAX:
                 raise ValueError(f"rank {request.rank} or session {request.session} is none")
-        await self._need_leader(context)
         await self._propose(commands.close_rank(request.job, request.rank, request.session))
         return rpb.CloseRankResponse()
 
@@ -60,7 +59,6 @@ class RegistryDeletion(LeaderCalls):
                     f"rank {request.rank}, session {request.session} or step {request.below_step} is none"
                 )
             owner = records.node_ref(wire.node_ref(request.owner), "the owner")
-        await self._need_leader(context)
         result = await self._propose(
             commands.supersede(request.job, request.rank, request.session, owner, request.below_step)
         )
@@ -75,7 +73,6 @@ class RegistryDeletion(LeaderCalls):
             check_name("job", request.job)
             if step is not None and step > STEP_MAX:
                 raise ValueError(f"step {step} is beyond {STEP_MAX}")
-        await self._need_leader(context)
         if request.dry_run:
             await self._leader.confirm()
         plan = self._raft.read(lambda state: plan_deletion(state, request.job, step))

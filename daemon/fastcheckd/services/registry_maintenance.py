@@ -98,7 +98,6 @@ class RegistryMaintenance(LeaderCalls):
     @decides
     async def SafeToStop(self, request: rpb.SafeToStopRequest, context: Context) -> rpb.SafeToStopResponse:
         """What stopping a node for good would cost, current as of this call."""
-        await self._need_leader(context)
         await self._leader.confirm()
         unwell = frozenset(node_id for node_id, _ in self._leader.arbiter.suspects)
         voters = [voter.node_id for voter in self._raft.voters]
@@ -131,7 +130,6 @@ class RegistryMaintenance(LeaderCalls):
         self, request: rpb.GetRedundancyRequest, context: Context
     ) -> rpb.GetRedundancyResponse:
         """How redundant the committed steps are, and what is being done about it."""
-        await self._need_leader(context)
         return self._repairs.redundancy()
 
     @decides
@@ -143,7 +141,6 @@ class RegistryMaintenance(LeaderCalls):
             raise InvalidRequestError(f"an inventory has at most {ENTRIES_MAX} entries: send it in parts")
         if any(len(entry.digest) != DIGEST_BYTES for entry in request.entries):
             raise InvalidRequestError(f"a digest has {DIGEST_BYTES} bytes")
-        await self._need_leader(context)
         node = Ref(request.node.node_id, request.node.incarnation)
         short = frozenset(shortage.id for shortage in self._repairs.survey().shortages if shortage.missing)
 
