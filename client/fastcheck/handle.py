@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +14,7 @@ from .errors import (
     FastCheckError,
     InvalidArgumentError,
     LoadFailedError,
+    ReplicasDisagreeError,
     SaveFailedError,
     SaveTimeoutError,
     from_code,
@@ -37,8 +38,6 @@ class SaveHandle:
         self._replicated = False
         self._provisional = False
         self._committed = False
-        #: Makes the error of a failed save, if its code alone does not say it.
-        self._error_of: Callable[[pb.WatchSaveResponse], FastCheckError] = _by_code
         #: Monotonic seconds: when `save` was called and had returned, and when the handle ended.
         self._began_at: float | None = None
         self._returned_at: float | None = None
@@ -225,7 +224,7 @@ class SaveHandle:
         if update.state == pb.SAVE_STATE_COMMITTED:
             self._finish()
         elif update.state == pb.SAVE_STATE_FAILED:
-            self._finish(as_save_error(self._error_of(update)))
+            self._finish(as_save_error(_error_of(update)))
 
     def _finish(self, error: FastCheckError | None = None) -> None:
         """End it, once."""
@@ -237,8 +236,16 @@ class SaveHandle:
                 self._condition.notify_all()
 
 
-def _by_code(update: pb.WatchSaveResponse) -> FastCheckError:
-    return from_code(update.error.code, update.error.message)
+def _error_of(update: pb.WatchSaveResponse) -> FastCheckError:
+    error = from_code(update.error.code, update.error.message)
+    if not isinstance(error, ReplicasDisagreeError) or not update.disagreements:
+        return error
+    return ReplicasDisagreeError(
+        f"{update.error.message}. Load the newest committed step on those ranks, and look at their memory; what may "
+        "differ between ranks belongs under per_rank=",
+        {found.part: tuple(found.ranks) for found in update.disagreements},
+        minority=all(found.minority for found in update.disagreements),
+    )
 
 
 def as_save_error(error: FastCheckError) -> FastCheckError:

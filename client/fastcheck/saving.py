@@ -95,9 +95,7 @@ class Saves:
 
     def _begin(self, handle: SaveHandle, flat: FlatState, whole: Shared | None) -> None:
         if self._shared is not None and whole is not None:
-            handle._error_of = self._shared.errors_of(whole)
             flat = self._shared.compared(flat, whole, handle.step)
-            whole.let_go()
         request = self._request(handle.step, flat.state_bytes)
         session = request.session
         patience = Patience(self._pause.connect_s, self._seat.timeout_s)

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from .records import Json
-from .shared_state import Tables
+from .shared_state import Digests
 
 #: An older step holds a complete newer one up while its last new report is younger than this.
 STALE_AFTER_S = 5.0
@@ -34,7 +34,7 @@ class Collection:
     #: Newest report of each rank, as a command holds it.
     reports: dict[int, Json] = field(default_factory=dict)
     #: What each found in a state that all should hold alike, as it came with that report.
-    tables: dict[int, Tables] = field(default_factory=dict)
+    digests: dict[int, Digests] = field(default_factory=dict)
     #: Bytes of the ranks that asked for a placement, and the nodes that they are on, in the life in which each asked.
     placed_bytes: dict[int, int] = field(default_factory=dict)
     placed_on: dict[int, list[Any]] = field(default_factory=dict)
@@ -122,11 +122,11 @@ class Collector:
         return list(islice(absent, ABSENT_SHOWN_MAX))
 
     def report(
-        self, job: str, step: int, world_size: int, record: Json, now: float, tables: Tables | None = None
+        self, job: str, step: int, world_size: int, record: Json, now: float, digests: Digests | None = None
     ) -> list[int]:
         """A rank is replicated. Returns older steps that are given up because too many are under way.
 
-        `tables` is what it found in a state that all ranks should hold alike.
+        `digests` are what it found in a state that all ranks should hold alike.
 
         Raises:
             WorldSizeConflictError: other ranks of the step reported another world size.
@@ -145,7 +145,7 @@ class Collector:
         known = collection.reports.get(record["rank"])
         if known != record and (known is None or known["session"] <= record["session"]):
             collection.reports[record["rank"]] = record
-            collection.tables[record["rank"]] = tables or {}
+            collection.digests[record["rank"]] = digests or {}
             collection.progress_at = now
             collection.broken = False
         return dropped

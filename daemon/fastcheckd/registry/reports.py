@@ -21,7 +21,7 @@ from .collector import Collection, Collector, WorldSizeConflictError
 from .commits import Standing, begun_too_early, check_rank, check_session, newest_load, refusal, standing
 from .raft.consensus import Consensus
 from .records import Json, live
-from .shared_state import Tables, describe, disagreements, parts_differ
+from .shared_state import Digests, describe, disagreements, parts_differ
 from .wire import disagreement_message, error_code, ref_message
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def _disagreement(job: str, step: Collection) -> Json | None:
     """The refusal of a complete step whose ranks do not hold what they should hold alike."""
     if parts_differ([step.reports[rank] for rank in sorted(step.reports)]):
         return None  # the state machine refuses it, and says why
-    found = disagreements({rank: step.tables.get(rank, {}) for rank in step.reports})
+    found = disagreements({rank: step.digests.get(rank, {}) for rank in step.reports})
     if not found:
         return None
     what = f"step {step.step} of job {job}: {describe(found)}"
@@ -104,11 +104,11 @@ class Reports:
         world_size: int,
         record: Json,
         wait_s: float,
-        tables: Tables | None = None,
+        digests: Digests | None = None,
     ) -> Response:
         """Take a (well-formed) record in and wait for the step's end, at most `wait_s`.
 
-        `tables` is what the rank found in a state that all ranks should hold alike.
+        `digests` are what the rank found in a state that all ranks should hold alike.
 
         Raises:
             NoQuorumError: this voter lost its leadership.
@@ -119,7 +119,7 @@ class Reports:
         if untold is not None and untold[0] == record:
             return untold[1]
         try:
-            dropped = self.collector.report(job, step, world_size, record, self._now(), tables)
+            dropped = self.collector.report(job, step, world_size, record, self._now(), digests)
         except WorldSizeConflictError as error:
             return _refused(refusal("WORLD_SIZE", str(error)))
         for old in dropped:
@@ -253,7 +253,7 @@ class Reports:
         while (ready := self.collector.next_commit(job, self._now())) is not None:
             proposed = dict(ready.reports)
             try:
-                # Before anything is proposed: the log has neither tables nor when saves were begun.
+                # Before anything is proposed: the log has neither digests nor when saves were begun.
                 result = (
                     self._too_early(job, ready)
                     or _disagreement(job, ready)

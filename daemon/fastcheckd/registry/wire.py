@@ -74,9 +74,7 @@ def shared_message(part: Json) -> common_pb2.SharedPart:
 
 def disagreement_message(found: Disagreement) -> common_pb2.Disagreement:
     """Where ranks disagree, as a message."""
-    return common_pb2.Disagreement(
-        part=found.part, entry=found.entry, ranks=found.ranks, minority=found.minority
-    )
+    return common_pb2.Disagreement(part=found.part, ranks=found.ranks, minority=found.minority)
 
 
 def rank_message(record: Json) -> registry_pb2.RankRecord:

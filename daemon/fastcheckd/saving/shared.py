@@ -16,7 +16,7 @@ class Shared:
     """A rank's part, and the digests that are compared with those of other ranks."""
 
     part: pb.SharedPart
-    digests: tuple[pb.PartDigests, ...]
+    digests: tuple[pb.PartDigest, ...]
 
     @classmethod
     def of(cls, seal: tpb.SealSaveRequest | tpb.PushSeal) -> Shared | None:
@@ -31,6 +31,6 @@ class Shared:
         """
         try:
             records.shared_part(wire.shared_fields(self.part), state_bytes)
-            shared_state.check_tables({each.part: each.digests for each in self.digests})
+            shared_state.check_digests({each.part: each.digest for each in self.digests})
         except records.MalformedError as error:
             raise InvalidRequestError(str(error)) from None

@@ -175,12 +175,12 @@ class RegistryService(
             record = records.rank_record(wire.rank_record(request.record))
             if request.record.HasField("begun_after"):
                 record["begun_after"] = request.record.begun_after
-            tables = {each.part: each.digests for each in request.shared_digests}
-            shared_state.check_tables(tables)
+            digests = {each.part: each.digest for each in request.shared_digests}
+            shared_state.check_digests(digests)
         # NaN fails every comparison: it waits not at all.
         wait_s = min(request.wait_s, REPORT_WAIT_S_MAX) if request.wait_s > 0 else 0.0
         return await self._reports.report(
-            request.job, request.step, request.world_size, record, wait_s, tables
+            request.job, request.step, request.world_size, record, wait_s, digests
         )
 
     @decides

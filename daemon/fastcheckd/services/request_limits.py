@@ -102,7 +102,7 @@ def _layout(layout: layout_pb2.StateLayout) -> _Counts:
 
 
 def _seal(seal: tpb.SealSaveRequest | tpb.PushSeal) -> _Counts:
-    yield "tables of digests", len(seal.shared_digests), PARTS_MAX
+    yield "digests of parts", len(seal.shared_digests), PARTS_MAX
     yield from _layout(seal.layout)
 
 

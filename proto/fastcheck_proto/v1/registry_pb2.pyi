@@ -979,8 +979,10 @@ class ReportRequest(google.protobuf.message.Message):
     @property
     def record(self) -> Global___RankRecord: ...
     @property
-    def shared_digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.PartDigests]:
-        """With a shared part: what this rank found, 64 KiB of digests at most. Compared by the leader, never kept."""
+    def shared_digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.PartDigest]:
+        """With a shared part: what this rank found, a digest of each part that it looked at. Compared by the leader, never
+        kept.
+        """
 
     def __init__(
         self,
@@ -991,7 +993,7 @@ class ReportRequest(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         record: Global___RankRecord | None = ...,
         wait_s: builtins.float = ...,
-        shared_digests: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.PartDigests] | None = ...,
+        shared_digests: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.PartDigest] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["record", b"record"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "job", b"job", "record", b"record", "shared_digests", b"shared_digests", "step", b"step", "wait_s", b"wait_s", "world_size", b"world_size"]) -> None: ...

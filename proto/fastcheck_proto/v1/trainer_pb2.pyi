@@ -295,7 +295,7 @@ class SealSaveRequest(google.protobuf.message.Message):
         """Unset: the state is this rank's own."""
 
     @property
-    def shared_digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.PartDigests]:
+    def shared_digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.PartDigest]:
         """What this rank found of the shared state; none: not compared."""
 
     def __init__(
@@ -307,7 +307,7 @@ class SealSaveRequest(google.protobuf.message.Message):
         layout: fastcheck_proto.v1.layout_pb2.StateLayout | None = ...,
         as_begun: builtins.bool = ...,
         shared: fastcheck_proto.v1.common_pb2.SharedPart | None = ...,
-        shared_digests: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.PartDigests] | None = ...,
+        shared_digests: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.PartDigest] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout", "shared", b"shared"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["as_begun", b"as_begun", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "layout", b"layout", "save_id", b"save_id", "shared", b"shared", "shared_digests", b"shared_digests"]) -> None: ...
@@ -748,7 +748,7 @@ class PushSeal(google.protobuf.message.Message):
     @property
     def shared(self) -> fastcheck_proto.v1.common_pb2.SharedPart: ...
     @property
-    def shared_digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.PartDigests]: ...
+    def shared_digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.PartDigest]: ...
     def __init__(
         self,
         *,
@@ -756,7 +756,7 @@ class PushSeal(google.protobuf.message.Message):
         header_bytes: builtins.int = ...,
         layout: fastcheck_proto.v1.layout_pb2.StateLayout | None = ...,
         shared: fastcheck_proto.v1.common_pb2.SharedPart | None = ...,
-        shared_digests: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.PartDigests] | None = ...,
+        shared_digests: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.PartDigest] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout", "shared", b"shared"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["header_bytes", b"header_bytes", "header_offset", b"header_offset", "layout", b"layout", "shared", b"shared", "shared_digests", b"shared_digests"]) -> None: ...
