@@ -163,8 +163,8 @@ class RegistryServer:
         return VoterFacts(
             has_leader=self._raft.leader is not None,
             term=self._raft.term,
-            epoch=self._raft.read(lambda state: int(state["epoch"])),
-            schema=self._raft.read(lambda state: int(state["schema"])),
+            epoch=self._raft.read(lambda state: state.epoch),
+            schema=self._raft.read(lambda state: state.schema),
             voters=len(self._raft.voters),
             durations=durations,
             leading=leading,
@@ -180,9 +180,9 @@ class RegistryServer:
     def _changed(self) -> None:
         epoch, lives, left = self._raft.read(
             lambda state: (
-                state["epoch"],
-                [(node_id, node["incarnation"]) for node_id, node in state["nodes"].items()],
-                [node_id for node_id, node in state["nodes"].items() if node["reason"] == LEFT],
+                state.epoch,
+                [(node.node_id, node.incarnation) for node in state.nodes.values()],
+                [node.node_id for node in state.nodes.values() if node.reason == LEFT],
             )
         )
         if epoch != self._epoch:

@@ -21,7 +21,7 @@ from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster, LocalClusterError
 from fastcheck.local.processes import own_environment
-from fastcheckd.registry.state import SCHEMA
+from fastcheckd.registry.model import SCHEMA
 
 PRESENT, NEWER = fastcheckd.__version__, newer_build.VERSION
 NODES = ["node-0", "node-1", "node-2"]

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 
 from ..errors import FastCheckdError
+from .model import Ref, ShardId, State, is_live
 from .outward import Outward
 from .raft.consensus import Consensus
-from .records import Json
-from .redundancy import RecordedReplica, Ref, ShardId, is_live, kept_shards
+from .redundancy import RecordedReplica, kept_shards, replicas_of
 
 logger = logging.getLogger(__name__)
 
@@ -25,18 +25,17 @@ BATCH = 64
 ASKED_AT_ONCE = 8
 ASK_TIMEOUT_S = 10.0
 
-#: Digest in hex of each replica.
-Recorded = dict[RecordedReplica, str]
+#: Digest of each replica.
+Recorded = dict[RecordedReplica, bytes]
 
 
-def recorded_at(state: Json, lives: Iterable[Ref]) -> dict[Ref, Recorded]:
+def recorded_at(state: State, lives: Iterable[Ref]) -> dict[Ref, Recorded]:
     """The replicas that records name at these lives, LOST ones included."""
     found: dict[Ref, Recorded] = {ref: {} for ref in lives}
     for shard_id, record, shard in kept_shards(state):
-        for node_id, incarnation, *_ in (record["owner"], *shard["holders"]):
-            ref = Ref(node_id, incarnation)
+        for ref in replicas_of(record, shard):
             if ref in found:
-                found[ref][RecordedReplica(shard_id, ref)] = shard["digest"]
+                found[ref][RecordedReplica(shard_id, ref)] = shard.digest
     return found
 
 
@@ -64,9 +63,7 @@ class Auditor:
         while True:
             addresses = self._engine.read(
                 lambda state: {
-                    Ref(node_id, node["incarnation"]): node["data_address"]
-                    for node_id, node in state["nodes"].items()
-                    if is_live(node)
+                    Ref.of(node): node.data_address for node in state.nodes.values() if is_live(node)
                 }
             )
             lives = list(addresses)
@@ -92,7 +89,7 @@ class Auditor:
             except FastCheckdError as error:
                 logger.info("registry: cannot audit the node at %s now: %s", data_address, error)
                 return
-        there = {(ShardId(r.key.job, r.key.step, r.key.rank, r.key.shard), r.digest.hex()) for r in replicas}
+        there = {(ShardId.of(r.key), r.digest) for r in replicas}
         held = {replica for replica, digest in recorded.items() if (replica.shard, digest) in there}
         try:
             await self._mark_held(held)

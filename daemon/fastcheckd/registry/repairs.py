@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterable, Set
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
+from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..config import Config
 from ..errors import FastCheckdError
 from .audit import Auditor
-from .commands import mark, rehold
-from .holders import CHANGES_MAX, MARKED_MAX
+from .model import UP, Ref, ShardId, State
 from .outward import Outward
 from .raft.consensus import Consensus
-from .records import Json
-from .redundancy import RecordedReplica, Ref, ShardId, Survey, is_lost, survey
+from .records import CHANGES_MAX, MARKED_MAX
+from .redundancy import RecordedReplica, Survey, is_lost, survey
 from .repair_orders import Order, Planner
 from .repair_waits import Absences, Attempts
 
@@ -111,7 +111,7 @@ class Repairs:
             logger.warning(
                 "registry: node %s has lost its copy of %s", replica.ref.node_id, tuple(replica.shard)
             )
-        await self._propose_parts(news, lambda part: mark(lost=part))
+        await self._mark(news, lambda part: log_pb2.ReplicaMarks(lost=part))
 
     async def mark_held(self, replicas: Iterable[RecordedReplica]) -> None:
         """Nodes do have replicas, which may have been LOST: they were made again.
@@ -119,17 +119,21 @@ class Repairs:
         Raises:
             NoQuorumError: perhaps not noted; it may be repeated.
         """
-        await self._propose_parts(self._with_state(replicas, lost=True), lambda part: mark(held=part))
+        news = self._with_state(replicas, lost=True)
+        await self._mark(news, lambda part: log_pb2.ReplicaMarks(held=part))
 
     def _with_state(self, replicas: Iterable[RecordedReplica], *, lost: bool) -> list[RecordedReplica]:
         """Those of the replicas that records name, and that are LOST or not."""
         return self._engine.read(lambda state: sorted(r for r in set(replicas) if is_lost(state, r) is lost))
 
-    async def _propose_parts(
-        self, replicas: list[RecordedReplica], command: Callable[[list[RecordedReplica]], Json]
+    async def _mark(
+        self,
+        replicas: list[RecordedReplica],
+        marks: Callable[[list[log_pb2.RecordedShard]], log_pb2.ReplicaMarks],
     ) -> None:
         for first in range(0, len(replicas), MARKED_MAX):
-            await self._engine.propose(command(replicas[first : first + MARKED_MAX]))
+            part = [replica.message() for replica in replicas[first : first + MARKED_MAX]]
+            await self._engine.propose(log_pb2.RegistryCommand(mark=marks(part)))
             self.changed()
 
     # --- what it tells ---------------------------------------------------------------------------
@@ -137,9 +141,9 @@ class Repairs:
     def survey(self) -> Survey:
         """How redundant the committed steps are; computed anew only when something has changed."""
 
-        def look(state: Json) -> Survey:
+        def look(state: State) -> Survey:
             versions, found = self._surveyed
-            if versions != (now := (state["version"], state["holders_version"])):
+            if versions != (now := (state.version, state.holders_version)):
                 found = survey(state, tolerate=self._config.tolerate, domain_key=self._config.failure_domain)
                 self._surveyed = now, found
             return found
@@ -193,15 +197,15 @@ class Repairs:
         now = self._now()
         unwell = self._unwell()
 
-        def plan(state: Json) -> list[Order]:
-            if state["epoch"] != self._epoch:
-                self._epoch = state["epoch"]
+        def plan(state: State) -> list[Order]:
+            if state.epoch != self._epoch:
+                self._epoch = state.epoch
                 self._planner.attempts.membership_changed()
             self._call_off(state, {shortage.id for shortage in found.shortages})
             return self._planner.orders(
                 state,
                 found,
-                spared=self._absences.spared(found.dead, state["nodes"], now),
+                spared=self._absences.spared(found.dead, state.nodes, now),
                 unwell=unwell,
                 under_way=self._under_way,
                 now=now,
@@ -215,31 +219,28 @@ class Repairs:
             task = asyncio.create_task(self._fetch(order, request), name=f"repair-{order.target.node_id}")
             self._tasks[order.shortage.id] = task
 
-    def _call_off(self, state: Json, short: Set[ShardId]) -> None:
+    def _call_off(self, state: State, short: Set[ShardId]) -> None:
         """End orders whose target is over, or that nobody needs any more."""
         for shard_id, order in list(self._under_way.items()):
-            node = state["nodes"].get(order.target.node_id)
-            lives = (
-                node is not None and node["incarnation"] == order.target.incarnation and node["state"] == "UP"
-            )
+            node = state.nodes.get(order.target.node_id)
+            lives = node is not None and node.incarnation == order.target.incarnation and node.state == UP
             if (not lives or shard_id not in short) and (task := self._tasks.get(shard_id)) is not None:
                 task.cancel()
 
-    def _request(self, state: Json, order: Order) -> peer_pb2.FetchReplicaRequest:
-        job, step, rank, shard = order.shortage.id
-        nodes = state["nodes"]
+    def _request(self, state: State, order: Order) -> peer_pb2.FetchReplicaRequest:
+        nodes = state.nodes
         return peer_pb2.FetchReplicaRequest(
             cluster_id=self._config.cluster_id,
-            epoch=state["epoch"],
+            epoch=state.epoch,
             holder_incarnation=order.target.incarnation,
-            key=pb.ShardKey(job=job, step=step, rank=rank, shard=shard),
-            digest=bytes.fromhex(order.shortage.digest),
+            key=order.shortage.id.message(),
+            digest=order.shortage.digest,
             bytes=order.shortage.bytes,
             sources=[
                 pb.Holder(
-                    node=pb.NodeRef(node_id=ref.node_id, incarnation=ref.incarnation),
-                    data_address=nodes[ref.node_id]["data_address"],
-                    lane_address=nodes[ref.node_id]["lane_address"],
+                    node=ref.message(),
+                    data_address=nodes[ref.node_id].data_address,
+                    lane_address=nodes[ref.node_id].lane_address,
                 )
                 for ref in order.sources
             ],
@@ -288,29 +289,26 @@ class Repairs:
         """Propose what was made. What cannot be committed now stays in the list: it lies there."""
         while self._done:
             orders = self._done[:CHANGES_MAX]
-            changes = [change for order in orders for change in order.changes()]
-            verdicts: dict[ShardId, tuple[bool, str]] = {}
-            result: Json = {}
+            changes = [order.change() for order in orders if not order.refill]
+            verdicts: dict[ShardId, str] = {}
             try:
                 await self.mark_held(
                     RecordedReplica(order.shortage.id, order.target) for order in orders if order.refill
                 )
                 if changes:
-                    result = await self._engine.propose(rehold(changes))
+                    command = log_pb2.RegistryCommand(rehold=log_pb2.HolderChanges(changes=changes))
+                    result = await self._engine.propose(command)
+                    why = result.why if result.ok else [result.message] * len(changes)
+                    proposed = (order.shortage.id for order in orders if not order.refill)
+                    verdicts = dict(zip(proposed, why, strict=True))
             except FastCheckdError as error:
                 logger.warning("registry: cannot commit %d copies made: %s", len(orders), error)
                 await asyncio.sleep(PROPOSE_RETRY_S)
                 return
-            if changes:
-                proposed = [order.shortage.id for order in orders if not order.refill]
-                done = result.get("done", [False] * len(proposed))
-                why = result.get("why", [str(result.get("message", ""))] * len(proposed))
-                verdicts = dict(zip(proposed, zip(done, why, strict=True), strict=True))
             del self._done[: len(orders)]
             for order in orders:
                 self._under_way.pop(order.shortage.id, None)
-                done_now, reason = verdicts.get(order.shortage.id, (True, ""))
-                if not done_now:
+                if reason := verdicts.get(order.shortage.id):
                     self._failed(order, reason)
                     continue
                 self._repaired += 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Set
 from dataclasses import dataclass
 
-from .records import Json
-from .redundancy import counts, is_live, kept_shards
+from .model import Ref, State, is_live
+from .redundancy import counts, kept_shards, replicas_of
 
 REASONS_MAX = 16
 #: Jobs that an answer names.
@@ -30,7 +30,7 @@ class StopVerdict:
 
 
 def stop_verdict(
-    state: Json,
+    state: State,
     node_id: str,
     *,
     tolerate: int,
@@ -43,22 +43,20 @@ def stop_verdict(
         voters: node ids of all voters.
         unwell: nodes that may be dead already; what they hold counts for nothing.
     """
-    others = {
-        other: node for other, node in state["nodes"].items() if other != node_id and other not in unwell
-    }
-    counting = {other: node["incarnation"] for other, node in others.items() if counts(node)}
-    live = {other: node["incarnation"] for other, node in others.items() if is_live(node)}
+    others = {other: node for other, node in state.nodes.items() if other != node_id and other not in unwell}
+    counting = {other: node.incarnation for other, node in others.items() if counts(node)}
+    live = {other: node.incarnation for other, node in others.items() if is_live(node)}
     short: dict[str, int] = {}
     gone: dict[str, int] = {}
     for shard_id, record, shard in kept_shards(state):
         good, readable = set(), False
-        own = [*record["owner"], *(["owner_state"] if "owner_state" in shard else [])]
-        for other, incarnation, *state_of in (own, *shard["holders"]):
-            if live.get(other) != incarnation or state_of:
+        lost = set(map(Ref.of, shard.lost))
+        for ref in replicas_of(record, shard):
+            if live.get(ref.node_id) != ref.incarnation or ref in lost:
                 continue
             readable = True
-            if other in counting:
-                good.add(other)
+            if ref.node_id in counting:
+                good.add(ref.node_id)
         if len(good) <= tolerate:
             short[shard_id.job] = short.get(shard_id.job, 0) + 1
             if not readable:

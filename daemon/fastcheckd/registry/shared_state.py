@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from fastcheck_proto.conventions import RANK_MAX
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import registry_pb2 as rpb
 
-from .records import Json, MalformedError
+from .model import MalformedError
 
 #: Of what a rank found in one part.
 DIGEST_BYTES = 16
@@ -25,15 +26,6 @@ _NAMED_MAX = 16
 Digests: TypeAlias = Mapping[int, bytes]
 
 
-@dataclass(frozen=True)
-class Disagreement:
-    """A part on which ranks do not agree; `ranks` are a minority, or else all that compared it."""
-
-    part: int
-    ranks: tuple[int, ...]
-    minority: bool
-
-
 def check_digests(digests: Digests) -> None:
     """Raises MalformedError for what no rank following the rules would send."""
     if len(digests) > PARTS_MAX or any(part >= RANK_MAX for part in digests):
@@ -42,26 +34,26 @@ def check_digests(digests: Digests) -> None:
         raise MalformedError(f"the digest of a part has {DIGEST_BYTES} bytes")
 
 
-def is_replicated(ranks: Sequence[Json]) -> bool:
+def is_replicated(ranks: Sequence[rpb.RankRecord]) -> bool:
     """Whether a step's ranks keep parts of one state."""
-    return any("shared" in record for record in ranks)
+    return any(record.HasField("shared") for record in ranks)
 
 
-def parts_differ(ranks: Sequence[Json]) -> tuple[str, list[int]] | None:
+def parts_differ(ranks: Sequence[rpb.RankRecord]) -> tuple[str, list[int]] | None:
     """Why the parts of all ranks, in order, do not make a whole, and which ranks are to blame; None if they do."""
     if not is_replicated(ranks):
         return None
-    plain = [record["rank"] for record in ranks if "shared" not in record]
+    plain = [record.rank for record in ranks if not record.HasField("shared")]
     if plain:
         return (
             f"{_ranks(plain)} saved a state of its own, the others parts of one: pass replicated= alike on all ranks",
             plain,
         )
-    layouts = [(record["shared"]["layout"], record["shared"]["bytes"]) for record in ranks]
+    layouts = [(record.shared.layout_digest, record.shared.shared_bytes) for record in ranks]
     usual, count = Counter(layouts).most_common(1)[0]
     if count < len(ranks):
-        others = [record["rank"] for record, mine in zip(ranks, layouts, strict=True) if mine != usual]
-        named = others if 2 * count > len(ranks) else [record["rank"] for record in ranks]
+        others = [record.rank for record, mine in zip(ranks, layouts, strict=True) if mine != usual]
+        named = others if 2 * count > len(ranks) else [record.rank for record in ranks]
         return (
             f"names, dtypes, shapes or layout of the tensors differ on {_ranks(named)}: all ranks must build the same "
             "model and optimizer, and name what is their own with per_rank=",
@@ -69,17 +61,15 @@ def parts_differ(ranks: Sequence[Json]) -> tuple[str, list[int]] | None:
         )
     at = 0
     for record in ranks:
-        if record["shared"]["start"] != at:
-            return f"the part of {_ranks([record['rank']])} does not follow the one before it", [
-                record["rank"]
-            ]
-        at = record["shared"]["stop"]
+        if record.shared.start != at:
+            return f"the part of {_ranks([record.rank])} does not follow the one before it", [record.rank]
+        at = record.shared.stop
     if at != usual[1]:
-        return f"the parts of all ranks end at byte {at} of {usual[1]}", [ranks[-1]["rank"]]
+        return f"the parts of all ranks end at byte {at} of {usual[1]}", [ranks[-1].rank]
     return None
 
 
-def disagreements(found: Mapping[int, Digests]) -> list[Disagreement]:
+def disagreements(found: Mapping[int, Digests]) -> list[pb.Disagreement]:
     """The parts on which ranks disagree, in order.
 
     Args:
@@ -96,18 +86,18 @@ def disagreements(found: Mapping[int, Digests]) -> list[Disagreement]:
     ]
 
 
-def _disagreement(part: int, groups: Sequence[list[int]]) -> Disagreement:
+def _disagreement(part: int, groups: Sequence[list[int]]) -> pb.Disagreement:
     most = max(groups, key=len)
     minority = 2 * len(most) > sum(map(len, groups))
     named = (rank for group in groups if not (minority and group is most) for rank in group)
-    return Disagreement(part, tuple(sorted(named)), minority)
+    return pb.Disagreement(part=part, ranks=sorted(named), minority=minority)
 
 
-def describe(found: Sequence[Disagreement]) -> str:
+def describe(found: Sequence[pb.Disagreement]) -> str:
     """A sentence about the ranks and the parts."""
     parts: dict[tuple[tuple[int, ...], bool], list[int]] = {}
     for one in found:
-        parts.setdefault((one.ranks, one.minority), []).append(one.part)
+        parts.setdefault((tuple(one.ranks), one.minority), []).append(one.part)
     who = [
         f"{_ranks(ranks)} {'differs from most others' if minority else 'differ from each other'} "
         f"in {_list('part', numbers)}"

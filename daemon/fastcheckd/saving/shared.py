@@ -8,7 +8,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..errors import InvalidRequestError
-from ..registry import records, shared_state, wire
+from ..registry import model, records, shared_state
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Shared:
             InvalidRequestError: the part does not lie in the rank's state, or the digests are none.
         """
         try:
-            records.shared_part(wire.shared_fields(self.part), state_bytes)
+            records.check_shared_part(self.part, state_bytes)
             shared_state.check_digests({each.part: each.digest for each in self.digests})
-        except records.MalformedError as error:
+        except model.MalformedError as error:
             raise InvalidRequestError(str(error)) from None

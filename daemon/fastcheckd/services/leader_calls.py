@@ -16,13 +16,13 @@ import grpc
 import grpc.aio
 
 from fastcheck_proto.conventions import ERROR_METADATA_KEY, FORWARDED_METADATA_KEY
+from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
 
 from ..config import Config, Voter
 from ..errors import InvalidRequestError, NoQuorumError, from_code
-from ..registry import wire
 from ..registry.leader import Leader
 from ..registry.raft.consensus import Consensus
-from ..registry.records import Json
+from ..registry.records import check
 from ..registry.stubs import Stubs
 from ..rpc import answers
 
@@ -86,11 +86,14 @@ class LeaderCalls:
         finally:
             self._waiting -= 1
 
-    async def _propose(self, command: Json) -> Json:
-        """Commit a command; a refusal becomes the error it stands for."""
+    async def _propose(self, command: log_pb2.RegistryCommand) -> log_pb2.RegistryResult:
+        """Commit a command, well-formed or not; a refusal becomes the error it stands for."""
+        with checking():
+            check(command)
+        command.at_ms = self._leader.wall_ms()
         result = await self._raft.propose(command)
-        if not result["ok"]:
-            raise from_code(wire.error_code(result["code"]), result["message"])
+        if not result.ok:
+            raise from_code(result.code, result.message)
         return result
 
     def _other_leader(self) -> Voter | None:
