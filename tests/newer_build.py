@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fastcheckd
-from fastcheckd.registry.state import SCHEMA
+from fastcheckd.registry.model import SCHEMA
 
 VERSION = "99.0.0"
 NEWER_SCHEMA = SCHEMA + 1
@@ -27,7 +27,7 @@ _CHANGES = {
         f'__version__ = "{fastcheckd.__version__}"',
         f'__version__ = "{VERSION}"',
     ),
-    "daemon/fastcheckd/registry/state.py": (f"\nSCHEMA = {SCHEMA}\n", f"\nSCHEMA = {NEWER_SCHEMA}\n"),
+    "daemon/fastcheckd/registry/model.py": (f"\nSCHEMA = {SCHEMA}\n", f"\nSCHEMA = {NEWER_SCHEMA}\n"),
 }
 
 

@@ -15,6 +15,7 @@ from .errors import (
     FastCheckError,
     InvalidArgumentError,
     LoadFailedError,
+    ReplicasDisagreeError,
     SaveFailedError,
     SaveTimeoutError,
     from_code,
@@ -40,8 +41,6 @@ class SaveHandle:
         self._committed = False
         #: The daemon has said something of it.
         self._told = False
-        #: Makes the error of a failed save, if its code alone does not say it.
-        self._error_of: Callable[[pb.SaveProgress], FastCheckError] = _by_code
         #: Told of a step and why it was not saved.
         self._on_failure: Callable[[int, FastCheckError], object] = lambda _step, _error: None
         #: Monotonic seconds: when `save` was called and had returned, and when the handle ended.
@@ -231,7 +230,7 @@ class SaveHandle:
         if update.state == pb.SAVE_STATE_COMMITTED:
             self._finish()
         elif update.state == pb.SAVE_STATE_FAILED:
-            self._finish(as_save_error(self._error_of(update)))
+            self._finish(as_save_error(_error_of(update)))
 
     def _finish(self, error: FastCheckError | None = None) -> None:
         """End it, once."""
@@ -246,8 +245,16 @@ class SaveHandle:
             self._on_failure(self.step, error)
 
 
-def _by_code(update: pb.SaveProgress) -> FastCheckError:
-    return from_code(update.error.code, update.error.message)
+def _error_of(update: pb.SaveProgress) -> FastCheckError:
+    error = from_code(update.error.code, update.error.message)
+    if not isinstance(error, ReplicasDisagreeError) or not update.disagreements:
+        return error
+    return ReplicasDisagreeError(
+        f"{update.error.message}. Load the newest committed step on those ranks, and look at their memory; what may "
+        "differ between ranks belongs under per_rank=",
+        {found.part: tuple(found.ranks) for found in update.disagreements},
+        minority=all(found.minority for found in update.disagreements),
+    )
 
 
 def as_save_error(error: FastCheckError) -> FastCheckError:

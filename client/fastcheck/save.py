@@ -88,9 +88,7 @@ class Saves:
 
     def _begin(self, handle: SaveHandle, flat: FlatState, whole: Shared | None) -> None:
         if self._shared is not None and whole is not None:
-            handle._error_of = self._shared.errors_of(whole)
             flat = self._shared.compared(flat, whole, handle.step)
-            whole.let_go()
         staging = self._transport.begin(handle.step, flat)
         if flat.watched:
             self.fence.begin(handle, staging, lambda: self._finish_lazily(handle, staging))

@@ -20,7 +20,7 @@ import fastcheckd
 from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster, LocalClusterError
-from fastcheckd.registry.state import SCHEMA
+from fastcheckd.registry.model import SCHEMA
 
 PRESENT, NEWER = fastcheckd.__version__, newer_build.VERSION
 NODES = ["node-0", "node-1", "node-2"]

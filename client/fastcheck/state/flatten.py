@@ -47,7 +47,7 @@ class FlatState:
     watched: tuple[Watched, ...] = ()
     #: Which part of a state that all ranks hold alike this is, and what was found in that; None: a state of its own.
     shared: common_pb2.SharedPart | None = None
-    shared_digests: tuple[common_pb2.PartDigests, ...] = ()
+    shared_digests: tuple[common_pb2.PartDigest, ...] = ()
 
     @property
     def state_bytes(self) -> int:

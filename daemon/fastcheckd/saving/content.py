@@ -20,7 +20,7 @@ from ..chunks import ChunkTable
 from ..codec.chunk_plan import ChunkPlan, opaque, parse_layout
 from ..codec.lossy import quantise
 from ..errors import InvalidRequestError
-from ..registry import records, shared_state, wire
+from ..registry import model, records, shared_state
 
 #: (chunk, the base's chunk if there is one, plan): turns a chunk into what its coding can say, in place.
 Quantise: TypeAlias = Callable[[memoryview, memoryview | None, ChunkPlan], None]
@@ -105,7 +105,7 @@ class SharedClaim:
     """A rank's part of a state that all ranks hold alike, and the digests that are compared with those of others."""
 
     part: pb.SharedPart
-    digests: tuple[pb.PartDigests, ...]
+    digests: tuple[pb.PartDigest, ...]
 
     @classmethod
     def of(cls, sealed: tpb.Sealed, state_bytes: int) -> SharedClaim | None:
@@ -119,8 +119,8 @@ class SharedClaim:
             return None
         claim = cls(sealed.shared, tuple(sealed.shared_digests))
         try:
-            records.shared_part(wire.shared_fields(claim.part), state_bytes)
-            shared_state.check_tables({each.part: each.digests for each in claim.digests})
-        except records.MalformedError as error:
+            records.check_shared_part(claim.part, state_bytes)
+            shared_state.check_digests({each.part: each.digest for each in claim.digests})
+        except model.MalformedError as error:
             raise InvalidRequestError(str(error)) from None
         return claim

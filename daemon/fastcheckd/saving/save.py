@@ -70,7 +70,7 @@ class Save:
     lean: bool = False
     #: Which part of a state that all ranks hold alike it is, and what this rank found in that state.
     shared: pb.SharedPart | None = None
-    shared_digests: tuple[pb.PartDigests, ...] = ()
+    shared_digests: tuple[pb.PartDigest, ...] = ()
     #: The step of this rank before it while that is under way: it is sent first, and is then this one's base.
     after: Save | None = None
     #: The registry may have heard that this rank is replicated: from then on the step may be committed.

@@ -115,7 +115,7 @@ def _layout(layout: layout_pb2.StateLayout) -> _Counts:
 
 
 def _seal(sealed: tpb.Sealed) -> _Counts:
-    yield "tables of digests", len(sealed.shared_digests), PARTS_MAX
+    yield "digests of parts", len(sealed.shared_digests), PARTS_MAX
     yield from _layout(sealed.layout)
 
 

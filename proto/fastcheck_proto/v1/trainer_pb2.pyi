@@ -226,7 +226,7 @@ class Sealed(google.protobuf.message.Message):
         """Unset: the state is this rank's own."""
 
     @property
-    def shared_digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.PartDigests]:
+    def shared_digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.PartDigest]:
         """What this rank found of the shared state; none: not compared."""
 
     def __init__(
@@ -239,7 +239,7 @@ class Sealed(google.protobuf.message.Message):
         header_bytes: builtins.int = ...,
         layout: fastcheck_proto.v1.layout_pb2.StateLayout | None = ...,
         shared: fastcheck_proto.v1.common_pb2.SharedPart | None = ...,
-        shared_digests: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.PartDigests] | None = ...,
+        shared_digests: collections.abc.Iterable[fastcheck_proto.v1.common_pb2.PartDigest] | None = ...,
         waited_s: builtins.float = ...,
         begun_s: builtins.float = ...,
         session: builtins.int = ...,
@@ -427,7 +427,7 @@ class SaveProgress(google.protobuf.message.Message):
 
     @property
     def disagreements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.common_pb2.Disagreement]:
-        """With REPLICAS_DISAGREE: on which tensors, at most 256."""
+        """With REPLICAS_DISAGREE: on which parts, at most 256."""
 
     def __init__(
         self,

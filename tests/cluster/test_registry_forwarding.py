@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.registry_actors import Rank, connected, eventually, nodes
 from tests.cluster.registry_process import RegistryCluster
 
-from fastcheck_proto.conventions import ERROR_METADATA_KEY, LEADER_METADATA_KEY, RELAY_METADATA_KEY
+from fastcheck_proto.conventions import ERROR_METADATA_KEY, FORWARDED_METADATA_KEY
 from fastcheck_proto.v1 import node_pb2, registry_pb2
 from fastcheckd.counters import Counters
 from fastcheckd.errors import FencedError, NoQuorumError, NotHeldError, UnsafeError
@@ -17,12 +17,12 @@ from fastcheckd.registry.client import RegistryClient
 from fastcheckd.registry.stubs import GrpcStubs
 
 COMMITTED = registry_pb2.REPORT_STATE_COMMITTED
-RELAY = ((RELAY_METADATA_KEY, "1"),)
+FORWARDED = ((FORWARDED_METADATA_KEY, "1"),)
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    cluster = RegistryCluster(tmp_path_factory.mktemp("relay"), 3)
+    cluster = RegistryCluster(tmp_path_factory.mktemp("forwarding"), 3)
     cluster.start_all()
     yield cluster
     cluster.stop_all()
@@ -80,34 +80,44 @@ def test_a_client_that_is_cut_off_from_the_leader_goes_on_through_a_follower(clu
             assert found.record.step == 1
             with pytest.raises(FencedError):  # what the leader says comes through
                 await Rank(client, started[0], 0, 1, job="nobody").place(1)
-            # Once it is known, the leader is not tried first each time.
+            # Once a follower has answered, the leader is not tried first each time.
             cuts.calls.clear()
             await client.lookup(registry_pb2.LookupRequest(job="cut"), timeout_s=10)
-            assert leader not in cuts.calls
             assert (await client.view(5)).version > 0
+            assert leader not in cuts.calls
 
     asyncio.run(scenario())
 
 
-def test_nobody_relays_without_being_asked_nor_what_was_relayed(cluster):
+def test_a_follower_forwards_what_was_not_forwarded_yet(cluster):
     async def scenario():
         async with connected(cluster.config) as client:
             leader = await leader_address(cluster, client)
             follower = next(v.registry_address for v in cluster.voters if v.registry_address != leader)
             stubs = GrpcStubs()
             request = registry_pb2.LookupRequest(job="x")
+            assert not (await stubs(follower).Lookup(request, timeout=60)).HasField("record")
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stubs(follower).Lookup(request, timeout=60)
-            trailing = dict(refused.value.trailing_metadata())
-            assert trailing[LEADER_METADATA_KEY] == leader
-            assert trailing[ERROR_METADATA_KEY] == "ERROR_CODE_NO_QUORUM"
-            assert not (await stubs(follower).Lookup(request, timeout=5, metadata=RELAY)).HasField("record")
+                await stubs(follower).Lookup(request, timeout=5, metadata=FORWARDED)
+            assert dict(refused.value.trailing_metadata())[ERROR_METADATA_KEY] == "ERROR_CODE_NO_QUORUM"
+            assert leader in refused.value.details()
             await stubs.close()
 
     asyncio.run(scenario())
 
 
-def test_without_a_leader_nothing_is_relayed(tmp_path):
+def test_a_client_asks_a_leader_that_a_view_names_itself(cluster):
+    async def scenario():
+        async with around(cluster) as (client, cuts):
+            leader = await leader_address(cluster, client)
+            cuts.calls.clear()
+            await client.lookup(registry_pb2.LookupRequest(job="x"), timeout_s=10)
+            assert cuts.calls == [leader]
+
+    asyncio.run(scenario())
+
+
+def test_without_a_leader_nothing_is_forwarded(tmp_path):
     cluster = RegistryCluster(tmp_path, 3)
     cluster.start("node-0")
     cluster.start("node-1")
@@ -121,7 +131,7 @@ def test_without_a_leader_nothing_is_relayed(tmp_path):
                 await client.lookup(registry_pb2.LookupRequest(job="x"), timeout_s=3)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await cuts.real(survivor.registry_address).Lookup(
-                    registry_pb2.LookupRequest(job="x"), timeout=5, metadata=RELAY
+                    registry_pb2.LookupRequest(job="x"), timeout=5
                 )
             assert dict(refused.value.trailing_metadata())[ERROR_METADATA_KEY] == "ERROR_CODE_NO_QUORUM"
 
