@@ -51,26 +51,30 @@ $(PROTO_READY):
 demo: $(READY)
 	$(BIN)/fastcheck demo
 
-# Two files at a time, and one part after the other: three on two cores take as long, and who waits for a daemon
-# waits in vain now and then.
+# Tests of clusters wait for half of their time, two files at a time. All other tests only compute, and do that beside
+# them, one at a time and with less of a right to the cores than whoever waits for a daemon.
 CLUSTERS := tests/cluster tests/netlab
 BESIDE := --numprocesses=2 --dist=loadfile
+REST := $(BESIDE)
 test: $(READY) bytecode
-	$(MAKE) --no-print-directory --keep-going test-rest test-clusters test-alone
+	@failed=0; \
+	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target REST= test-rest test-clusters || failed=1; \
+	$(MAKE) --no-print-directory test-alone || failed=1; \
+	exit $$failed
 
 # Once for the thousand processes that the tests start: with PYTHONDONTWRITEBYTECODE each would compile all of it.
 bytecode: $(READY)
 	$(BIN)/python -m compileall -q daemon client proto tests
 
 test-rest: $(READY)
-	$(BIN)/python -m pytest $(BESIDE) --durations=10 $(CLUSTERS:%=--ignore=%)
+	nice -n 10 $(BIN)/python -m pytest $(REST) --durations=10 -m 'not alone and not long' $(CLUSTERS:%=--ignore=%)
 
 test-clusters: $(READY)
 	$(BIN)/python -m pytest $(BESIDE) --durations=15 -m 'not alone and not long' $(CLUSTERS)
 
-# What keeps all cores busy, or judges how a link is shared: nothing runs beside it.
+# What keeps all cores busy, or judges times or how a link is shared: nothing runs beside it.
 test-alone: $(READY)
-	$(BIN)/python -m pytest --durations=5 -m 'alone and not long' $(CLUSTERS)
+	$(BIN)/python -m pytest --durations=5 -m 'alone and not long' $(CLUSTERS) tests/unit/fastcheckd/process
 
 # The same tests for many rounds: hours, and not part of make test.
 test-long: $(READY) bytecode

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fastcheckd
-from fastcheckd.registry.state import SCHEMA
+from fastcheckd.registry.model import SCHEMA
 
 VERSION = "99.0.0"
 NEWER_SCHEMA = SCHEMA + 1
@@ -27,7 +27,7 @@ _CHANGES = {
         f'__version__ = "{fastcheckd.__version__}"',
         f'__version__ = "{VERSION}"',
     ),
-    "daemon/fastcheckd/registry/state.py": (f"\nSCHEMA = {SCHEMA}\n", f"\nSCHEMA = {NEWER_SCHEMA}\n"),
+    "daemon/fastcheckd/registry/model.py": (f"\nSCHEMA = {SCHEMA}\n", f"\nSCHEMA = {NEWER_SCHEMA}\n"),
 }
 
 
@@ -59,9 +59,9 @@ class NewerBuild:
 
 
 def make(folder: Path) -> NewerBuild:
-    """Copy the sources and change them, compiled once for the many processes of a cluster."""
+    """Copy the sources, compiled ones too, and change them; what is changed is compiled once for all processes."""
     for source in _SOURCES:
-        shutil.copytree(_ROOT / source, folder / source, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(_ROOT / source, folder / source)
     for name, (present, newer) in _CHANGES.items():
         text = (folder / name).read_text()
         assert text.count(present) == 1, f"{name} has no {present!r}"

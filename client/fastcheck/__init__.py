@@ -45,10 +45,9 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from .advice import Advice, advise
+    from .advice import Advice, advise, every
     from .checkpointer import Checkpointer
     from .handle import SaveHandle
-    from .policies import every
     from .progress import LoadProgress
 
 __all__ = [
@@ -92,7 +91,7 @@ _LAZY = {
     "LoadProgress": ".progress",
     "SaveHandle": ".handle",
     "advise": ".advice",
-    "every": ".policies",
+    "every": ".advice",
 }
 
 

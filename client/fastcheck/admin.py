@@ -1,7 +1,7 @@
-"""The operator's questions in Python: what `fastcheck status`, `nodes`, `replicas` ... print, as plain dicts.
+"""The operator's client in Python: the results of `fastcheck status`, `nodes`, `replicas` ... as plain dicts.
 
-Any node's agent answers for the whole cluster. Everything here is JSON-ready, in the shapes of
-`admin_shapes.py`. No torch and no command line in this module.
+Any node's agent answers for the whole cluster. All results are JSON-ready, in the shapes of `admin_shapes.py`. No torch
+and no command line in this module.
 """
 
 from __future__ import annotations
@@ -79,22 +79,22 @@ class AdminClient:
         return shapes.status(self._ask(lambda t: self._admin.Status(admin_pb2.StatusRequest(), timeout=t)))
 
     def nodes(self) -> Json:
-        """All members, their state and why and since when, their memory, labels and counters."""
+        """All members: state, its reason and time, memory, labels and counters."""
         reply = self._ask(lambda t: self._admin.Nodes(admin_pb2.NodesRequest(), timeout=t))
         return {"nodes": [shapes.node(report) for report in reply.nodes]}
 
     def history(self, node_id: str = "", limit: int = 0) -> Json:
-        """Changes of nodes' states that are remembered, of one node or of all; the newest last.
+        """Recorded changes of nodes' states, of one node or of all; the newest last.
 
         Args:
-            limit: most that are given, the newest ones. 0: all.
+            limit: return at most this many, the newest. 0: all.
         """
         request = admin_pb2.NodeHistoryRequest(node_id=node_id, limit=limit)
         reply = self._ask(lambda t: self._admin.NodeHistory(request, timeout=t))
         return {"transitions": [shapes.transition(change) for change in reply.transitions]}
 
     def drain(self, node_id: str, *, undo: bool = False) -> Json:
-        """Give a node nothing new and make its copies elsewhere, or end that."""
+        """Drain a node: it gets nothing new, and its copies are made elsewhere. `undo` ends the draining."""
         request = admin_pb2.DrainRequest(node_id=node_id, undo=undo)
         self._ask(lambda t: self._admin.Drain(request, timeout=t))
         return {"node_id": node_id, "draining": not undo}
@@ -112,12 +112,12 @@ class AdminClient:
         return {"node_id": node_id, "forgotten": True}
 
     def verify(self, job: str, step: int | None = None) -> Json:
-        """Have every node check what it holds of a job, or of one step, now. Takes as long as reading it."""
+        """Have every node verify its replicas of a job, or of one step, now. Takes as long as reading them."""
         request = admin_pb2.VerifyRequest(job=job, step=step)
         return shapes.verified(self._ask(lambda t: self._admin.Verify(request, timeout=t)))
 
     def voters(self) -> Json:
-        """The registry's voters and how they are, each asked for itself: also where none leads or answers."""
+        """The registry's voters and their health. Each is asked directly, so it works without a leader."""
         reply = self._ask(lambda t: self._admin.ListVoters(admin_pb2.ListVotersRequest(), timeout=t))
         return {"voters": [shapes.voter_report(report) for report in reply.voters]}
 
@@ -185,7 +185,7 @@ class AdminClient:
         even_if_running: bool = False,
         dry_run: bool = False,
     ) -> Json:
-        """Keep a committed step, or everything of a job, no more. Nodes drop it as soon as they hear of it.
+        """Delete a committed step, or all of a job. Nodes drop it as soon as they learn of it.
 
         Args:
             step: or else `everything`: what is under way is refused as well, and step numbers may begin anew.
@@ -222,7 +222,7 @@ class AdminClient:
         }
 
     def checkpoints(self, job: str) -> Json:
-        """A job's steps that can be loaded or are under way. Without a registry, what the nodes hold complete."""
+        """A job's steps that can be loaded or are under way; without a registry, those that the nodes hold complete."""
         request = admin_pb2.CheckpointsRequest(job=job)
         reply = self._ask(lambda t: self._admin.Checkpoints(request, timeout=t))
         return {
@@ -232,7 +232,7 @@ class AdminClient:
         }
 
     def replicas(self, job: str, step: int | None = None) -> Json:
-        """Which nodes say that they hold which shard, of one step or of all that are kept."""
+        """The holders of each shard as the nodes report them, of one step or of all kept steps."""
         request = admin_pb2.ReplicasRequest(job=job, step=step)
         reply = self._ask(lambda t: self._admin.Replicas(request, timeout=t))
         return {

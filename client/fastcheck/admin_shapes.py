@@ -1,4 +1,4 @@
-"""From the admin service's messages to the JSON that people and programs get. Pure translation.
+"""Translates the admin service's messages into the JSON that people and programs get. Pure.
 
 Digests are hex, times ISO-8601 in UTC (durations and `since_ms` are numbers), states are words.
 """
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 def status(reply: admin_pb2.StatusResponse) -> Json:
-    """Health, codes, who leads, how redundant all is."""
+    """Health, codes, leader, redundancy."""
     return {
         "health": _health(reply.health),
         "codes": [
@@ -71,7 +71,7 @@ def node(report: admin_pb2.NodeReport) -> Json:
 
 
 def _lane(found: peer_pb2.LaneReport) -> Json:
-    """How a node's bulk lane is reached, and how fast its puts may go now."""
+    """The address of a node's bulk lane, and its present pacing."""
     return {
         "interface": found.interface or None,
         "speed_mbit_per_s": found.speed_mbit_per_s or None,
@@ -113,7 +113,7 @@ def verdict(found: registry_pb2.SafeToStopResponse) -> Json:
 
 
 def verified(reply: admin_pb2.VerifyResponse) -> Json:
-    """What a check of replicas found."""
+    """The findings of a check of replicas."""
     return {
         "checked": reply.checked,
         "checked_bytes": reply.checked_bytes,
@@ -132,7 +132,7 @@ def verified(reply: admin_pb2.VerifyResponse) -> Json:
 
 
 def voter(record: node_pb2.VoterRecord) -> Json:
-    """A voter and where it is."""
+    """A voter's addresses."""
     return {
         "node_id": record.node_id,
         "registry_address": record.registry_address,
@@ -141,7 +141,7 @@ def voter(record: node_pb2.VoterRecord) -> Json:
 
 
 def voter_report(report: admin_pb2.VoterReport) -> Json:
-    """A voter and how it is."""
+    """A voter's health."""
     return {
         "node_id": report.record.node_id,
         "state": node_state(report.state) if report.state else None,
@@ -153,7 +153,7 @@ def voter_report(report: admin_pb2.VoterReport) -> Json:
 
 
 def last_commit(job: registry_pb2.JobView, now_s: float) -> Json:
-    """When the newest step of a job was committed, and how long ago; None where that is not known."""
+    """Time and age of a job's newest commit; None where unknown."""
     at_ms = job.committed_at_ms
     return {
         "last_commit_at": iso_utc(at_ms),
@@ -206,7 +206,7 @@ def inspected(reply: admin_pb2.InspectResponse) -> Json:
 
 
 def replica(report: admin_pb2.ReplicaReport) -> Json:
-    """One shard and who holds it."""
+    """One shard and its holders."""
     return {
         "step": report.step,
         "rank": report.rank,
@@ -256,7 +256,7 @@ def _word(name: str, prefix: str) -> str:
 
 
 def deletion(reply: admin_pb2.DeleteResponse) -> Json:
-    """What went or would go: `stored_bytes` is the memory that it took on the nodes that were reached."""
+    """The steps deleted, or to be deleted. `stored_bytes` is their memory on the nodes that answered."""
     outcome = reply.outcome
     return {
         "deleted_steps": list(outcome.deleted_steps),

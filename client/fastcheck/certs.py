@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 #: Clocks differ.
 _EARLY = datetime.timedelta(minutes=5)
 _DOMAIN = "spiffe://"
-#: What a file name adds to a name, and what a host name in a certificate takes.
+#: Longest host name in a certificate.
 _HOST_CHARS_MAX = 253
 
 

@@ -9,33 +9,31 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any
 
 from fastcheck_proto.conventions import STEP_MAX
 
-from .advice import Advice, advise, observed_mtbf
+from .advice import Advice, Measured, advise, observed_mtbf
+from .config import parse_precision, resolve, whole_number
 from .connection import Connection, parse_address
 from .copying import default_copy_threads
 from .daemon import Daemon
-from .environment import resolve, whole_number
 from .errors import ClosedError, InvalidArgumentError
 from .handle import SaveHandle
-from .loading import Loads
-from .measuring import Measured
-from .precision import parse_precision
+from .load import Loads
 from .progress import LoadProgress
 from .replicated.sharing import Shared, SharedSaves
-from .saving import COUNT_MAX, Saves
-from .seat import Seat
-from .staging import SharedMemory
-from .state.flatten import flatten
-from .state.forecast import missing_bytes
-from .state.garbage import uncollected
+from .save import COUNT_MAX, Saves
+from .session import Session
+from .shared_memory import SharedMemory
+from .state.flatten import flatten, uncollected
 from .state.layouts import Layouts
-from .streaming import Streams
+from .state.optimizers import missing_bytes
 from .transport import Transport
+from .upload import Streams
 
 
 class Checkpointer:
@@ -96,15 +94,15 @@ class Checkpointer:
         self._layouts = Layouts(parse_precision(precision))
         self._shared = SharedSaves(self.rank, self.world_size, per_rank, compare) if replicated else None
         self._daemon = Daemon(Connection(where))
-        self._transport: Transport = (
-            SharedMemory(self._daemon, threads) if where.local else Streams(self._daemon)
-        )
+        self._session = session = Session(self._identity, self._daemon, timeout_s, in_flight)
+        self._transport: Transport = SharedMemory(session, threads) if where.local else Streams(session)
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._seat = seat = Seat(self._identity, self._daemon, timeout_s, self._closing)
-        self._saves = Saves(seat, self._transport, self._shared, in_flight)
-        self._loads = Loads(seat, self._transport, ranks_timeout_s)
+        self._saves = Saves(session, self._transport, self._shared)
+        self._loads = Loads(session, self._transport, ranks_timeout_s)
         self._measured = Measured()
+        # One that nobody closes keeps no threads.
+        weakref.finalize(self, session.cut).atexit = False
 
     @property
     def job(self) -> str:
@@ -186,13 +184,15 @@ class Checkpointer:
         return handle
 
     def prepare(self, state: object) -> None:
-        """Get memory ready for saves of states as large as this one; call it before training, the first save is as
-        fast as others then.
+        """Have memory set aside for saves of states as large as this one; call it before training, the first save is as
+        fast as others then. Without it, the first save does so.
 
-        What optimizers will keep after their first step is estimated, for torch's own kinds. The memory is touched
-        in the background. A daemon that cannot help costs the first save time and nothing else: it is only logged.
+        What optimizers will keep after their first step is estimated, for torch's own kinds. Returns when the memory is
+        there and its pages are touched, or cannot be had. A daemon that is not there costs the first save time and
+        nothing else: it is only logged.
 
         Raises:
+            OutOfMemoryError: this job's saves do not fit into this node's memory; the message has the numbers.
             UnsupportedStateError: something in `state` cannot be saved; the message names it.
             ClosedError: after close().
         """
@@ -202,14 +202,15 @@ class Checkpointer:
         self._saves.fence.settle()
         missing = missing_bytes(state)
         if self._shared is None:
-            size = flatten(state, self._layouts).state_bytes
+            flat = flatten(state, self._layouts)
         else:
-            size = self._shared.flatten(state, self._layouts)[0].state_bytes
+            flat = self._shared.flatten(state, self._layouts)[0]
             missing = -(-missing // self.world_size)
-        if missing:  # a segment may be a quarter larger than the state, but not smaller
+        size = flat.state_bytes
+        if missing:  # a segment may be larger than the state, but not smaller
             size += missing + size // 64
         with self._lock:
-            self._saves.prepare(size)
+            self._saves.prepare(flat, size)
 
     def fence(self) -> None:
         """Returns when the state of the last lazy save may change. Optimizers' steps do this by themselves.
@@ -344,10 +345,9 @@ class Checkpointer:
             return
         self._saves.fence.close()
         self._closing.set()
-        self._seat.leave()
+        self._session.close()
         self._daemon.close()
         with self._lock:
-            self._saves.close()
             self._transport.close()
             self._layouts.close()
 

@@ -23,9 +23,8 @@ from .gaps import Gaps
 from .gpu import Cuda, Gpu, Mark, Pair
 from .pages import populate
 from .state import dtypes
-from .state.flatten import FlatState, Piece
-from .state.garbage import uncollected
-from .state.places import Move
+from .state.flatten import FlatState, Piece, uncollected
+from .state.records import Move
 
 #: Long moves are cut into pieces of this to twice this. Beyond a part of the processor's last cache, 43 MB where it has
 #: 105, memmove writes past the caches, and takes two thirds of the time.

@@ -1,7 +1,7 @@
 """The daemon's calls as functions with deadlines, each failing with an error of ours.
 
-Two kinds of waiting: calls that are answered at once have a short deadline; calls that may rightly take
-long (room for a save, a restore) wait as long as the daemon still shakes hands on a fresh connection.
+Calls that may rightly take long (an upload, a restore) wait as long as the daemon still shakes hands on a fresh
+connection.
 """
 
 from __future__ import annotations
@@ -25,15 +25,9 @@ CONNECT_S = 1.0
 RECONNECT_S = 0.3
 #: For what has no training waiting behind it and fails if the daemon is only busy: reading, listing.
 PATIENT_CONNECT_S = 5.0
-#: Calls that the daemon answers from memory.
-_PROMPT_S = 5.0
-#: A trainer that ends waits no longer for that to be noted.
-_CLOSE_S = 2.0
-#: A watch is quiet while a step is on its way; asking again this often finds a daemon that hangs.
-_WATCH_S = 60.0
 #: A long call is left alone for this long, and then between two looks whether the daemon lives.
 _GUARD_INTERVAL_S = 1.0
-_WHOM = "the daemon on this node"
+WHOM = "the daemon on this node"
 
 
 class Daemon:
@@ -51,42 +45,24 @@ class Daemon:
         """Find the daemon; raises DaemonUnavailableError when it is not there."""
         self._connection.link(connect_s)
 
-    def open_session(
-        self, request: pb.OpenSessionRequest, *, connect_s: float, timeout_s: float
-    ) -> pb.OpenSessionResponse:
-        """Take the rank's place; repeating it is harmless."""
-        return self._ask(lambda link: link.trainer.OpenSession(request, timeout=timeout_s), connect_s)
+    def link(self, connect_s: float) -> Link:
+        """The way to it, for who keeps one; raises DaemonUnavailableError when it is not there."""
+        return self._connection.link(connect_s)
 
-    def close_session(self, request: pb.CloseSessionRequest) -> None:
-        """Say that the rank's trainer is done; not over a link that would have to be made first."""
-        if self._connection.connected:
-            self._ask(lambda link: link.trainer.CloseSession(request, timeout=_CLOSE_S), RECONNECT_S, tries=1)
+    def alive(self, link: Link) -> bool:
+        """Whether it still shakes hands; takes a moment when it does not."""
+        return self._connection.alive(link)
 
-    def begin_save(
-        self, request: pb.BeginSaveRequest, *, connect_s: float, timeout_s: float
-    ) -> pb.BeginSaveResponse:
-        """Reserve a segment; waits while too many steps are in flight."""
+    def drop(self, link: Link) -> None:
+        """Give a link up: the daemon is found anew at the next use."""
+        self._connection.drop(link)
 
-        def ask(link: Link) -> pb.BeginSaveResponse:
-            call = link.trainer.BeginSave.future(request, timeout=timeout_s)
+    def upload(self, requests: Iterator[pb.UploadRequest], *, connect_s: float, timeout_s: float) -> int:
+        """Send bytes into a segment; returns how many the daemon has."""
+        with self.errors(connect_s) as link:
+            call = link.trainer.Upload.future(requests, timeout=timeout_s)
             with self.guarded(link, call):
-                return call.result()
-
-        return self._ask(ask, connect_s)
-
-    def seal_save(self, request: pb.SealSaveRequest) -> None:
-        """Hand the filled segment over."""
-        self._ask(lambda link: link.trainer.SealSave(request, timeout=_PROMPT_S), CONNECT_S, tries=1)
-
-    def abandon_save(self, save_id: str) -> None:
-        """Give a segment back."""
-        request = pb.AbandonSaveRequest(save_id=save_id)
-        self._ask(lambda link: link.trainer.AbandonSave(request, timeout=CONNECT_S), RECONNECT_S, tries=1)
-
-    def watch_save(self, request: pb.WatchSaveRequest) -> Iterator[pb.WatchSaveResponse]:
-        """Follow a save; ends or fails like the stream does, latest after a minute of silence."""
-        with self.errors(CONNECT_S) as link:
-            yield from link.trainer.WatchSave(request, timeout=_WATCH_S)
+                return int(call.result().bytes)
 
     def list_steps(
         self, request: pb.ListStepsRequest, *, connect_s: float, timeout_s: float
@@ -121,7 +97,7 @@ class Daemon:
         try:
             yield link
         except grpc.RpcError as error:
-            found = translate(error, _WHOM)
+            found = translate(error, WHOM)
             if isinstance(found, DaemonUnavailableError):
                 self._give_up(link, error)
             raise found from None
@@ -130,7 +106,7 @@ class Daemon:
         except (grpc.FutureCancelledError, ValueError) as error:
             # What gRPC raises for calls on a channel that another thread gave up.
             self._connection.drop(link)
-            raise DaemonUnavailableError(f"{_WHOM} went away during a call") from error
+            raise DaemonUnavailableError(f"{WHOM} went away during a call") from error
 
     def _give_up(self, link: Link, error: grpc.RpcError) -> None:
         assert isinstance(error, grpc.Call)

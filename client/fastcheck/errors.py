@@ -149,17 +149,23 @@ class ReplicationError(SaveFailedError):
 class ReplicasDisagreeError(SaveFailedError):
     """Ranks of a Checkpointer with `replicated=True` do not hold the same. The step is not committed on any.
 
-    `tensors`: names → ranks. `minority`: whether those ranks differ from most others; if not, nobody can say
-    which ones are right. No tensors are named if not even names, shapes and dtypes are the same, or if only some
-    ranks say that their state is replicated.
+    `parts`: numbers of the parts of the state that differ → the ranks that differ there; part r is the one that rank r
+    saves. `minority`: whether those ranks differ from most others; if not, nobody can say which ones are right.
+    No parts are named if not even names, shapes and dtypes are the same, or if only some ranks say that their state is
+    replicated.
     """
 
     def __init__(
-        self, message: str, tensors: Mapping[str, tuple[int, ...]] | None = None, *, minority: bool = False
+        self, message: str, parts: Mapping[int, tuple[int, ...]] | None = None, *, minority: bool = False
     ) -> None:
         super().__init__(message)
-        self.tensors = dict(tensors or {})
+        self.parts = dict(parts or {})
         self.minority = minority
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that differ in any part."""
+        return tuple(sorted({rank for ranks in self.parts.values() for rank in ranks}))
 
 
 class LoadFailedError(FastCheckError):

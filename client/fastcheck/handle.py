@@ -11,9 +11,11 @@ from typing import Any
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from .errors import (
+    ClosedError,
     FastCheckError,
     InvalidArgumentError,
     LoadFailedError,
+    ReplicasDisagreeError,
     SaveFailedError,
     SaveTimeoutError,
     from_code,
@@ -37,8 +39,10 @@ class SaveHandle:
         self._replicated = False
         self._provisional = False
         self._committed = False
-        #: Makes the error of a failed save, if its code alone does not say it.
-        self._error_of: Callable[[pb.WatchSaveResponse], FastCheckError] = _by_code
+        #: The daemon has said something of it.
+        self._told = False
+        #: Told of a step and why it was not saved.
+        self._on_failure: Callable[[int, FastCheckError], object] = lambda _step, _error: None
         #: Monotonic seconds: when `save` was called and had returned, and when the handle ended.
         self._began_at: float | None = None
         self._returned_at: float | None = None
@@ -194,9 +198,10 @@ class SaveHandle:
                 self._returned_at = time.monotonic()
                 self._began_at = self._returned_at - seconds
 
-    def _absorb(self, update: pb.WatchSaveResponse) -> None:
+    def _absorb(self, update: pb.SaveProgress) -> None:
         """Take over what the daemon reported."""
         with self._condition:
+            self._told = True
             state_bytes, encoded_bytes = self._stats["bytes"], update.encoded_bytes
             self._stats.update(
                 encoded_bytes=encoded_bytes,
@@ -225,20 +230,31 @@ class SaveHandle:
         if update.state == pb.SAVE_STATE_COMMITTED:
             self._finish()
         elif update.state == pb.SAVE_STATE_FAILED:
-            self._finish(as_save_error(self._error_of(update)))
+            self._finish(as_save_error(_error_of(update)))
 
     def _finish(self, error: FastCheckError | None = None) -> None:
         """End it, once."""
         with self._condition:
-            if not self._done:
-                self._error = error
-                self._done = True
-                self._ended_at = time.monotonic()
-                self._condition.notify_all()
+            if self._done:
+                return
+            self._error = error
+            self._done = True
+            self._ended_at = time.monotonic()
+            self._condition.notify_all()
+        if error is not None and not isinstance(error, ClosedError):
+            self._on_failure(self.step, error)
 
 
-def _by_code(update: pb.WatchSaveResponse) -> FastCheckError:
-    return from_code(update.error.code, update.error.message)
+def _error_of(update: pb.SaveProgress) -> FastCheckError:
+    error = from_code(update.error.code, update.error.message)
+    if not isinstance(error, ReplicasDisagreeError) or not update.disagreements:
+        return error
+    return ReplicasDisagreeError(
+        f"{update.error.message}. Load the newest committed step on those ranks, and look at their memory; what may "
+        "differ between ranks belongs under per_rank=",
+        {found.part: tuple(found.ranks) for found in update.disagreements},
+        minority=all(found.minority for found in update.disagreements),
+    )
 
 
 def as_save_error(error: FastCheckError) -> FastCheckError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -30,6 +31,7 @@ class Prefaulter:
         #: Segments with the offset of the slice to be touched; the last one of each says that it is warm.
         self._slices: deque[tuple[Segment, int]] = deque()
         self._threads: list[threading.Thread] = []
+        self._idle = threading.Condition(self._lock)
 
     def offer(self, refs: Iterable[pb.SegmentRef], threads: int = 1) -> None:
         """Map segments and warm them, unless that was done already.
@@ -61,6 +63,7 @@ class Prefaulter:
                 if not self._slices or self._stop.is_set():
                     self._slices.clear()
                     self._threads.remove(threading.current_thread())
+                    self._idle.notify_all()
                     return
                 segment, at = self._slices.popleft()
             size = segment.tensor.numel()
@@ -68,6 +71,11 @@ class Prefaulter:
             if good and at + _SLICE_BYTES >= size:
                 segment.warm = True
                 self._warmed(segment)
+
+    def wait(self, deadline: float) -> None:
+        """Returns when nothing is left to be touched, or at the deadline of the monotonic clock."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._threads, max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Stop within one slice."""

@@ -1,4 +1,4 @@
-"""How far a load is: to the caller's callback, or on a terminal as one line that rewrites itself."""
+"""Progress of a load: to the caller's callback, or as one line on a terminal that is rewritten."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import TextIO
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
-#: A load that is over by then is not worth a line.
+#: A load that takes less shows no line.
 QUIET_S = 1.0
 
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """What `load(state, progress=...)` tells its callback, a few times a second and once at the end."""
+    """The argument of the callback of `load(state, progress=...)`, called a few times a second and once at the end."""
 
-    #: Of what this rank needs: here, and checked.
+    #: Bytes of this rank that are here and verified.
     bytes_done: int
     bytes_total: int
-    #: Of late; in the last call over the whole load.
+    #: The recent rate; in the last call the mean of the whole load.
     bytes_per_s: float
-    #: Nodes that have given something so far.
+    #: Nodes that have sent something so far.
     holders: int
 
 
@@ -51,7 +51,7 @@ class Reporter:
         self._shown = False
 
     def news(self, news: pb.LoadProgress) -> None:
-        """How far the daemon is.
+        """Report news from the daemon.
 
         Raises:
             CallbackFailedError: the caller's callback raised.
@@ -59,7 +59,7 @@ class Reporter:
         self._tell(LoadProgress(news.bytes_done, news.bytes_total, news.bytes_per_s, news.holders))
 
     def all_here(self, size: int, holders: int) -> None:
-        """The last news: so many bytes were brought, from so many other nodes; raises what `news` does."""
+        """Report the end: so many bytes, from so many other nodes. Raises as `news` does."""
         taken_s = self._clock() - self._started
         self._tell(LoadProgress(size, size, size / taken_s if taken_s > 0 else 0.0, holders))
 
@@ -77,7 +77,7 @@ class Reporter:
             except Exception as error:
                 raise CallbackFailedError from error
         elif self._clock() - self._started >= QUIET_S and _is_terminal(self._stream):
-            # Back to the line's begin, and what was there before is erased.
+            # Back to the beginning of the line, which is erased.
             self._stream.write(f"\r\x1b[K{_line(progress)}")
             self._stream.flush()
             self._shown = True

@@ -1,10 +1,10 @@
-"""What a resumed run needs besides model and optimizer, as objects that go into the state given to `Checkpointer.save`.
+"""State that a resumed run needs besides model and optimizer, as objects for the state given to `Checkpointer.save`.
 
     state = {"model": model, "optimizer": optimizer, **run_state(loader=loader, scheduler=scheduler, scaler=scaler)}
 
-A run that goes on bit for bit also has to draw the same random numbers and to see the same next batch. Everything
-here is tensors and plain values: nothing is pickled. What is called `rng` and `loader` differs from rank to rank;
-with `Checkpointer(..., replicated=True)` pass `per_rank=resume.PER_RANK`.
+To continue bit for bit, a run must also draw the same random numbers and see the same next batch. Everything here is
+tensors and plain values: nothing is pickled. The entries `rng` and `loader` differ from rank to rank: with
+`Checkpointer(..., replicated=True)` pass `per_rank=resume.PER_RANK`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .errors import UnsupportedStateError
 
 logger = logging.getLogger("fastcheck")
 
-#: Keys of `run_state` whose tensors are each rank's own.
+#: Keys of `run_state` whose tensors differ from rank to rank.
 PER_RANK = ("rng", "loader")
 
 
@@ -70,10 +70,10 @@ def _check(key: str, value: Any) -> None:
 class Position:
     """A data loader's place in the data.
 
-    To begin to iterate draws from torch's generator, and a run that resumes in the middle of an epoch begins once more
-    than one that was never interrupted: all numbers after that would differ. So a loader begins as soon as its
-    state is loaded, and the generators are set after it. (torchdata's loader makes its iterator when it is asked
-    for its state, and the next loop over it takes that one.)
+    Starting to iterate draws from torch's generator, and a run that resumes in the middle of an epoch starts once more
+    than an uninterrupted one: all later numbers would differ. So the loader starts as soon as its state is loaded, and
+    the generators are set after that. (torchdata's loader makes its iterator when it is asked for its state, and the
+    next loop uses that iterator.)
     """
 
     def __init__(self, loader: Any) -> None:
@@ -84,7 +84,7 @@ class Position:
         return self._loader.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Go there and begin."""
+        """Restore the position and start iterating."""
         self._loader.load_state_dict(state_dict)
         self._loader.state_dict()
 
@@ -114,7 +114,7 @@ class Generators:
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set all generators that are in it.
+        """Restore all generators in it.
 
         Raises:
             ValueError: it names a generator that is not here, or the other way round.

@@ -1,7 +1,7 @@
-"""Who this process is to a daemon on another machine: certificates from files, read anew for each channel.
+"""Channels to daemons: certificates from files, read again for each channel, and the owner of a Unix socket.
 
-A Unix socket needs none: who may enter its directory may speak, and `check_socket` looks whose it is. For `host:port`
-the daemon shows a certificate that is good for that host, and wants one of this process' own (docs/security.md).
+A Unix socket needs no certificate: access to its directory is the permission, and `check_socket` verifies its owner.
+For `host:port` the daemon shows a certificate for that host, and wants one of this process (docs/security.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VARIABLES = ("FASTCHECK_TLS_CERT", "FASTCHECK_TLS_KEY", "FASTCHECK_TLS_CA")
 SERVER_NAME = "FASTCHECK_TLS_SERVER_NAME"
 #: By others than its owner.
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
-#: A socket that does not take a connection so long is for connecting to find out about.
+#: Longest wait for a socket to accept; if it does not, connecting will report that.
 _PEER_S = 1.0
 #: Chains are a few KiB; anything larger is another file.
 _FILE_BYTES_MAX = 1 << 20
@@ -45,7 +45,7 @@ class Certificate:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Certificate | None:
-        """What FASTCHECK_TLS_CERT, _KEY and _CA name; None when none of them is set.
+        """The files of FASTCHECK_TLS_CERT, _KEY and _CA; None when none of them is set.
 
         Raises:
             InvalidArgumentError: only some of them are set.
@@ -63,7 +63,7 @@ class Certificate:
         return cls(cert, key, ca, server_name=env.get(SERVER_NAME, ""))
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """What is in the files now.
+        """Credentials from the present content of the files.
 
         Raises:
             InvalidArgumentError: one cannot be read.
@@ -97,10 +97,10 @@ def open_channel(target: str, options: Options) -> grpc.Channel:
 
 
 def check_socket(target: str) -> None:
-    """Whether a Unix socket is one of this user's daemon, or of a service's: not one that somebody else put there.
+    """Check that a Unix socket belongs to this user's daemon or to a service, not to another user.
 
     The default address of a user who is not root may lie below a folder in which everybody may make files, before any
-    daemon is there. Targets that are no Unix socket, or where nothing is, pass: connecting tells.
+    daemon is there. Other targets, and missing sockets, pass: connecting will report them.
 
     Raises:
         DaemonUnavailableError: another user of this machine answers there, or may have put the socket there.
@@ -127,7 +127,7 @@ def check_socket(target: str) -> None:
 
 
 def _peer_uid(path: Path) -> int:
-    """Who listens at a socket, as the kernel says."""
+    """The user that listens at a socket, from the kernel."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(_PEER_S)
         sock.connect(str(path))
@@ -137,7 +137,7 @@ def _peer_uid(path: Path) -> int:
 
 
 def hint(target: str) -> str:
-    """What else may be wrong when a daemon at that address does not answer: a sentence to add."""
+    """A sentence to add to the error when a daemon does not answer: a possible cause in the TLS settings."""
     if target.startswith("unix:"):
         return ""
     if Certificate.from_environment() is None:

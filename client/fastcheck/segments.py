@@ -64,18 +64,19 @@ class Segment:
         self.tensor = self._look()
 
     def _look(self) -> torch.Tensor:
-        return torch.frombuffer(self._window(), dtype=torch.uint8)
+        return torch.frombuffer(self.window(), dtype=torch.uint8)
 
-    def _window(self) -> memoryview:
+    def window(self) -> memoryview:
+        """All of the file, to be written or read."""
         return memoryview(self._mapping)[self._start : self._start + self._bytes]
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Put bytes into the mapping."""
-        self._window()[offset : offset + len(data)] = data
+        self.window()[offset : offset + len(data)] = data
 
     def read(self, offset: int, size_bytes: int) -> bytes:
         """Bytes out of the mapping; fewer where it ends."""
-        return bytes(self._window()[offset : offset + size_bytes])
+        return bytes(self.window()[offset : offset + size_bytes])
 
     def release(self) -> bool:
         """Unmap a private mapping. Returns False if something still views it; that gets its own memory."""

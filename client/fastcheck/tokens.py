@@ -1,7 +1,7 @@
-"""Who a trainer is, by a bearer token that it shows in each call (docs/security.md).
+"""Bearer tokens that identify a trainer in each call (docs/security.md).
 
-Whoever issues tokens renews them in the file while training goes on, as the kubelet does, so the file is read for each
-call. A token is as good as a password until it ends: it goes through a Unix socket or TLS, and into no message.
+The issuer renews the token in its file while training goes on, as the kubelet does, so the file is read for each call.
+Until it expires a token is as good as a password: it is sent only through a Unix socket or TLS, and is in no message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILE_VARIABLE = "FASTCHECK_TOKEN_FILE"
 
 
 def shown_to(target: str, environment: Mapping[str, str] | None = None) -> TokenShower | None:
-    """What has calls to that gRPC target show a token, if there is one.
+    """An interceptor that adds the token to calls to that target; None without a token file.
 
     Raises:
         InvalidArgumentError: the file has none, or it would go over plaintext.
@@ -38,7 +38,7 @@ def shown_to(target: str, environment: Mapping[str, str] | None = None) -> Token
             f"{', '.join(VARIABLES)}, use the daemon's Unix socket, or unset {FILE_VARIABLE}"
         )
     shower = TokenShower(Path(text))
-    shower.token()  # what is wrong with the file is said before a link is there
+    shower.token()  # a bad file is reported before a connection is made
     return shower
 
 
@@ -57,14 +57,15 @@ class TokenShower(
     grpc.UnaryUnaryClientInterceptor,
     grpc.UnaryStreamClientInterceptor,
     grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
 ):
-    """Adds what is in the file now to every call of a kind that TrainerService has."""
+    """Adds the present token to every call, for the kinds of calls that TrainerService has."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def token(self) -> str:
-        """What is in the file now.
+        """The present content of the file.
 
         Raises:
             InvalidArgumentError: it cannot be read, or has no token. The message has nothing of its content.
@@ -103,6 +104,12 @@ class TokenShower(
         return self._show(continuation, client_call_details, request)
 
     def intercept_stream_unary(
+        self, continuation: Any, client_call_details: Any, request_iterator: Any
+    ) -> Any:
+        """As the base class."""
+        return self._show(continuation, client_call_details, request_iterator)
+
+    def intercept_stream_stream(
         self, continuation: Any, client_call_details: Any, request_iterator: Any
     ) -> Any:
         """As the base class."""

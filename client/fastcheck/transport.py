@@ -1,8 +1,8 @@
-"""What both ways of moving a rank's bytes have in common: shared memory (staging) and streams (streaming)."""
+"""What both ways of moving a rank's bytes have in common: shared memory (`shared_memory`) and uploads (`upload`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,10 +13,11 @@ from fastcheck_proto.v1 import state_pb2
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from .errors import CorruptError, LossyCheckpointError
+from .handle import SaveHandle
 from .progress import Reporter
 from .state.flatten import FlatState
 from .state.header import parse
-from .state.places import Pour, pour_plainly
+from .state.records import Pour, pour_plainly
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,14 @@ class Staged:
 
 
 class Staging(Protocol):
-    """A save whose memory is reserved; what may not wait is copied."""
+    """A save that has a segment; what may not wait is copied."""
 
     def hold(self) -> None:
         """Returns when what is left to copy may change."""
         ...
 
-    def finish(self) -> Staged:
-        """Copy what is left; returns when the daemon has the bytes."""
+    def finish(self, handle: SaveHandle) -> None:
+        """Copy what is left and hand it over; the handle is told what becomes of it."""
         ...
 
 
@@ -66,8 +67,8 @@ class Transport(Protocol):
     #: Whether pieces may be left for `Staging.finish`.
     lazy: bool
 
-    def begin(self, request: pb.BeginSaveRequest, flat: FlatState, patience: Patience) -> Staging:
-        """Reserve memory and copy all pieces but those that may come later."""
+    def begin(self, step: int, flat: FlatState) -> Staging:
+        """Take a segment and copy all pieces but those that may come later."""
         ...
 
     def load(
@@ -76,12 +77,12 @@ class Transport(Protocol):
         """The bytes of a committed step, valid inside the block; None when there is none. Tells `reporter`."""
         ...
 
-    def prepare(self, request: pb.BeginSaveRequest, patience: Patience) -> None:
-        """Get memory ready for the first save, in the background."""
-        ...
+    def prepare(self, state_bytes: int, record_bytes: int) -> None:
+        """Have memory set aside for states of this size, and made ready; returns when it is.
 
-    def warm(self, spares: Sequence[pb.SegmentRef]) -> None:
-        """Prepare for later saves, in the background."""
+        Raises:
+            OutOfMemoryError: it does not fit.
+        """
         ...
 
     def close(self) -> None:
@@ -89,9 +90,11 @@ class Transport(Protocol):
         ...
 
 
-def seal_of(flat: FlatState) -> pb.PushSeal:
+def sealed_of(step: int, flat: FlatState) -> pb.Sealed:
     """What the daemon is told of a state beside its bytes."""
-    return pb.PushSeal(
+    return pb.Sealed(
+        step=step,
+        state_bytes=flat.state_bytes,
         header_offset=flat.header_offset,
         header_bytes=len(flat.header),
         layout=flat.layout,

@@ -58,7 +58,7 @@ class Surroundings:
     engine: Callable[[Config, Callable[[], None]], StartedConsensus] = Raft
     #: The way to nodes, holders and other voters; by default over the network.
     outward: Outward | None = None
-    #: The way to the leader for relayed calls; by default over the network. Whoever gives one closes it.
+    #: The way to the leader for forwarded calls; by default over the network. Whoever gives one closes it.
     stubs: Stubs | None = None
     #: Whom the arbiter asks to ask others.
     draw: random.Random | None = None
@@ -163,8 +163,8 @@ class RegistryServer:
         return VoterFacts(
             has_leader=self._raft.leader is not None,
             term=self._raft.term,
-            epoch=self._raft.read(lambda state: int(state["epoch"])),
-            schema=self._raft.read(lambda state: int(state["schema"])),
+            epoch=self._raft.read(lambda state: state.epoch),
+            schema=self._raft.read(lambda state: state.schema),
             voters=len(self._raft.voters),
             durations=durations,
             leading=leading,
@@ -180,9 +180,9 @@ class RegistryServer:
     def _changed(self) -> None:
         epoch, lives, left = self._raft.read(
             lambda state: (
-                state["epoch"],
-                [(node_id, node["incarnation"]) for node_id, node in state["nodes"].items()],
-                [node_id for node_id, node in state["nodes"].items() if node["reason"] == LEFT],
+                state.epoch,
+                [(node.node_id, node.incarnation) for node in state.nodes.values()],
+                [node.node_id for node in state.nodes.values() if node.reason == LEFT],
             )
         )
         if epoch != self._epoch:

@@ -20,7 +20,7 @@ PYTHON: dict[str, tuple[str, ...]] = {
         "fastcheck.handle.SaveHandle",
         "fastcheck.progress.LoadProgress",
     ),
-    "When to save": ("fastcheck.policies.every", "fastcheck.advice.advise", "fastcheck.advice.Advice"),
+    "When to save": ("fastcheck.advice.every", "fastcheck.advice.advise", "fastcheck.advice.Advice"),
     "What else a state needs": ("fastcheck.resume",),
     "torch.distributed.checkpoint": (
         "fastcheck.dcp.writer.FastCheckWriter",

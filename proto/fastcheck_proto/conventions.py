@@ -19,11 +19,10 @@ TOKEN_METADATA_KEY = "authorization"  # noqa: S105  a key's name
 TOKEN_BYTES_MAX = 4096
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+")
 
-#: Trailing metadata of a failed call: the `ErrorCode` by name, and the leader's address if known.
+#: Trailing metadata of a failed call: the `ErrorCode` by name.
 ERROR_METADATA_KEY = "fastcheck-error"
-LEADER_METADATA_KEY = "fastcheck-leader"
-#: Metadata of a call to a voter, value "1": if it is not the leader, it shall ask the leader for us.
-RELAY_METADATA_KEY = "fastcheck-relay"
+#: Metadata of a call that one voter forwards to another, value "1": it is not forwarded again.
+FORWARDED_METADATA_KEY = "fastcheck-forwarded"
 
 #: Largest piece of state in one message of `Push` and `Pull`. Python gRPC is fastest near 512 KiB.
 STREAM_PIECE_BYTES = 512 * 1024

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812  the name that every torch program uses
 
-from fastcheck.demo import data
-from fastcheck.demo.model import GPT
+from fastcheck.demo.model import GPT, batch, corpus
 from fastcheck.state import header
 from fastcheck.state.fill import fill
 from fastcheck.state.layouts import Layouts
@@ -69,7 +68,7 @@ class Trainer:
     def train(self, first: int, last: int) -> None:
         """Make these steps, both included."""
         for step in range(first, last + 1):
-            inputs, targets = data.batch(
+            inputs, targets = batch(
                 self._text, seed=self._seed, step=step, rank=0, size=BATCH, context=CONTEXT
             )
             loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
@@ -119,7 +118,7 @@ def run(seeds: int, quick: bool, say: Callable[[str], None]) -> Experiment:
     """
     torch.set_num_threads(1)  # so that sums are formed in the same order on every machine, and no team waits
     save_at, last = (60, 100) if quick else (300, 500)
-    text = data.corpus()
+    text = corpus()
     text, held_out = text[:-VALIDATION_BYTES], text[-VALIDATION_BYTES:]
     experiment = Experiment([], [Outcome(setting.name) for setting in SETTINGS] + [Outcome(CONTROL)])
     for seed in range(seeds):

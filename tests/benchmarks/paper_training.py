@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  the name that every torch program uses
 
-from fastcheck.demo import data
+from fastcheck.demo.model import batch, corpus
 
 from .sequences import BATCH, CONTEXT, LR, State, byte_gpt, cosine, decay_groups
 
@@ -44,7 +44,7 @@ class Trainee:
     def step(self) -> float:
         """Train one step; its loss."""
         self.steps += 1
-        inputs, targets = data.batch(
+        inputs, targets = batch(
             self._text, seed=self._seed, step=self.steps, rank=0, size=BATCH, context=CONTEXT
         )
         loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
@@ -80,7 +80,7 @@ class Ensemble:
 
     def __init__(self, folder: Path, seeds: Sequence[int]) -> None:
         self._folder, self._seeds = folder, seeds
-        text = data.corpus()
+        text = corpus()
         self._trainees = [Trainee(seed, text) for seed in seeds]
 
     def take_up(self, stage: int) -> None:
@@ -130,7 +130,7 @@ def state_file(folder: Path, seed: int, stage: int) -> Path:
 def train(folder: Path, seed: int, stages: Iterable[int]) -> None:
     """Train one seed through all stages that are not there yet."""
     torch.set_num_threads(1)  # as fast at this size, and the same sums on every machine
-    trainee = Trainee(seed, data.corpus())
+    trainee = Trainee(seed, corpus())
     for stage in sorted(stages):
         file = state_file(folder, seed, stage)
         if file.exists():

@@ -18,8 +18,7 @@ import torch.nn.functional as F  # noqa: N812  the name that every torch program
 from torch import nn
 
 from fastcheck.copying import Copier
-from fastcheck.demo import data
-from fastcheck.demo.model import GPT
+from fastcheck.demo.model import GPT, batch, corpus
 from fastcheck.state.flatten import flatten
 from fastcheck.state.layouts import Layouts
 from fastcheck_proto.v1 import layout_pb2 as pb
@@ -155,13 +154,13 @@ def byte_gpt() -> GPT:
 
 def text_loss(model: nn.Module, text: torch.Tensor, step: int) -> torch.Tensor:
     """Mean cross entropy of the next byte on the step's batch."""
-    inputs, targets = data.batch(text, seed=SEED, step=step, rank=0, size=BATCH, context=CONTEXT)
+    inputs, targets = batch(text, seed=SEED, step=step, rank=0, size=BATCH, context=CONTEXT)
     return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
 
 
 def adamw_fp32(steps: int) -> Training:
     """The byte GPT in fp32, lr on a cosine."""
-    text, model = data.corpus(), byte_gpt()
+    text, model = corpus(), byte_gpt()
     optimizer = torch.optim.AdamW(decay_groups(dict(model.named_parameters())), lr=LR)
     scheduler = cosine(optimizer, steps)
 
@@ -180,7 +179,7 @@ def mixed_precision(
     lr: float,
 ) -> tuple[nn.Module, dict[str, nn.Parameter], torch.optim.AdamW, Callable[[int], float]]:
     """The byte GPT in bf16; AdamW works on fp32 masters, which are rounded into the model after each step."""
-    text, model = data.corpus(), byte_gpt()
+    text, model = corpus(), byte_gpt()
     # From fp32, as in earnest: a master that starts as a rounded number has no low bits at first.
     masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
     model.to(torch.bfloat16)

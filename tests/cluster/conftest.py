@@ -1,8 +1,9 @@
 """Real clusters of real daemons on loopback.
 
-A test gets a cluster of its own: what it kills stays dead. A cluster is taken down with the test,
-also when it fails; its logs are in pytest's temporary folder of the test. Starting one costs more than most
-tests do in it, so those of a file that hurt nobody may share one, each with a job of its own name.
+Starting a cluster costs more than most tests do in it, so the tests of a file share one where they can, each with a
+job of its own name: `shared_cluster` where they kill what is then started again, `standing_cluster` where they hurt
+nobody. With other settings, or another history, a test has a cluster of its own. Whatever happens, a cluster is taken
+down in the end; its logs are in pytest's temporary folder.
 """
 
 from __future__ import annotations
@@ -30,6 +31,45 @@ def make_cluster(tmp_path: Path) -> Iterator[Callable[..., LocalCluster]]:
             return cluster
 
         yield make
+
+
+class SharedCluster:
+    """A file's cluster of some size with the defaults, for one test after the other; there is one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._sizes: list[int] = []
+        self._cluster: LocalCluster | None = None
+
+    def __call__(self, nodes: int) -> LocalCluster:
+        """All of its nodes are UP: what an earlier test has killed is started again. Earlier jobs are still there."""
+        if self._cluster is not None and len(self._cluster.node_ids) == nodes:
+            for node in self._cluster.node_ids:
+                if not self._cluster.pids(node):
+                    self._cluster.start(node)
+            self._cluster.wait_up(self._cluster.node_ids)
+            return self._cluster
+        self.end()
+        self._sizes.append(nodes)
+        self._cluster = LocalCluster(self._folder / f"cluster-{len(self._sizes)}").__enter__()
+        self._cluster.up(nodes, ram_budget="256MiB")
+        return self._cluster
+
+    def end(self) -> None:
+        """Take it down."""
+        if self._cluster is not None:
+            self._cluster.__exit__(None, None, None)
+            self._cluster = None
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], LocalCluster]]:
+    """`shared_cluster(4)`: the file's cluster of four, for a test with a job of its own name that adds no node."""
+    cluster = SharedCluster(tmp_path_factory.mktemp("shared"))
+    try:
+        yield cluster
+    finally:
+        cluster.end()
 
 
 @pytest.fixture(scope="module")

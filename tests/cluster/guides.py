@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 from tests.cluster.harness import until
+from tests.forks import FRAMEWORKS, TORCH, Fork
 
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
@@ -28,11 +29,11 @@ class Example:
         self.lines: list[str] = []
         self._log = log
         with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, *map(str, command)],
+            self.process = Fork(
+                command,
                 env={
                     **os.environ,
-                    "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                    "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),  # for processes that it starts
                     "FASTCHECK_ADDRESS": cluster.address(NODE),
                     "PYTHONUNBUFFERED": "",  # else the parts of several ranks' lines mix
                     "OMP_NUM_THREADS": "1",
@@ -41,7 +42,7 @@ class Example:
                 },
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                text=True,
+                preload=(*TORCH, *FRAMEWORKS),
             )
 
     def read_until(self, seen: Callable[[], object]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
-from multiprocessing.connection import Connection
+import sys
 from typing import Any
 
 import pytest
@@ -62,14 +63,14 @@ def load_again_together(rank: Rank) -> None:
     dist.destroy_process_group()
 
 
-def obey(commands: Connection, job: str, rank: int, world_size: int, address: str) -> None:
-    """A trainer without a process group that does what it is told; what it saves says who saved it."""
+def obey(job: str, rank: int, world_size: int, address: str) -> None:
+    """A trainer without a process group that does what stdin says; what it saves says who saved it."""
     torch.set_num_threads(1)
     ckpt = Checkpointer(job, rank=rank, world_size=world_size, address=address)
     handles: dict[int, SaveHandle] = {}
     state = {"saved_by": torch.zeros(3, dtype=torch.int64)}
-    while True:
-        what, step = commands.recv()
+    for line in sys.stdin:
+        what, step = json.loads(line)
         answer: Any = None
         try:
             if what == "load":
@@ -85,4 +86,5 @@ def obey(commands: Connection, job: str, rank: int, world_size: int, address: st
                 answer = "committed"
         except FastCheckError as error:
             answer = f"{type(error).__name__}: {error}"
-        commands.send(answer)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tests.cluster.harness import until
+from tests.forks import Fork
 from tests.sockets import free_port
 
 from fastcheck.local import LocalCluster
@@ -35,7 +34,7 @@ class LockstepJob:
         self._nodes = nodes
         self._name = name
         self._options = ["--megabytes", str(megabytes), "--pause", str(pause_s)]
-        self.ranks: list[subprocess.Popen[str]] = []
+        self.ranks: list[Fork] = []
         self.events: list[list[dict[str, Any]]] = []
 
     def __enter__(self) -> LockstepJob:
@@ -54,32 +53,28 @@ class LockstepJob:
         for rank, node in enumerate(self._nodes):
             environment = {
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(self._nodes)),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            command = [
-                sys.executable,
-                "-m",
-                "tests.cluster.lockstep_rank",
-                self._name,
-                self._cluster.address(node),
-            ]
-            process = subprocess.Popen(
-                [*command, *self._options],
+            process = Fork(
+                [
+                    "-m",
+                    "tests.cluster.lockstep_rank",
+                    self._name,
+                    self._cluster.address(node),
+                    *self._options,
+                ],
                 env=environment,
-                cwd=Path(__file__).parents[2],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                text=True,
             )
             self.ranks.append(process)
             threading.Thread(target=self._listen, args=(process, self.events[rank]), daemon=True).start()
 
     @staticmethod
-    def _listen(process: subprocess.Popen[str], events: list[dict[str, Any]]) -> None:
+    def _listen(process: Fork, events: list[dict[str, Any]]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             events.append(json.loads(line))

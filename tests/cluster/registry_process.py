@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
 import secrets
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.forks import Fork
 
 from fastcheck.local.ports import find_free_ports
 from fastcheckd.config import Config, Voter
 from fastcheckd.config_sources import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
+_SERVER = "fastcheckd.registry_server"
 
 
 def free_ports(count: int) -> list[int]:
@@ -58,7 +59,7 @@ class RegistryCluster:
         )
         #: Config keys that differ from voter to voter.
         self.settings_of: Callable[[str], dict[str, object]] | None = None
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, Fork] = {}
 
     def config_of(self, node_id: str) -> Config:
         own = self.settings_of(node_id) if self.settings_of else {}
@@ -79,12 +80,8 @@ class RegistryCluster:
         path = self.folder / f"{node_id}.json"
         path.write_text(json.dumps(values))  # JSON is YAML
         with (self.folder / f"{node_id}.log").open("ab") as log:
-            self.processes[node_id] = subprocess.Popen(
-                [sys.executable, "-m", "tests.cluster.registry_process", str(path)],
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": "daemon:client:proto:."},
-                stdout=log,
-                stderr=log,
+            self.processes[node_id] = Fork(
+                ["-m", "tests.cluster.registry_process", path], stdout=log, stderr=log, preload=[_SERVER]
             )
 
     def start_all(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from tests.cluster.harness import until
+from tests.forks import Fork, call
 
 from fastcheck import Checkpointer
 from fastcheck.local import LocalCluster
@@ -140,8 +140,7 @@ class Runs:
         self._cluster = cluster
         self._folder = folder
         self._number = 0
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, *preload])
+        self._preload = (__name__, *preload)
 
     def run(
         self,
@@ -169,26 +168,21 @@ class Runs:
             )
             for number in range(world_size)
         ]
-        processes = [
-            self._context.Process(target=_enter, args=(train, rank, port, enabled), daemon=True)
-            for rank in ranks
-        ]
+        processes: list[Fork] = []
         wanted = 0 if end is None or end.how == "stopped" else -signal.SIGKILL
         try:
-            for process in processes:
-                process.start()
+            for rank in ranks:
+                processes.append(call(_enter, train, rank, port, enabled, preload=self._preload))
             for process, rank in zip(processes, ranks, strict=True):
-                process.join(RUN_S)
+                ended = process.wait(RUN_S)
                 log = (
                     rank.out.with_suffix(".log").read_text() if rank.out.with_suffix(".log").exists() else ""
                 )
-                assert process.exitcode == wanted, (
-                    f"{end}, rank {rank.rank}: {process.exitcode}\n{log[-4000:]}"
-                )
+                assert ended == wanted, f"{end}, rank {rank.rank}: {ended}\n{log[-4000:]}"
         finally:
             for process in processes:
                 process.kill()
-                process.join()
+                process.wait()
         return [[json.loads(line) for line in rank.out.read_text().splitlines()] for rank in ranks]
 
     def go_on_as_if_nothing_had_happened(

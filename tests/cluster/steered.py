@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
-from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from tests.forks import Fork
 
 from fastcheck.local import LocalCluster
 
@@ -30,13 +29,8 @@ class SteeredRank:
         world_size: int = 1,
     ) -> None:
         arguments = [job, cluster.address(node), str(megabytes), str(rank), str(world_size)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.cluster.steered_rank", *arguments],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+        self.process = Fork(
+            ["-m", "tests.cluster.steered_rank", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
     def __enter__(self) -> SteeredRank:

@@ -1,6 +1,6 @@
-"""The trainers of a job in a process of their own, which save when they are told to. Any build's SDK will do.
+"""The trainers of a job in a process of their own, which save when they are told to.
 
-    python -P steered_trainers.py JOB ADDRESS...        one rank per address
+    python -m tests.cluster.steered_trainers JOB ADDRESS...        one rank per address
 
 A line of JSON in, one out, until there is no more:
     {"save": 3}    {"saved": 3}       every rank's `save` has returned

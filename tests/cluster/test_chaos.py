@@ -100,6 +100,7 @@ class Story:
         self.commit()
 
 
+@pytest.mark.long  # in the gate test_kills.py kills at random, and test_detection.py freezes processes
 @pytest.mark.timeout(60 + 30 * FAULTS)
 @pytest.mark.parametrize(
     "codec", ["auto", "always"]

@@ -62,7 +62,7 @@ def test_every_answer_is_as_its_schema_says(asked, job, standing_cluster):
 
 def test_a_shell_is_offered_what_the_cluster_knows(monkeypatch, job, standing_cluster):
     monkeypatch.setenv("FASTCHECK_ADDRESS", standing_cluster.address("node-2"))
-    monkeypatch.setattr("fastcheck.cli.completing.PATIENCE_S", 30.0)  # cores may be busy here
+    monkeypatch.setattr("fastcheck.cli.shell_completion.PATIENCE_S", 30.0)  # cores may be busy here
     complete = get_completion_class("bash")(cli, {}, "fastcheck", "_FASTCHECK_COMPLETE")
 
     def offered(*words):

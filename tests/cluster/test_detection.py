@@ -20,6 +20,7 @@ from tests.cluster.harness import (
 
 from fastcheck import FastCheckError
 from fastcheck.admin import AdminClient
+from fastcheck.local import LocalCluster
 
 NODES = ["node-0", "node-1", "node-2", "node-3"]
 
@@ -54,9 +55,23 @@ def everyone_is_up(cluster, asked=NODES):
     return len(seen) == len(asked) and all(set(states.values()) == {"UP"} for states in seen.values())
 
 
+@pytest.fixture(scope="module")
+def _four(tmp_path_factory):
+    with LocalCluster(tmp_path_factory.mktemp("four") / "cluster") as cluster:
+        cluster.up(len(NODES), ram_budget="256MiB")
+        yield cluster
+
+
+@pytest.fixture
+def four(_four):
+    """The file's cluster of four, for tests that leave all of its nodes up."""
+    until(lambda: everyone_is_up(_four), "everyone to be UP")
+    return _four
+
+
 @pytest.mark.parametrize("victim", ["node-3", "a follower", "the leader"])
-def test_a_killed_node_is_down_for_all_others_and_nobody_else_is(make_cluster, victim):
-    cluster = make_cluster(4)
+def test_a_killed_node_is_down_for_all_others_and_nobody_else_is(four, victim):
+    cluster = four
     first = leader(cluster, "node-3")
     followers = [n for n in NODES[:3] if n != first]
     victim = {"a follower": followers[0], "the leader": first}.get(victim, victim)
@@ -102,11 +117,9 @@ def save_until(job, done, step):
 @pytest.mark.parametrize(
     "kind", ["agent", "data", pytest.param("follower", marks=pytest.mark.long), "leader"]
 )
-def test_a_process_stopped_for_five_seconds_under_saves_costs_no_step_and_condemns_nobody_else(
-    make_cluster, kind
-):
-    cluster = make_cluster(4)
-    job = Job(cluster, ["node-3"])
+def test_a_process_stopped_for_five_seconds_under_saves_costs_no_step_and_condemns_nobody_else(four, kind):
+    cluster = four
+    job = Job(cluster, ["node-3"], f"stopped-{kind}")
     job.commit(1)
     before = lives(cluster, "node-3")
     first = leader(cluster, "node-3")

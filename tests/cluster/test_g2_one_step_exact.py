@@ -28,9 +28,9 @@ from fastcheck import (
 )
 
 
-def test_nothing_committed_is_none_and_a_missing_step_is_an_error(make_cluster):
-    cluster = make_cluster(2)
-    job = Job(cluster, ["node-0"])
+def test_nothing_committed_is_none_and_a_missing_step_is_an_error(shared_cluster):
+    cluster = shared_cluster(2)
+    job = Job(cluster, ["node-0"], "empty")
     assert job.load() is None
     assert job.ranks[0].steps() == []
     for step in (1, 2, 3, 4):
@@ -41,20 +41,20 @@ def test_nothing_committed_is_none_and_a_missing_step_is_an_error(make_cluster):
         job.load(step=1)
 
 
-def test_another_world_size_is_a_clear_error(make_cluster):
-    cluster = make_cluster(2)
-    job = Job(cluster, ["node-0", "node-1"])
+def test_another_world_size_is_a_clear_error(shared_cluster):
+    cluster = shared_cluster(2)
+    job = Job(cluster, ["node-0", "node-1"], "world")
     job.commit(1)
     with (
-        Checkpointer("gpt", rank=0, world_size=3, address=cluster.address("node-0")) as other,
+        Checkpointer("world", rank=0, world_size=3, address=cluster.address("node-0")) as other,
         pytest.raises(WorldSizeError, match="2 ranks"),
     ):
         other.load(make_state(1, 1, 0))
 
 
-def test_a_state_that_does_not_fit_is_named_and_left_alone(make_cluster):
-    cluster = make_cluster(2)
-    job = Job(cluster, ["node-0"])
+def test_a_state_that_does_not_fit_is_named_and_left_alone(shared_cluster):
+    cluster = shared_cluster(2)
+    job = Job(cluster, ["node-0"], "fit")
     job.commit(1)
     state = make_state(5, 0, 0)
     before = make_state(5, 0, 0)
@@ -105,9 +105,9 @@ def test_a_flipped_byte_at_a_holder_is_found_and_the_next_copy_used(make_cluster
     assert counters(cluster, holders[0])["corrupt_found"] >= 1
 
 
-def test_when_all_copies_are_bad_an_older_step_is_offered(make_cluster):
-    cluster = make_cluster(2)
-    job = Job(cluster, ["node-0"])
+def test_when_all_copies_are_bad_an_older_step_is_offered(shared_cluster):
+    cluster = shared_cluster(2)
+    job = Job(cluster, ["node-0"], "bad")
     job.commit(1)
     job.commit(2)
     for node in ("node-0", "node-1"):

@@ -7,9 +7,31 @@ from tests.cluster.harness import Job, leader, node_states, paused, process_of, 
 from fastcheck import FencedError, NotNewerError
 
 
-def test_the_leader_dies_again_and_again_while_steps_are_committed(make_cluster):
-    cluster = make_cluster(4)
-    job = Job(cluster, ["node-3"])
+def test_an_older_step_is_refused(shared_cluster):
+    cluster = shared_cluster(2)
+    job = Job(cluster, ["node-0"], "older")
+    job.commit(5)
+    (handle,) = job.save(5)
+    with pytest.raises(NotNewerError, match="5"):
+        handle.result(timeout=30)
+    assert job.load() == 5
+
+
+def test_two_processes_claim_the_same_rank_the_newer_one_gets_it(shared_cluster):
+    cluster = shared_cluster(2)
+    job = Job(cluster, ["node-0"], "claims")
+    job.commit(1)
+    with job.trainer(0) as newer:
+        newer.save(2, job.state(2, 0)).result(timeout=60)
+        (handle,) = job.save(3)
+        with pytest.raises(FencedError):
+            handle.result(timeout=60)
+        newer.save(4, job.state(4, 0)).result(timeout=60)
+
+
+def test_the_leader_dies_again_and_again_while_steps_are_committed(shared_cluster):
+    cluster = shared_cluster(4)
+    job = Job(cluster, ["node-3"], "leaders")
     newest = 0
     for kill_at in (3, 6):
         for step in range(newest + 1, kill_at + 1):
@@ -26,31 +48,9 @@ def test_the_leader_dies_again_and_again_while_steps_are_committed(make_cluster)
     assert job.ranks[0].steps() == [newest - 1, newest]
 
 
-def test_an_older_step_is_refused(make_cluster):
-    cluster = make_cluster(2)
-    job = Job(cluster, ["node-0"])
-    job.commit(5)
-    (handle,) = job.save(5)
-    with pytest.raises(NotNewerError, match="5"):
-        handle.result(timeout=30)
-    assert job.load() == 5
-
-
-def test_two_processes_claim_the_same_rank_the_newer_one_gets_it(make_cluster):
-    cluster = make_cluster(2)
-    job = Job(cluster, ["node-0"])
-    job.commit(1)
-    with job.trainer(0) as newer:
-        newer.save(2, job.state(2, 0)).result(timeout=60)
-        (handle,) = job.save(3)
-        with pytest.raises(FencedError):
-            handle.result(timeout=60)
-        newer.save(4, job.state(4, 0)).result(timeout=60)
-
-
-def test_a_paused_node_is_down_and_comes_back_as_another_life(make_cluster):
-    cluster = make_cluster(4)
-    job = Job(cluster, ["node-0"])
+def test_a_paused_node_is_down_and_comes_back_as_another_life(shared_cluster):
+    cluster = shared_cluster(4)
+    job = Job(cluster, ["node-0"], "paused")
     everything = [psutil.Process(pid) for pid in cluster.pids("node-3")]
     with paused(*everything):
         until(lambda: node_states(cluster, "node-0")["node-3"] == "DOWN", "node-3 to be DOWN")
@@ -59,9 +59,9 @@ def test_a_paused_node_is_down_and_comes_back_as_another_life(make_cluster):
     job.commit(2)
 
 
-def test_a_frozen_leader_neither_blocks_nor_decides(make_cluster):
-    cluster = make_cluster(4)
-    job = Job(cluster, ["node-3"])
+def test_a_frozen_leader_neither_blocks_nor_decides(shared_cluster):
+    cluster = shared_cluster(4)
+    job = Job(cluster, ["node-3"], "frozen")
     job.commit(1)
     frozen = until(lambda: leader(cluster, "node-3"), "a leader")
     with paused(process_of(cluster, frozen, "registry")):

@@ -10,9 +10,9 @@ from fastcheck import Checkpointer, DaemonUnavailableError, FastCheckError, OutO
 from fastcheck.admin import AdminClient
 
 
-def test_the_daemon_dies_during_a_save_and_training_goes_on(make_cluster):
-    cluster = make_cluster(2)
-    job = Job(cluster, ["node-0"])
+def test_the_daemon_dies_during_a_save_and_training_goes_on(shared_cluster):
+    cluster = shared_cluster(2)
+    job = Job(cluster, ["node-0"], "dies")
     job.commit(1)
     with paused(process_of(cluster, "node-1", "data")):  # so that the save is under way for long
         (under_way,) = job.save(2)
@@ -30,9 +30,42 @@ def test_the_daemon_dies_during_a_save_and_training_goes_on(make_cluster):
     job.commit(6)
 
 
-def test_a_dead_daemon_on_one_node_does_not_hold_the_other_ranks_up(make_cluster):
-    cluster = make_cluster(4)
-    job = Job(cluster, ["node-2", "node-3"])
+def test_a_third_step_in_flight_waits_and_is_counted(shared_cluster):
+    cluster = shared_cluster(2)
+    job = Job(cluster, ["node-0"], "third")
+    job.commit(1)
+    waits = counters(cluster, "node-0")["save_waits"]
+    with paused(process_of(cluster, "node-1", "data")):
+        first, second = job.save(2)[0], job.save(3)[0]
+        assert first.stats["waited_s"] == second.stats["waited_s"] == 0
+        third: list = []
+        saving = threading.Thread(target=lambda: third.append(job.save(4)[0]))
+        saving.start()
+        saving.join(timeout=1.0)
+        assert saving.is_alive()
+    saving.join(timeout=60)
+    assert third[0].result(timeout=60) is not None or third[0].committed
+    assert third[0].stats["waited_s"] > 0.5
+    assert counters(cluster, "node-0")["save_waits"] == waits + 1
+
+
+def test_a_trainer_without_a_daemon_of_its_own(shared_cluster):
+    cluster = shared_cluster(2)
+    with AdminClient(cluster.address("node-0"), timeout_s=5) as admin:
+        far = next(n["address"] for n in admin.nodes()["nodes"] if n["node_id"] == "node-0")
+    assert not far.startswith("unix:")
+    with Checkpointer("far", rank=0, world_size=1, address=far) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, make_state(3, step, 0)).result(timeout=60)
+        state = make_state(99, 0, 0)
+        assert ckpt.load(state) == 2
+    with Checkpointer("far", rank=0, world_size=1, address=cluster.address("node-1")) as near:
+        assert near.load(state) == 2
+
+
+def test_a_dead_daemon_on_one_node_does_not_hold_the_other_ranks_up(shared_cluster):
+    cluster = shared_cluster(4)
+    job = Job(cluster, ["node-2", "node-3"], "dead")
     job.commit(1)
     cluster.kill("node-3")
     started = time.monotonic()
@@ -47,9 +80,9 @@ def test_a_dead_daemon_on_one_node_does_not_hold_the_other_ranks_up(make_cluster
     job.commit(10)
 
 
-def test_without_a_quorum_training_goes_on_and_nothing_is_called_committed(make_cluster):
-    cluster = make_cluster(4)
-    job = Job(cluster, ["node-3"])
+def test_without_a_quorum_training_goes_on_and_nothing_is_called_committed(shared_cluster):
+    cluster = shared_cluster(4)
+    job = Job(cluster, ["node-3"], "quorum")
     job.commit(1)
     cluster.kill("node-0")
     cluster.kill("node-1")
@@ -71,35 +104,3 @@ def test_over_budget_is_an_early_clear_refusal_and_loses_nothing(make_cluster):
         handle.result(timeout=30)
     assert job.load() == 1
     job.commit(3)
-
-
-def test_a_third_step_in_flight_waits_and_is_counted(make_cluster):
-    cluster = make_cluster(2)
-    job = Job(cluster, ["node-0"])
-    job.commit(1)
-    with paused(process_of(cluster, "node-1", "data")):
-        first, second = job.save(2)[0], job.save(3)[0]
-        assert first.stats["waited_s"] == second.stats["waited_s"] == 0
-        third: list = []
-        saving = threading.Thread(target=lambda: third.append(job.save(4)[0]))
-        saving.start()
-        saving.join(timeout=1.0)
-        assert saving.is_alive()
-    saving.join(timeout=60)
-    assert third[0].result(timeout=60) is not None or third[0].committed
-    assert third[0].stats["waited_s"] > 0.5
-    assert counters(cluster, "node-0")["save_waits"] == 1
-
-
-def test_a_trainer_without_a_daemon_of_its_own(make_cluster):
-    cluster = make_cluster(2)
-    with AdminClient(cluster.address("node-0"), timeout_s=5) as admin:
-        far = next(n["address"] for n in admin.nodes()["nodes"] if n["node_id"] == "node-0")
-    assert not far.startswith("unix:")
-    with Checkpointer("far", rank=0, world_size=1, address=far) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, make_state(3, step, 0)).result(timeout=60)
-        state = make_state(99, 0, 0)
-        assert ckpt.load(state) == 2
-    with Checkpointer("far", rank=0, world_size=1, address=cluster.address("node-1")) as near:
-        assert near.load(state) == 2

@@ -11,9 +11,9 @@ from tests.cluster.harness import Job, counters, node_states, paused, process_of
 from fastcheck import DaemonUnavailableError
 
 
-def test_a_killed_and_restarted_node_adopts_its_ram_and_loads_from_it(make_cluster):
-    cluster = make_cluster(3)
-    job = Job(cluster, ["node-2"])
+def test_a_killed_and_restarted_node_adopts_its_ram_and_loads_from_it(shared_cluster):
+    cluster = shared_cluster(3)
+    job = Job(cluster, ["node-2"], "node")
     job.commit(1)
     job.commit(2)
     cluster.kill("node-2")
@@ -24,9 +24,9 @@ def test_a_killed_and_restarted_node_adopts_its_ram_and_loads_from_it(make_clust
     assert counted["manifests_adopted"] >= 2 and counted["shards_fetched"] == 0
 
 
-def test_a_killed_data_process_is_restarted(make_cluster):
-    cluster = make_cluster(3)
-    job = Job(cluster, ["node-2"])
+def test_a_killed_data_process_is_restarted(shared_cluster):
+    cluster = shared_cluster(3)
+    job = Job(cluster, ["node-2"], "data")
     job.commit(1)
     data = process_of(cluster, "node-2", "data")
     data.kill()
@@ -37,10 +37,10 @@ def test_a_killed_data_process_is_restarted(make_cluster):
     until(lambda: node_states(cluster, "node-2")["node-2"] == "UP", "node-2 to be UP again")
 
 
-def test_a_killed_agent_is_restarted_alone(make_cluster):
+def test_a_killed_agent_is_restarted_alone(shared_cluster):
     """Neither a save that is under way on its node nor the node's vote goes with it."""
-    cluster = make_cluster(3)
-    job = Job(cluster, ["node-1"])
+    cluster = shared_cluster(3)
+    job = Job(cluster, ["node-1"], "agent")
     job.commit(1)
     agent, *others = (process_of(cluster, "node-1", kind) for kind in ("agent", "data", "registry"))
     (handle,) = job.save(2)

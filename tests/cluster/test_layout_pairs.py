@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.cluster.layout_ranks import LAYOUTS, WORLD
+from tests.forks import Fork
 
 from fastcheck.local import LocalCluster
 from fastcheck.local.ports import find_free_ports
@@ -47,19 +44,14 @@ def outcome(folder: Path, pairs: Sequence[str], timeout_s: float) -> list[dict[s
     with LocalCluster(folder / "cluster") as cluster:
         cluster.up(NODES, ram_budget="512MiB")
         (port,) = find_free_ports(1)
-        ranks: list[subprocess.Popen[Any]] = []
+        ranks: list[Fork] = []
         try:
             for rank in range(WORLD):
                 address = cluster.address(cluster.node_ids[rank % NODES])
                 with (folder / f"rank-{rank}.log").open("wb") as log:
                     arguments = [str(rank), str(port), address, str(folder / f"rank-{rank}.json"), *pairs]
                     ranks.append(
-                        subprocess.Popen(
-                            [sys.executable, "-m", "tests.cluster.layout_ranks", *arguments],
-                            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-                            stdout=log,
-                            stderr=subprocess.STDOUT,
-                        )
+                        Fork(["-m", "tests.cluster.layout_ranks", *arguments], stdout=log, stderr=log)
                     )
             for process in ranks:
                 process.wait(timeout_s)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
+import select
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from tests.cluster import loading_ranks
 from tests.cluster.resuming import Runs
+from tests.forks import call
 
 from fastcheck.connection import Connection, parse_address
 from fastcheck.daemon import Daemon
 from fastcheck.local import LocalCluster
-from fastcheck.reading import StepReader
+from fastcheck.step_reader import StepReader
 
 WORLD = 3
 ANSWER_S = 90.0
@@ -43,23 +46,28 @@ class Trainer:
     """A process of one rank that does what it is told."""
 
     def __init__(self, cluster: LocalCluster, job: str, rank: int, world_size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self._commands, theirs = context.Pipe()
         self.address = cluster.address(cluster.node_ids[rank])
-        self.process = context.Process(
-            target=loading_ranks.obey, args=(theirs, job, rank, world_size, self.address), daemon=True
+        self.process = call(
+            loading_ranks.obey,
+            job,
+            rank,
+            world_size,
+            self.address,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
-        self.process.start()
-        theirs.close()
 
     def __call__(self, what: str, step: int = 0) -> Any:
-        self._commands.send((what, step))
-        assert self._commands.poll(ANSWER_S), f"no answer to {what} {step}"
-        return self._commands.recv()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps((what, step)) + "\n")
+        self.process.stdin.flush()
+        ready, _, _ = select.select([self.process.stdout], [], [], ANSWER_S)
+        assert ready, f"no answer to {what} {step}"
+        return json.loads(self.process.stdout.readline())
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join()
+        self.process.wait()
 
 
 def name_of(request: pytest.FixtureRequest) -> str:

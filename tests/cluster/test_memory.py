@@ -66,13 +66,15 @@ def assert_loads(trainers, step: int, saved) -> None:
             assert torch.equal(found.view(torch.int32), tensor.view(torch.int32))
 
 
-@pytest.mark.parametrize(("keep_steps", "states_of_room"), [(2, 4.9), (1, 3.8)])
+@pytest.mark.parametrize(
+    ("keep_steps", "states_of_room"), [(2, 4.9), pytest.param(1, 3.8, marks=pytest.mark.long)]
+)
 def test_step_after_step_fits_into_little_more_than_what_one_takes(training, keep_steps, states_of_room):
     cluster, trainers = training(states_of_room, keep_steps=keep_steps)
     saved = {step: commit(trainers, step) for step in range(1, 7)}
     for node in cluster.node_ids:
         assert counters(cluster, node)["own_steps_dropped"] == 0
-        assert (counters(cluster, node)["deltas_made"] > 0) == (keep_steps > 1)
+        assert counters(cluster, node)["deltas_made"] > 0
     for step in sorted(saved)[-keep_steps:]:
         assert_loads(trainers, step, saved[step])
     cluster.kill("node-1", wipe=True)

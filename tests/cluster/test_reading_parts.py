@@ -33,7 +33,7 @@ from fastcheck.admin import AdminClient
 from fastcheck.connection import Connection, parse_address
 from fastcheck.daemon import Daemon
 from fastcheck.local import LocalCluster
-from fastcheck.reading import BoxInto, StepReader
+from fastcheck.step_reader import BoxInto, StepReader
 from fastcheck_proto.v1 import state_pb2
 
 RANKS = ["node-0", "node-1", "node-2", "node-3"]
@@ -172,7 +172,7 @@ SLEEPER = """
 import sys
 from fastcheck.connection import Connection, parse_address
 from fastcheck.daemon import Daemon
-from fastcheck.reading import StepReader
+from fastcheck.step_reader import StepReader
 with StepReader(Daemon(Connection(parse_address(sys.argv[1]))), "gpt") as reader:
     with reader.read({0: [(0, 1)]}):
         print("reading", flush=True)

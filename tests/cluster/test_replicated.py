@@ -140,7 +140,7 @@ def test_four_ranks_send_a_quarter_each_and_any_number_of_ranks_loads_it(make_cl
     ranks.load(5, saved_by=2)
 
 
-def test_a_flipped_bit_is_reported_by_tensor_and_rank_and_the_next_good_step_commits(make_cluster, ranks_of):
+def test_a_flipped_bit_is_reported_by_part_and_rank_and_the_next_good_step_commits(make_cluster, ranks_of):
     cluster = make_cluster(4)
     ranks = ranks_of(cluster, NODES)
     ranks.commit(1)
@@ -150,9 +150,11 @@ def test_a_flipped_bit_is_reported_by_tensor_and_rank_and_the_next_good_step_com
 
     handles = ranks.save(2, {2: flip})
     for handle in handles:
-        with pytest.raises(ReplicasDisagreeError, match="layer11") as error:
+        with pytest.raises(ReplicasDisagreeError, match="rank 2 differs from most others in part") as error:
             handle.result(timeout=DEADLINE_S)
-        assert error.value.tensors == {"model.layer11": (2,)} and error.value.minority
+        assert (
+            list(error.value.parts.values()) == [(2,)] and error.value.ranks == (2,) and error.value.minority
+        )
         assert isinstance(error.value, SaveFailedError)
     assert ranks.ckpts[0].steps() == [1]
     assert sum(counters(cluster, node)["replicas_disagreed"] for node in NODES) == 4
@@ -166,7 +168,7 @@ def test_two_ranks_that_disagree_are_both_named(standing_cluster, ranks_of):
     for handle in ranks.save(1, {1: lambda state: state["model"]["layer0"].neg_()}):
         with pytest.raises(ReplicasDisagreeError) as error:
             handle.result(timeout=DEADLINE_S)
-        assert error.value.tensors == {"model.layer0": (0, 1)} and not error.value.minority
+        assert error.value.parts == {0: (0, 1)} and not error.value.minority
     ranks.commit(2)
 
 
@@ -255,5 +257,5 @@ def test_a_restarted_data_process_still_knows_what_its_rank_found(make_cluster, 
     for handle in (early, late):
         with pytest.raises(ReplicasDisagreeError) as error:
             handle.result(timeout=DEADLINE_S)
-        assert error.value.tensors == {"model.layer7": (0, 1)}
+        assert list(error.value.parts.values()) == [(0, 1)]
     ranks.commit(3)

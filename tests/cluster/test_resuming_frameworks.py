@@ -47,9 +47,19 @@ def test_a_hugging_face_trainer_goes_on(runs, world_size, ends):
     runs.go_on_as_if_nothing_had_happened(hf_rank.train, job, world_size, ends)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("ends", [KILLED, STOPPED], ids=["killed", "stopped"])
-@pytest.mark.parametrize(("validates", "limit"), [(2, EPOCHS), (0, STEPS)], ids=["validating", "not"])
+@pytest.mark.parametrize(
+    ("world_size", "ends", "validates", "limit"),
+    [
+        pytest.param(1, KILLED, 2, EPOCHS, id="validating-killed-1"),
+        pytest.param(2, STOPPED, 0, STEPS, id="not-stopped-2"),
+        pytest.param(1, KILLED, 0, STEPS, marks=pytest.mark.long, id="not-killed-1"),
+        pytest.param(2, KILLED, 2, EPOCHS, marks=pytest.mark.long, id="validating-killed-2"),
+        pytest.param(2, KILLED, 0, STEPS, marks=pytest.mark.long, id="not-killed-2"),
+        pytest.param(1, STOPPED, 2, EPOCHS, marks=pytest.mark.long, id="validating-stopped-1"),
+        pytest.param(1, STOPPED, 0, STEPS, marks=pytest.mark.long, id="not-stopped-1"),
+        pytest.param(2, STOPPED, 2, EPOCHS, marks=pytest.mark.long, id="validating-stopped-2"),
+    ],
+)
 def test_a_lightning_fit_goes_on_with_a_loader_that_knows_its_place(runs, world_size, ends, validates, limit):
     if not validates:
         ends = [end for end in ends if end.how != "validating"]
@@ -59,7 +69,13 @@ def test_a_lightning_fit_goes_on_with_a_loader_that_knows_its_place(runs, world_
     )
 
 
-@pytest.mark.parametrize(("validates", "limit"), [(1, EPOCHS), (0, STEPS)], ids=["validating", "not"])
+@pytest.mark.parametrize(
+    ("validates", "limit"),
+    [
+        pytest.param(1, EPOCHS, id="validating"),
+        pytest.param(0, STEPS, marks=pytest.mark.long, id="not"),
+    ],
+)
 def test_a_lightning_fit_with_a_plain_loader_goes_on_after_an_epoch(runs, validates, limit):
     runs.go_on_as_if_nothing_had_happened(
         lightning_rank.train,

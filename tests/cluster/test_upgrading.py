@@ -5,7 +5,6 @@ The procedure is that of docs/operating/upgrading.md, and the two builds are rea
 
 import json
 import subprocess
-import sys
 import time
 
 import psutil
@@ -15,13 +14,13 @@ from tests import newer_build
 from tests.cluster import steered_trainers
 from tests.cluster.harness import counters, run_module, until
 from tests.cluster.steered_trainers import state_of
+from tests.forks import Fork
 
 import fastcheckd
 from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster, LocalClusterError
-from fastcheck.local.processes import own_environment
-from fastcheckd.registry.state import SCHEMA
+from fastcheckd.registry.model import SCHEMA
 
 PRESENT, NEWER = fastcheckd.__version__, newer_build.VERSION
 NODES = ["node-0", "node-1", "node-2"]
@@ -49,12 +48,10 @@ class Job:
     """Trainers with this build's SDK, one on each node; and what they were told."""
 
     def __init__(self, cluster):
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", steered_trainers.__file__, JOB, *map(cluster.address, NODES)],
-            env=own_environment(),
+        self._process = Fork(
+            ["-m", steered_trainers.__name__, JOB, *map(cluster.address, NODES)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
         )
         self.step = 0
         self._saved_at = 0.0

@@ -5,27 +5,25 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing
 import os
 import runpy
 import signal
 import sys
+import time
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from tests.cluster.harness import until
+from tests.forks import call
 
 #: What torchrun with gloo needs to start workers anew: torch 2.13 keeps the first attempt's store otherwise, in which
 #: gloo finds the addresses of dead workers and waits for them (docs/guides/fsdp2.md).
 STORE_PER_ATTEMPT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 #: On it a worker writes where each of its threads is.
 STACKS = signal.SIGUSR2
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["torch.distributed.run", "torch.distributed.fsdp", "torch._dynamo", "grpc"])
 
 
 class Launcher:
@@ -40,26 +38,21 @@ class Launcher:
         self.log = log
         log.touch()
         given = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **STORE_PER_ATTEMPT, **environment}
-        self._process: BaseProcess = _FORKS.Process(
-            target=_launch, args=([str(option) for option in options], given, log)
-        )
-        self._process.start()
+        self._process = call(_launch, [str(option) for option in options], given, log)
 
     def finish(self, timeout_s: float = 120.0) -> None:
         """To the end, which must be a good one."""
-        self._process.join(timeout_s)
-        assert self._process.exitcode == 0, f"it ended with {self._process.exitcode}: {self.tail()}"
+        code = self._process.wait(timeout_s)
+        assert code == 0, f"it ended with {code}: {self.tail()}"
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 120.0) -> Any:
         """`harness.until`, which fails at once when the launcher has ended, and else with the workers' stacks."""
 
         def holds() -> Any:
             # Asked before the condition: a launcher may end well between the two.
-            ended = not self._process.is_alive()
+            code = self._process.poll()
             value = condition()
-            assert value or not ended, (
-                f"{what}: it ended with {self._process.exitcode} before that: {self.tail()}"
-            )
+            assert value or code is None, f"{what}: it ended with {code} before that: {self.tail()}"
             return value
 
         try:
@@ -68,7 +61,7 @@ class Launcher:
             for member in psutil.Process(self._process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.send_signal(STACKS)
-            self._process.join(2)  # time to write them; it goes on running
+            time.sleep(2)  # for them to be written
             pytest.fail(f"{error}: {self.tail()}")
 
     def kill(self) -> None:
@@ -78,7 +71,7 @@ class Launcher:
             for member in (*launcher.children(recursive=True), launcher):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
-        self._process.join(30)
+        self._process.wait(30)
 
     def tail(self) -> str:
         """The end of what launcher and workers wrote."""
@@ -92,11 +85,11 @@ class Launcher:
 
 def _launch(options: list[str], environment: dict[str, str], log: Path) -> None:
     """In a process of its own: what `torchrun` does, up to how a worker comes to be."""
-    # The fork server has torch; it may know another FastCheck than the tests, so that comes here, once for all workers.
+    # Once for all workers.
     from torch.distributed import run  # noqa: PLC0415
     from torch.distributed.launcher.api import elastic_launch  # noqa: PLC0415
 
-    import fastcheck.integrations.keeping  # noqa: F401, PLC0415
+    import fastcheck.integrations.disk_fallback  # noqa: F401, PLC0415
 
     os.environ.update(environment)
     with log.open("ab") as file:

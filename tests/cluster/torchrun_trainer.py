@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fastcheck import Checkpointer, FastCheckError
-from fastcheck.integrations.keeping import load_newer
+from fastcheck.integrations.disk_fallback import load_newer
 
 WIDTH = 96
 

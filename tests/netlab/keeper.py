@@ -1,4 +1,4 @@
-"""Removes networks, daemons and memory of a process that was killed, as `fastcheck.local.keeper` does for a cluster.
+"""Removes networks, daemons and memory of a process that was killed, as `fastcheck.local.reaper` does for a cluster.
 
 `python -m tests.netlab.keeper OWNER_PID` is started by each network. Until its owner is gone it imports nothing more.
 """

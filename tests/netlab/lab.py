@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from tests.forks import Fork
 from tests.netlab.wires import ROOT, Network, lives, remove_leftovers
 
 from fastcheck.admin import AdminClient
@@ -30,6 +31,8 @@ from fastcheck.local.processes import ProcessRef, kill_all, node_processes, tail
 
 REGISTRY_PORT, RAFT_PORT = 7453, 7454
 UP_TIMEOUT_S = 60.0
+#: Not imported here: it sets what gRPC reads when it is loaded.
+_DAEMON = "tests.netlab.fastcheckd_forks"
 _SHM = Path("/dev/shm")
 
 
@@ -61,7 +64,7 @@ class Lab:
         self.network = network or Network(self.node_ids)
         self._voter_ports = voter_ports
         self._settings = settings
-        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._daemons: dict[str, Fork] = {}
         #: Sockets and RAM: short paths, and memory. Names say whose they are, as those of namespaces do.
         self._runtime = Path(tempfile.gettempdir()) / f"fcnet-{os.getpid()}-{secrets.token_hex(3)}"
         self._ram = _SHM / f"fastcheck-netlab-{os.getpid()}-{secrets.token_hex(3)}"
@@ -123,9 +126,9 @@ class Lab:
         for key in ("runtime_dir", "state_dir", "ram_dir"):
             Path(config[key]).mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.log_file(node).open("ab") as log:
-            self._daemons[node] = subprocess.Popen(
-                self.network.command(node, sys.executable, "-m", "fastcheckd", "run", "--config", str(path)),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(), start_new_session=True,
+            self._daemons[node] = Fork(
+                ["-c", f"import {_DAEMON} as it; it.run_daemon()", self.network.namespace(node), path],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(), preload=[_DAEMON],
             )  # fmt: skip
 
     def wait_up(self, nodes: Sequence[str], timeout_s: float = UP_TIMEOUT_S) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tests.simulation.virtual_time import Process
 
 from fastcheckd.errors import FastCheckdError
+from fastcheckd.registry.commands import noop
 
 if TYPE_CHECKING:
     from tests.simulation.machine import Machine, World
@@ -54,7 +55,7 @@ class LeaderCalls:
     async def _ask(self, voter: Machine) -> None:
         assert voter.raft is not None
         try:
-            await voter.raft.propose({"type": "noop"}, timeout_s=BOUND_S)
+            await voter.raft.propose(noop(), timeout_s=BOUND_S)
         except FastCheckdError:
             return
         self._decided_at = self._world.loop.now

@@ -21,6 +21,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.errors import FastCheckdError
 from fastcheckd.registry.client import RegistryClient
+from fastcheckd.registry.model import DOWN
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ class Faults:
     async def end_drains(self) -> None:
         """An operator undoes every drain, again if one that was asked for comes late."""
         while True:
-            for name, node in list(self.world.truth.state["nodes"].items()):
-                if node.get("draining"):
+            for name, node in list(self.world.truth.state.nodes.items()):
+                if node.draining:
                     self._set_draining(name, False)
             await asyncio.sleep(1.0)
 
@@ -121,10 +122,10 @@ class Faults:
         return len(self.damages) < self.world.config.tolerate
 
     def _noticed(self, damage: Damage) -> bool:
-        node = self.world.truth.state["nodes"].get(damage.node)
-        if damage.shard is not None or node is None or node["state"] == "DOWN":
+        node = self.world.truth.state.nodes.get(damage.node)
+        if damage.shard is not None or node is None or node.state == DOWN:
             return True
-        return int(node["life_id"].split("-")[0]) > damage.boot
+        return int(node.life_id.split("-")[0]) > damage.boot
 
     def _all_live(self) -> bool:
         return all(
@@ -133,7 +134,7 @@ class Faults:
         )
 
     def _damaged(self, ref: tuple[str, int], shard: tuple[str, int, int, int]) -> bool:
-        boot = int(self.world.truth.state["nodes"][ref[0]]["life_id"].split("-")[0])
+        boot = int(self.world.truth.state.nodes[ref[0]].life_id.split("-")[0])
         return any(
             damage.node == ref[0] and (boot <= damage.boot if damage.shard is None else damage.shard == shard)
             for damage in self.damages
@@ -277,7 +278,7 @@ class Faults:
         self._after(self.rng.uniform(1.5, 4), self._start, machine)
 
     def _drain(self, machine: Machine) -> None:
-        if not any(node.get("draining") for node in self.world.truth.state["nodes"].values()):
+        if not any(node.draining for node in self.world.truth.state.nodes.values()):
             self._note(f"{machine.name} is drained")
             self._set_draining(machine.name, True)
             self._after(self.rng.uniform(1, 5), self._set_draining, machine.name, False)

@@ -15,14 +15,17 @@ from pysyncobj.transport import TCPTransport
 from tests.simulation import voter
 from tests.simulation.outward import NetworkOutward
 
-from fastcheck_proto.v1 import peer_pb2
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import peer_pb2, registry_log_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheckd.registry import collector, commits, deletion, leader, reports, state
+from fastcheckd.registry import collector, commits, deletion, leader, records, reports, state
+from fastcheckd.registry.model import Job, State, refusal
 from fastcheckd.registry.raft import engine, journal, transport
-from fastcheckd.registry.records import Json
 from fastcheckd.store import retention
 from fastcheckd.transfer import checks
 
+Command = registry_log_pb2.RegistryCommand
+Result = registry_log_pb2.RegistryResult
 Patches = list[tuple[Any, str, Any]]
 
 
@@ -56,26 +59,28 @@ def no_fence() -> Any:
 
 def commit_without_a_rank() -> Any:
     """A step is committed when all ranks but one are in; the last one's older state has to do."""
-    real: Callable[[Json, Json], Json] = commits.commit
+    real = commits.commit
 
     def complete(self: collector.Collection) -> bool:
         return len(self.reports) >= max(1, self.world_size - 1)
 
-    def commit(states: Json, command: Json) -> Json:
-        job = states["jobs"].get(command["job"])
-        if job is not None and job["steps"]:
-            there = {record["rank"] for record in command["ranks"]}
-            command["ranks"] += [
-                {**record, "session": job["ranks"][str(record["rank"])]["session"]}
-                for record in job["steps"][-1]["ranks"]
-                if record["rank"] not in there
-            ]
+    def commit(states: State, command: Command) -> Result:
+        kept = command.commit.record
+        job = states.jobs.get(kept.job)
+        if job is not None and job.steps:
+            ranks = {record.rank: record for record in job.steps[-1].ranks}
+            for record in ranks.values():
+                record.session = job.ranks[record.rank].session
+            ranks |= {record.rank: record for record in kept.ranks}
+            del kept.ranks[:]
+            kept.ranks.extend(ranks[rank] for rank in sorted(ranks))
         return real(states, command)
 
     return _with(
         [
             (collector.Collection, "complete", property(complete)),
             (state._HANDLERS, "commit", commit),
+            (records._CHECKS, "commit", lambda _: None),
         ]
     )
 
@@ -97,12 +102,14 @@ def owner_as_holder() -> Any:
         return tuple(map(on_owner, plan))
 
     def check_rank(
-        states: Json, job: str, step: int, world_size: int, tolerate: int, record: Json
-    ) -> Json | None:
-        if fenced := commits.check_session(states, job, record["rank"], record["session"], record["owner"]):
+        states: State, job: str, step: int, world_size: int, tolerate: int, record: rpb.RankRecord
+    ) -> Result | None:
+        if fenced := commits.check_session(states, job, record.rank, record.session, record.owner):
             return fenced
         if lost := commits.lost_holders(states, record):
-            return commits.refusal("HOLDER_LOST", "lost", lost=lost, ranks=[record["rank"]])
+            no = refusal(pb.ERROR_CODE_HOLDER_LOST, "lost", (record.rank,))
+            no.lost.extend(ref.message() for ref in lost)
+            return no
         return None
 
     return _with(
@@ -133,9 +140,9 @@ def repair_in_words_only() -> Any:
 def deletion_that_ends_no_session() -> Any:
     """The newest step is deleted, and the processes that made it go on as if it were not."""
 
-    def go_back(job: Json) -> None:
-        job["newest"] = job["steps"][-1]["step"] if job["steps"] else -1
-        job["recent"] = [entry for entry in job["recent"] if entry[0] <= job["newest"]]
+    def go_back(job: Job) -> None:
+        job.newest = job.steps[-1].step if job.steps else -1
+        job.recent = [entry for entry in job.recent if entry[0] <= job.newest]
 
     return _with([(deletion, "_go_back", go_back)])
 

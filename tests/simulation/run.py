@@ -21,6 +21,8 @@ from tests.simulation.truth import QUEUE_MAX
 from tests.simulation.virtual_time import StuckError
 from tests.simulation.voter import grounded
 
+from fastcheckd.registry.model import UP
+
 TROUBLE_S = (8.0, 16.0)
 QUIET_S_MAX = 8.0
 #: A cluster that nothing is wrong with any more is well again by then: the leader asks every node what it holds each
@@ -210,8 +212,8 @@ class _Story:
         """What is not well yet."""
         state = self.world.truth.state
         for name, machine in self.world.machines.items():
-            node = state["nodes"].get(name)
-            if node is None or node["state"] != "UP" or node["incarnation"] != machine.agent.incarnation:
+            node = state.nodes.get(name)
+            if node is None or node.state != UP or node.incarnation != machine.agent.incarnation:
                 return f"node {name} is not UP"
         for job in self.jobs if self.trains_on else ():
             if self.world.truth.commits_of[job.name] <= before.get(job.name, 0):

@@ -13,9 +13,10 @@ from tests.simulation.machine import World
 from tests.simulation.run import left_alone
 from tests.simulation.voter import grounded
 
+from fastcheckd.registry.commands import noop
+from fastcheckd.registry.model import SCHEMA
 from fastcheckd.registry.raft import snapshots
 from fastcheckd.registry.raft.transport import CONNECT_S, KEEP_ALIVE_S, VoterNode
-from fastcheckd.registry.state import SCHEMA, snapshot
 
 
 class Lab:
@@ -61,7 +62,7 @@ class Lab:
         """The leader, and the two others, when all have the same entries and have agreed on their schema."""
         await self.until(self.leaders)
         await self.until(
-            lambda: all(m.raft.read(lambda state: state["schema"]) == SCHEMA for m in self.machines())
+            lambda: all(m.raft.read(lambda state: state.schema) == SCHEMA for m in self.machines())
         )
         (leader,) = self.leaders()
         others = [machine for machine in self.machines() if machine is not leader]
@@ -77,7 +78,7 @@ class Lab:
         """So many commands are committed."""
         for _ in range(count):
             process = machine.process("registry")
-            await process.start(machine.raft.propose({"type": "noop"}))
+            await process.start(machine.raft.propose(noop()))
 
     def log(self, machine):
         return machine.raft._engine.journal[:]
@@ -195,7 +196,7 @@ def test_a_snapshot_that_comes_late_or_twice_takes_nothing_back():
         await lab.propose(leader, 3)
         await lab.until(lambda: lab.same(follower, leader))
         before, last = lab.log(leader)[-2:]
-        state = leader.raft.read(snapshot)
+        state = leader.raft.read(lambda state: state)
         data = snapshots.to_bytes(last, before, state, leader.raft._committed)
         await lab.propose(leader, 3)
         await lab.until(lambda: lab.same(follower, leader))
@@ -221,7 +222,7 @@ def test_a_snapshot_with_a_changed_byte_is_not_taken_and_the_one_on_disk_stays()
         leader, follower, _ = await lab.led()
         await lab.propose(leader, 3)
         await lab.until(lambda: "snapshot" in follower.platter.files)
-        term, state = leader.raft.term, leader.raft.read(snapshot)
+        term, state = leader.raft.term, leader.raft.read(lambda state: state)
         far = (b"\x01", 900, term), (b"\x01", 901, term)
         data = bytearray(snapshots.to_bytes(far[1], far[0], state, leader.raft._committed))
         data[len(data) // 2] ^= 1

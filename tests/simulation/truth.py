@@ -11,12 +11,15 @@ import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import registry_log_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
+from fastcheckd.registry.model import DOWN, Ref, State, live, state_name
 
-Json = dict[str, Any]
+Command = registry_log_pb2.RegistryCommand
+Result = registry_log_pb2.RegistryResult
+
 #: Kind, job, step, rank, shard.
 Key = tuple[int, str, int, int, int]
 
@@ -57,7 +60,7 @@ class Truth:
         self._hash = hashlib.blake2b(digest_size=16)
         self.rams: dict[str, Ram] = {}
         #: The state after the newest entry that any voter has applied, and each entry's identity.
-        self.state: Json = {"nodes": {}, "jobs": {}, "denied": [], "next_incarnation": 1}
+        self.state = State()
         self._entries: list[tuple[object, ...]] = []
         #: Digests of what each rank made: (job, step, rank, session) -> shards.
         self.made: dict[tuple[str, int, int, int], list[bytes]] = {}
@@ -103,9 +106,10 @@ class Truth:
 
     # The registry
 
-    def applied(self, voter: str, index: int, command: Json, result: Json, state: Json) -> None:
+    def applied(self, voter: str, index: int, command: Command, result: Result, state: State) -> None:
         """A voter, in one of its lives, has applied an entry."""
-        identity = (command["type"], command.get("client_id"), command.get("seq"))
+        kind = str(command.WhichOneof("kind"))
+        identity = (kind, command.proposer, command.seq)
         if index <= len(self._entries):
             self.check(self._entries[index - 1] == identity, "raft", f"{voter} applied another entry {index}")
         else:
@@ -113,102 +117,101 @@ class Truth:
                 self._entries.append(())  # the engine's own
             self._entries.append(identity)
             self.state = state
-            if command["type"] == "noop" or identity not in self._decisions:
+            if kind == "noop" or identity not in self._decisions:
                 self._decisions.add(identity)
                 self._decided(command, result, state)
-        if command["type"] in ("commit", "open_rank", "delete"):
-            job = command["job"]
-            known = state["jobs"].get(job, {})
+        if kind in ("commit", "open_rank", "delete"):
+            job = _job_of(command)
+            known = state.jobs.get(job)
             # Only a deletion takes it back.
-            newest = known.get("void", 0), known.get("newest", -1)
+            newest = (0, -1) if known is None else (known.void, known.newest)
             before = self._applied_newest.get((voter, job), (0, -1))
             self.check(newest >= before, "G3", f"{voter}: job {job} went back from {before} to {newest}")
             self._applied_newest[(voter, job)] = newest
 
-    def _decided(self, command: Json, result: Json, state: Json) -> None:
-        kind = command["type"]
+    def _decided(self, command: Command, result: Result, state: State) -> None:
+        kind = str(command.WhichOneof("kind"))
         if kind == "commit":
-            if result["ok"] and command["step"] not in self.kept.get(command["job"], []):
+            job, step = command.commit.record.job, command.commit.record.step
+            if result.ok and step not in self.kept.get(job, []):
                 self._commit(command, state)
-            elif not result["ok"]:
-                self.note(f"commit {command['job']}/{command['step']} refused: {result['code']}")
+            elif not result.ok:
+                self.note(f"commit {job}/{step} refused: {pb.ErrorCode.Name(result.code)}")
         elif kind == "set_state":
-            node, incarnation = command["node"]
-            reason = command.get("reason", "")
-            if command["state"] == "DOWN" and result["ok"]:
+            node, incarnation = Ref.of(command.set_state.node)
+            reason, wanted = command.set_state.reason, command.set_state.state
+            if wanted == DOWN and result.ok:
                 self.ended.setdefault((node, incarnation), reason)
-            self.note(f"{node}#{incarnation} {command['state']}: {result['ok']}, {reason}")
+            self.note(f"{node}#{incarnation} {state_name(wanted)}: {result.ok}, {reason}")
         elif kind == "register":
-            self.note(f"{command['node']['node_id']} registers: #{result.get('incarnation')}")
+            self.note(f"{command.register.node_id} registers: #{result.incarnation}")
         elif kind == "rehold":
-            self.note(f"rehold {sum(map(bool, result.get('done', [])))} of {len(command['changes'])}")
+            made = sum(not why for why in result.why)
+            self.note(f"rehold {made} of {len(command.rehold.changes)}")
             self.check_survival("a change of holders")
-        elif kind == "delete" and result["ok"]:
+        elif kind == "delete" and result.ok:
             self._delete(command, result, state)
         elif kind != "noop":
-            if kind == "open_rank" and result["ok"]:
-                self.opened[command["job"]] = max(self.opened[command["job"]], result["session"])
-                of_job = state["jobs"][command["job"]]
-                if of_job.get("newest_load") == [result["session"], command["rank"]]:
-                    self.newest_load[command["job"]] = self._clock()
-            self.note(f"{kind} {command.get('job', command.get('node_id', ''))}: {result.get('ok')}")
+            job = _job_of(command)
+            if kind == "open_rank" and result.ok:
+                self.opened[job] = max(self.opened[job], result.session)
+                if state.jobs[job].newest_load == (result.session, command.open_rank.rank):
+                    self.newest_load[job] = self._clock()
+            self.note(f"{kind} {job}: {result.ok}")
 
-    def _commit(self, command: Json, state: Json) -> None:
-        job, step = command["job"], command["step"]
+    def _commit(self, command: Command, state: State) -> None:
+        kept = command.commit.record
+        job, step, ranks, world = kept.job, kept.step, kept.ranks, kept.world_size
         newest = self.newest.get(job, -1)
         self.check(step > newest, "G3", f"step {step} of {job} committed after {newest}")
-        seats, nodes = state["jobs"][job]["ranks"], state["nodes"]
-        ranks = command["ranks"]
-        world = command["world_size"]
+        seats = state.jobs[job].ranks
         self.check(
-            sorted(r["rank"] for r in ranks) == list(range(world)), "G2", f"{job}/{step} without all ranks"
+            sorted(r.rank for r in ranks) == list(range(world)), "G2", f"{job}/{step} without all ranks"
         )
         for record in ranks:
-            rank, session = record["rank"], record["session"]
+            rank, session = record.rank, record.session
             who = f"{job}/{step} rank {rank}"
             self.check(session > self.over[job], "deletion", f"{who} committed for ended session {session}")
-            self.check(
-                seats[str(rank)]["session"] == session, "G7", f"{who} committed for dead session {session}"
-            )
-            self.check(seats[str(rank)]["world_size"] == world, "G2", f"{who} committed for another world")
+            self.check(seats[rank].session == session, "G7", f"{who} committed for dead session {session}")
+            self.check(seats[rank].world_size == world, "G2", f"{who} committed for another world")
             begun, loads = self.begun[(job, step, rank, session)], self.newest_load.get(job, 0.0)
             self.check(begun >= loads, "G2", f"{who} began its save before a rank loaded, and committed it")
             made = self.made.get((job, step, rank, session))
-            digests = [bytes.fromhex(shard["digest"]) for shard in record["shards"]]
+            digests = [shard.digest for shard in record.shards]
             self.check(
                 made == digests, "G2", f"{who} committed with other bytes than were saved for this step"
             )
-            owner, incarnation = record["owner"]
-            self.check(_lives(nodes, owner, incarnation), "G7", f"{who} of dead owner {owner}#{incarnation}")
-            for shard in record["shards"]:
-                names = [holder[0] for holder in shard["holders"]]
+            owner, incarnation = Ref.of(record.owner)
+            self.check(live(state, record.owner), "G7", f"{who} of dead owner {owner}#{incarnation}")
+            for shard in record.shards:
+                names = [holder.node_id for holder in shard.holders]
                 self.check(
                     len({*names, owner}) > max(len(names), self._tolerate),
                     "G1",
                     f"{who}: {names} and its owner {owner} are too few nodes",
                 )
-                for name, life in shard["holders"]:
-                    self.check(_lives(nodes, name, life), "G7", f"{who} names dead holder {name}#{life}")
+                for holder in shard.holders:
+                    what = f"{holder.node_id}#{holder.incarnation}"
+                    self.check(live(state, holder), "G7", f"{who} names dead holder {what}")
         self.commits += 1
         self.newest[job] = step
-        self.committed[(job, step)] = {
-            r["rank"]: (r["session"], [bytes.fromhex(s["digest"]) for s in r["shards"]]) for r in ranks
-        }
+        self.committed[(job, step)] = {r.rank: (r.session, [s.digest for s in r.shards]) for r in ranks}
         self.commits_of[job] += 1
-        self.ever |= {(job, step, r["rank"], r["session"]) for r in ranks}
-        self.kept[job] = [*self.kept.get(job, []), step][-command["keep_steps"] :]
+        self.ever |= {(job, step, r.rank, r.session) for r in ranks}
+        self.kept[job] = [*self.kept.get(job, []), step][-command.commit.keep_steps :]
         self.note(f"commit {job}/{step}")
         self.check_kept(job, state)
         self.check_survival(f"commit of {job}/{step}")
 
-    def _delete(self, command: Json, result: Json, state: Json) -> None:
-        job, step = command["job"], command["step"]
+    def _delete(self, command: Command, result: Result, state: State) -> None:
+        asked = command.delete
+        job, step = asked.job, asked.step if asked.HasField("step") else None
         kept = self.kept.get(job, [])
         going = list(kept) if step is None else [step] if step in kept else []
         self.check(
-            result["deleted"] == going,
+            list(result.deleted) == going,
             "deletion",
-            f"of {job} {result['deleted']} went, not {going}, though {step} was asked for",
+            f"of {job} {list(result.deleted)} went, not {going}, though {step} was asked for",
         )
         for gone in going:
             saves = self.committed[(job, gone)].items()
@@ -226,9 +229,9 @@ class Truth:
         self.check_kept(job, state)
         self.check_survival(f"deletion of {job}/{step}")
 
-    def check_kept(self, job: str, state: Json) -> None:
+    def check_kept(self, job: str, state: State) -> None:
         """Nothing that was deleted is back, and nothing that was not is gone."""
-        steps = [kept["step"] for kept in state["jobs"].get(job, {"steps": []})["steps"]]
+        steps = [kept.step for kept in state.steps_of(job)]
         self.check(steps == self.kept[job], "deletion", f"{job} keeps {steps}, not {self.kept[job]}")
 
     def unwanted(self, name: str) -> Key | None:
@@ -243,18 +246,15 @@ class Truth:
         """What the registry says of each shard of each kept step: job, step, rank, shard, wanted copies, and the lives
         that it holds to have one. A deletion makes an older step the newest.
         """
-        nodes = self.state["nodes"]
-        denied = {tuple(claim) for claim in self.state["denied"]}
-        for job_name, job in self.state["jobs"].items():
-            for kept in job["steps"]:
-                for record in kept["ranks"]:
-                    for number, shard in enumerate(record["shards"]):
-                        refs = [*shard["holders"], record["owner"]]
-                        shard_id = (job_name, kept["step"], record["rank"], number)
-                        live = [
-                            (n, i) for n, i in refs if _lives(nodes, n, i) and (*shard_id, n, i) not in denied
-                        ]
-                        yield *shard_id, self._tolerate + 1, live
+        for job_name, job in self.state.jobs.items():
+            for kept in job.steps:
+                for record in kept.ranks:
+                    for number, shard in enumerate(record.shards):
+                        lost = set(map(Ref.of, shard.lost))
+                        refs = [*map(Ref.of, shard.holders), Ref.of(record.owner)]
+                        shard_id = (job_name, kept.step, record.rank, number)
+                        there = [(*ref,) for ref in refs if live(self.state, ref) and ref not in lost]
+                        yield *shard_id, self._tolerate + 1, there
 
     # Memory
 
@@ -333,6 +333,8 @@ class Truth:
             self.told[job] = max(self.told.get(job, -1), step)
 
 
-def _lives(nodes: Json, name: str, incarnation: int) -> bool:
-    node = nodes.get(name)
-    return node is not None and node["incarnation"] == incarnation and node["state"] != "DOWN"
+def _job_of(command: Command) -> str:
+    """The job that a command is about; empty: none."""
+    kind = str(command.WhichOneof("kind"))
+    said = command.commit.record if kind == "commit" else getattr(command, kind)
+    return str(getattr(said, "job", ""))

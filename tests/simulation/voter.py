@@ -25,6 +25,7 @@ from tests.simulation.disk import SimulatedDisk
 from tests.simulation.sockets import Hosts, SocketModule, VirtualPoller
 from tests.simulation.virtual_time import PROCESS, Killed, Process, VirtualLoop
 
+from fastcheck_proto.v1.registry_log_pb2 import RegistryCommand
 from fastcheckd.config import Config, Voter
 from fastcheckd.registry.raft import adapter as raft_module
 from fastcheckd.registry.raft import engine, transport
@@ -288,10 +289,10 @@ def make(
     )
 
 
-def _apply(state: Any, command: Any) -> Any:
+def _apply(state: Any, entry: bytes) -> Any:
     """The state machine, watched by `Truth`."""
-    voter, result = current(), apply(state, command)
-    machine = voter.machine
+    voter, result = current(), apply(state, entry)
+    machine, command = voter.machine, RegistryCommand.FromString(entry)
     machine.world.truth.applied(f"{machine.name}/{machine.lives}", voter.applying, command, result, state)
     return result
 

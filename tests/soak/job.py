@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+from tests.forks import Fork
 from tests.soak.account import HANG_S, Account
 from tests.soak.trainer import JOB
 from tests.sockets import free_port
@@ -33,14 +32,11 @@ class Rank:
         self._account = account
         self._heard: queue.Queue[dict[str, Any] | None] = queue.Queue()
         with log.open("ab") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.soak.trainer", *command],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-                cwd=Path(__file__).parents[2],
+            self.process = Fork(
+                ["-m", "tests.soak.trainer", *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                text=True,
             )
         threading.Thread(target=self._listen, daemon=True).start()
 

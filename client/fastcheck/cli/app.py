@@ -1,22 +1,32 @@
-"""The commands that ask a cluster. Each asks once, prints once, and says the rest by its exit code."""
+"""The `fastcheck` command group, and the commands that query a cluster: one question, one output, an exit code."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
 from ..admin import AdminClient
-from . import completing, tables, upkeep_tables
-from .certs_commands import certs
-from .completion_command import completion
-from .config_commands import config
-from .delete_command import delete
-from .demo_command import demo
-from .local_commands import local
-from .membership_commands import drain, forget, history, safe_to_stop, voters
+from . import shell_completion, tables
+from .local_commands import demo, local
+from .maintenance_commands import delete, drain, forget, history, safe_to_stop, voters
+from .offline_commands import certs, completion, config, plan
 from .options import FastCheckGroup, admin_options, examples, job_argument, patient_admin_options
 from .output import Exit, emit, exit_for_health, say
-from .plan_command import plan
-from .top_command import top
+from .top import top
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _step_option(default: str) -> Callable[[F], F]:
+    """`--step`, to narrow a question to one step."""
+    return click.option(
+        "--step",
+        type=click.IntRange(min=0),
+        shell_complete=shell_completion.steps,
+        help=f"Only this step. Default: {default}.",
+    )
 
 
 @click.group(
@@ -79,12 +89,7 @@ def checkpoints(job: str, address: str, timeout_s: float, output: str) -> None:
 
 @cli.command(epilog=examples("fastcheck replicas gpt --step 4000"))
 @job_argument
-@click.option(
-    "--step",
-    type=click.IntRange(min=0),
-    shell_complete=completing.steps,
-    help="Only this step. Default: all that are kept.",
-)
+@_step_option("all that are kept")
 @admin_options
 def replicas(job: str, step: int | None, address: str, timeout_s: float, output: str) -> None:
     """List which nodes say that they hold which shard."""
@@ -94,7 +99,7 @@ def replicas(job: str, step: int | None, address: str, timeout_s: float, output:
 
 @cli.command(epilog=examples("fastcheck inspect gpt 4000"))
 @job_argument
-@click.argument("step", type=click.IntRange(min=0), shell_complete=completing.steps)
+@click.argument("step", type=click.IntRange(min=0), shell_complete=shell_completion.steps)
 @admin_options
 def inspect(job: str, step: int, address: str, timeout_s: float, output: str) -> None:
     """Show everything about one committed step."""
@@ -104,12 +109,7 @@ def inspect(job: str, step: int, address: str, timeout_s: float, output: str) ->
 
 @cli.command(epilog=examples("fastcheck verify gpt --step 4000 --timeout 60"))
 @job_argument
-@click.option(
-    "--step",
-    type=click.IntRange(min=0),
-    shell_complete=completing.steps,
-    help="Only this step. Default: all that is held.",
-)
+@_step_option("all that is held")
 @patient_admin_options(600.0)
 @click.pass_context
 def verify(
@@ -121,7 +121,7 @@ def verify(
     """
     with AdminClient(address, timeout_s=timeout_s) as client:
         result = client.verify(job, step)
-    emit(result, output, upkeep_tables.verify)
+    emit(result, output, tables.verify)
     ctx.exit(Exit.DEGRADED if result["bad"] or result["unreachable"] else Exit.OK)
 
 

@@ -1,4 +1,4 @@
-"""Entry point of `fastcheck`. It imports nothing heavy, so that a thin install says what it lacks."""
+"""Entry point of `fastcheck`. It imports nothing heavy, so that a thin install can say which package is missing."""
 
 from __future__ import annotations
 

@@ -1,19 +1,27 @@
-"""`fastcheck local ...`: a cluster on this machine."""
+"""`fastcheck local ...`, a cluster on this machine, and `fastcheck demo`, which trains on one and kills a node."""
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import click
 import yaml
 
+from ..demo import NODES, TrainSettings
+from ..demo.display import Display, summary
+from ..demo.scenario import LEADER, Demo
+from ..errors import FastCheckError
 from ..local import LocalCluster, layout
-from . import completing, tables
+from . import shell_completion, tables
 from .options import examples, output_option, timeout_option
-from .output import emit, say
+from .output import Exit, dump, emit, say, stderr_console, stdout_console
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,7 +47,7 @@ def _setting(text: str) -> tuple[str, Any]:
     return key, yaml.safe_load(value)
 
 
-node_argument = click.argument("node", shell_complete=completing.local_nodes)
+node_argument = click.argument("node", shell_complete=shell_completion.local_nodes)
 
 
 @click.group()
@@ -100,7 +108,7 @@ def _export(cluster: LocalCluster, node: str) -> str:
 
 
 @local.command(epilog=examples('eval "$(fastcheck local env)"', 'eval "$(fastcheck local env node-2)"'))
-@click.argument("node", default="node-0", shell_complete=completing.local_nodes)
+@click.argument("node", default="node-0", shell_complete=shell_completion.local_nodes)
 @_dir_option
 def env(node: str, cluster_dir: Path) -> None:
     """Print the line that makes a shell use one of the nodes.
@@ -149,3 +157,46 @@ def start(node: str, cluster_dir: Path, timeout_s: float, output: str) -> None:
     cluster = LocalCluster(cluster_dir, on_event=say)
     cluster.start(node, timeout_s=timeout_s)
     emit(cluster.status(), output, tables.local)
+
+
+@click.command()
+@click.option(
+    "--steps", type=click.IntRange(4, 1000), default=TrainSettings.steps, show_default=True, help="Steps."
+)
+@click.option("--kill-at", type=click.IntRange(min=2), help="Kill after this step. Default: in the middle.")
+@click.option(
+    "--victim",
+    type=click.Choice([LEADER, *(f"node-{index}" for index in range(NODES))]),
+    default=LEADER,
+    show_default=True,
+    help="Which node dies; the leader is the one that leads the registry then.",
+)
+@click.option("--seed", type=int, default=TrainSettings.seed, show_default=True, help="Of the training.")
+@output_option
+@click.pass_context
+def demo(ctx: click.Context, *, steps: int, kill_at: int | None, victim: str, seed: int, output: str) -> None:
+    """Train on 4 nodes, lose one, and go on bit for bit.
+
+    From the other nodes' RAM, without a file. Takes a minute or two.
+
+    Exits 1 when anything differs from an uninterrupted run.
+    """
+    for package, extra in (("torch", "torch"), ("fastcheckd", "'fastcheck[daemon,cli]'")):
+        if importlib.util.find_spec(package) is None:
+            raise FastCheckError(
+                f"the demo needs {package}, which is not installed; run: pip install {extra}"
+            )
+    # So that `kill` takes the cluster down just as Ctrl-C does.
+    signal.signal(signal.SIGTERM, _interrupt)
+    console = stdout_console() if output == "table" else stderr_console()
+    settings = TrainSettings(steps=steps, seed=seed)
+    with Display(console) as display:
+        result = Demo(settings, display, kill_at=kill_at or steps // 2, victim=victim).run()
+    console.print(summary(result))
+    if output != "table":
+        sys.stdout.write(dump(result, output, one_line=True))
+    ctx.exit(Exit.OK if result["bit_identical"] and result["losses_identical"] else Exit.ERROR)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

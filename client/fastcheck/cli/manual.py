@@ -1,7 +1,7 @@
 """The man page, made from the commands' own help: `python -m fastcheck.cli.manual > client/man/fastcheck.1`.
 
-One page for all commands, as for systemctl(1): at 3 a.m. one searches in it. click-man would write forty small ones
-and cannot join them. Nothing here is machine dependent, so the page that is checked in is compared with this.
+One page for all commands, as for systemctl(1), so that it can be searched. click-man would write forty small pages and
+cannot join them. The output doesn't depend on the machine, so a test compares the checked-in page with it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _help(command: click.Command) -> str:
 
 
 def _first_sentence(command: click.Command) -> str:
-    """As a part of a line: without capital and full stop."""
+    """The first sentence of a command's help, without capital and full stop."""
     sentence = re.split(r"(?<=\.)\s", _help(command), maxsplit=1)[0].rstrip(".")
     return sentence[:1].lower() + sentence[1:]
 
@@ -97,7 +97,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """What roff shows as it stands."""
+    """Text, escaped so that roff shows it unchanged."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-").replace('"', "\\(dq")
     # A line that begins with a dot or an apostrophe would be a request.
     return f"\\&{escaped}" if escaped.startswith((".", "'")) else escaped

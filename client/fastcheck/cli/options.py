@@ -1,4 +1,4 @@
-"""Options that every command shares, and the one place where errors become exit codes."""
+"""Options that commands share, and the one place where errors become exit codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastcheck_proto.conventions import check_name, default_address
 
 from ..errors import DaemonUnavailableError, FastCheckError
 from ..security import SERVER_NAME, VARIABLES
-from . import completing
+from . import shell_completion
 from .output import FORMATS, Exit, say
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -55,12 +55,12 @@ class Name(TextType):
             self.fail(str(error), param, ctx)
 
 
-job_argument = click.argument("job", type=Name("job"), shell_complete=completing.jobs)
-node_argument = click.argument("node", type=Name("node"), shell_complete=completing.nodes)
+job_argument = click.argument("job", type=Name("job"), shell_complete=shell_completion.jobs)
+node_argument = click.argument("node", type=Name("node"), shell_complete=shell_completion.nodes)
 
 
 def examples(*lines: str) -> str:
-    """The end of a command's help: lines as one types them. `\\b` keeps them apart."""
+    """The epilog of a command's help: example lines. `\\b` keeps click from joining them."""
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
@@ -88,7 +88,7 @@ def timeout_option(default_s: float, what: str) -> Callable[[F], F]:
 
 
 def _into_environment(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Where the SDK looks for it; as before when the command is done."""
+    """Set the variable that the SDK reads, until the command is done."""
     name = str(param.envvar)
     if value is None or os.environ.get(name) == value:
         return
@@ -123,12 +123,12 @@ _TLS_OPTIONS = [
 
 
 def admin_options(command: F) -> F:
-    """`--address`, `--timeout` and `-o`, as all questions to the cluster take them."""
+    """`--address`, TLS options, `--timeout` and `-o`, for commands that query a cluster."""
     return patient_admin_options(5.0)(command)
 
 
 def patient_admin_options(default_s: float) -> Callable[[F], F]:
-    """The same for what takes longer than an answer."""
+    """`admin_options` with another default timeout, for commands that take longer."""
     address = click.option(
         "--address",
         envvar="FASTCHECK_ADDRESS",
@@ -149,7 +149,7 @@ yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 
 
 def go_ahead(ctx: click.Context, what: str, *, yes: bool) -> None:
-    """Say what is about to happen and ask; without a person to ask and without --yes it is wrong usage."""
+    """Say what is about to happen and ask for confirmation. Not interactive and without --yes: a usage error."""
     say(what)
     if yes:
         return
@@ -160,5 +160,5 @@ def go_ahead(ctx: click.Context, what: str, *, yes: bool) -> None:
 
 
 def is_interactive() -> bool:
-    """Whether a person sits at the other end."""
+    """Whether stdin is a terminal."""
     return sys.stdin.isatty()

@@ -1,7 +1,4 @@
-"""How a result reaches people and programs: JSON or YAML alone on stdout, or a table; messages on stderr.
-
-Also the exit codes, which scripts branch on. No questions to daemons here.
-"""
+"""Output of results: JSON or YAML alone on stdout, or a table; messages on stderr. Also the exit codes."""
 
 from __future__ import annotations
 
@@ -41,22 +38,22 @@ def exit_for_health(health: str) -> Exit:
 
 
 def stdout_console() -> Console:
-    """Where tables go. Rich honours NO_COLOR and leaves colours out when it is no terminal."""
+    """The console for tables. Rich honours NO_COLOR, and prints no colours where stdout is not a terminal."""
     return Console(highlight=False, width=_width(sys.stdout))
 
 
 def stderr_console() -> Console:
-    """Where messages go."""
+    """The console for messages."""
     return Console(stderr=True, highlight=False, width=_width(sys.stderr))
 
 
 def _width(stream: TextIO) -> int | None:
-    """None: as wide as the terminal. A pipe has no width, and nothing is cut or folded for it."""
+    """Width of a console. None: the terminal's. For a pipe a fixed width, so that nothing is cut or folded."""
     return None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
 
 
 def say(text: str) -> None:
-    """One message for the person at the terminal."""
+    """Print one message to stderr."""
     stderr_console().print(text, markup=False, soft_wrap=True)
 
 

@@ -38,19 +38,19 @@ def state(word: str) -> Text:
 
 
 def precision(*, lossy: bool) -> Text:
-    """Whether the bytes are the trainer's own; what is not must not be overlooked."""
+    """Whether the step is exact; a lossy one stands out."""
     return Text("LOSSY", style="bold magenta") if lossy else Text("exact", style="dim")
 
 
 def sharing(*, replicated: bool) -> Text:
-    """Whether each rank saved a state of its own, or a part of one that all of them hold alike."""
+    """Whether each rank saved a state of its own, or a part of a replicated one."""
     return Text(
         "replicated: a part each" if replicated else "a state each", style="" if replicated else "dim"
     )
 
 
 def ratio(codecs: Json) -> str:
-    """Raw bytes over sent bytes of all codecs together; empty where nothing is known."""
+    """Raw bytes over sent bytes, over all codecs; empty where unknown."""
     raw = sum(use["raw_bytes"] for use in codecs.values())
     encoded = sum(use["encoded_bytes"] for use in codecs.values())
     return f"{raw / encoded:.2f}" if encoded else ""
@@ -68,7 +68,7 @@ def columns(*titles: str) -> Table:
 
 
 def or_note(table: Table, note: str) -> RenderableType:
-    """The table, or a word instead of an empty one."""
+    """The table, or a note in place of an empty one."""
     return table if table.row_count else Text(note, style="dim")
 
 
@@ -139,7 +139,7 @@ def nodes(result: Json) -> RenderableType:
 
 
 def _lane(node: Json) -> Text:
-    """Where the bulk lane is, by which interface, and what holds puts back, if anything does."""
+    """The bulk lane: its address, its interface, and why puts are paced, if they are."""
     lane = node["lane"]
     text = Text(node["lane_address"])
     if lane is None:
@@ -199,7 +199,7 @@ def checkpoints(result: Json) -> RenderableType:
 
 
 def replicas(result: Json) -> RenderableType:
-    """Who holds what; missing holders stand out."""
+    """Shards and their holders; missing holders stand out."""
     now = datetime.datetime.now(datetime.UTC)
     table = columns(
         ">STEP", ">RANK", ">SHARD", "OWNER", "HOLDERS", ">BYTES", ">STORED", ">RATIO", "PRECISION", "DIGEST",
@@ -256,7 +256,7 @@ def inspect(result: Json) -> RenderableType:
 
 
 def config(result: Json, *, origins: bool) -> RenderableType:
-    """Keys and values; what is no default stands out.
+    """Keys and values; values that differ from the default stand out.
 
     Args:
         origins: also where each value comes from.
@@ -272,7 +272,7 @@ def config(result: Json, *, origins: bool) -> RenderableType:
 
 
 def silent(nodes: Sequence[str], what: str) -> list[RenderableType]:
-    """A line about the nodes that did not answer, if there are any: an answer without them is only a part."""
+    """A line about the nodes that did not answer, if any: without them a result is incomplete."""
     return [Text(f"no answer from {', '.join(nodes)}: {what}", style="yellow")] if nodes else []
 
 
@@ -288,3 +288,151 @@ def local(result: Json) -> RenderableType:
             node["ram_dir"],
         )
     return or_note(table, "the cluster has no nodes")
+
+
+def history(result: Json) -> RenderableType:
+    """Changes of nodes' states, the newest last."""
+    table = columns("WHEN", "NODE", ">INCARNATION", "FROM", "TO", "WHY", ">EPOCH")
+    for change in result["transitions"]:
+        table.add_row(
+            change["at"] or "",
+            change["node_id"],
+            str(change["incarnation"]),
+            state(change["from"] or "new"),
+            state(change["to"] or "forgotten"),
+            change["reason"],
+            str(change["epoch"]),
+        )
+    return or_note(table, "nothing is remembered")
+
+
+def safe_to_stop(verdict: Json) -> RenderableType:
+    """A verdict and why."""
+    if verdict["safe"]:
+        return Text(f"{verdict['node_id']} may be stopped: nothing would be lost, nor short", style="green")
+    word = "survivable" if verdict["survivable"] else "not safe"
+    lines = [
+        Text(
+            f"stopping {verdict['node_id']} is {word}",
+            style="yellow" if verdict["survivable"] else "bold red",
+        )
+    ]
+    lines += [Text(f"  {reason}") for reason in verdict["reasons"]]
+    if verdict["jobs"]:
+        lines.append(Text(f"  jobs: {', '.join(verdict['jobs'])}"))
+    return Group(*lines)
+
+
+def deletion(result: Json) -> RenderableType:
+    """The steps deleted, or to be deleted, and the steps kept."""
+    if not result["deleted_steps"] and not result["ends_sessions"]:
+        return Text(f"{what_goes(result)}. {what_stays(result)}")
+    table = columns("NODE", ">REPLICAS", ">BYTES")
+    for node in result["nodes"]:
+        table.add_row(node["node_id"], str(node["replicas"]), human_bytes(node["stored_bytes"]))
+    verb = "is deleted" if result["deleted"] else "would be deleted"
+    lines: list[RenderableType] = [Text(f"{what_goes(result)} {verb}"), table, Text(what_stays(result))]
+    if result["unreachable"]:
+        lines.append(
+            Text(f"not reached, and drop theirs when they are back: {', '.join(result['unreachable'])}")
+        )
+    return Group(*lines)
+
+
+def what_goes(result: Json) -> str:
+    """The steps to be deleted, in words."""
+    steps = ", ".join(map(str, result["deleted_steps"]))
+    if result["everything"]:
+        return f"all of job {result['job']}" + (f" (step {steps})" if steps else "")
+    if not steps:
+        return f"nothing to delete: step {result['step']} of job {result['job']} is not kept"
+    return f"step {steps} of job {result['job']}"
+
+
+def what_stays(result: Json) -> str:
+    """The steps kept, in words."""
+    steps = ", ".join(map(str, result["kept_steps"]))
+    return (
+        f"Left of job {result['job']}: step {steps}" if steps else f"Nothing is left of job {result['job']}"
+    )
+
+
+def drain(result: Json) -> RenderableType:
+    """The node's draining, and the verdict if it was waited for."""
+    what = "is being drained" if result["draining"] else "is not drained any more"
+    line = Text(f"{result['node_id']} {what}")
+    return Group(line, safe_to_stop(result["verdict"])) if "verdict" in result else line
+
+
+def forget(result: Json) -> RenderableType:
+    """The node that was forgotten."""
+    return Text(f"{result['node_id']} is forgotten")
+
+
+def verify(result: Json) -> RenderableType:
+    """How much was checked, and the bad replicas."""
+    lines: list[RenderableType] = [
+        Text(
+            f"{result['checked']} replicas checked, {human_bytes(result['checked_bytes'])}, {len(result['bad'])} bad"
+        )
+    ]
+    if result["bad"]:
+        table = columns("NODE", "JOB", ">STEP", ">RANK", ">SHARD")
+        for bad in result["bad"]:
+            table.add_row(bad["node_id"], bad["job"], str(bad["step"]), str(bad["rank"]), str(bad["shard"]))
+        lines += [Text("dropped, to be made anew from good copies:", style="red"), table]
+    return Group(*lines, *silent(result["unreachable"], "what they hold was not checked"))
+
+
+def voters(result: Json) -> RenderableType:
+    """The voters and their health."""
+    table = columns("VOTER", "STATE", "REGISTRY", "LEADER", ">VERSION", "ADDRESS")
+    for voter in result["voters"]:
+        table.add_row(
+            voter["node_id"],
+            state(voter["state"] or "not known"),
+            "answers" if voter["answers"] else Text("no answer", style="red"),
+            "yes" if voter["leader"] else "",
+            "" if voter["version"] is None else str(voter["version"]),
+            voter["address"] or "",
+        )
+    return table
+
+
+def replaced_voters(result: Json) -> RenderableType:
+    """The voters from now on."""
+    table = columns("VOTER", "REGISTRY ADDRESS", "RAFT ADDRESS")
+    for voter in result["voters"]:
+        table.add_row(voter["node_id"], voter["registry_address"], voter["raft_address"])
+    return table
+
+
+def plan(result: Json) -> RenderableType:
+    """A layout and its odds."""
+    head = Table.grid(padding=(0, 2))
+    groups = ", ".join(f"{g['count']} of {g['nodes']} nodes" for g in result["groups"])
+    head.add_row("groups", groups)
+    head.add_row(
+        "copies", f"{result['copies']}, the owner's included; spread over {result['spread']} holders"
+    )
+    if result["domains"]:
+        domains = Text(f"{result['domains']}, copies in different ones")
+        if result["domains_short"]:
+            domains = Text(
+                f"{result['domains']}, too few to keep {result['copies']} copies apart", style="yellow"
+            )
+        head.add_row("domains", domains)
+    table = columns(">LOST AT ONCE", ">NOTHING LOST", ">ELSE 1 IN", ">GEMINI'S BOUND", ">RING", ">EVERYWHERE")
+    for odds in result["odds"]:
+        one_in = odds["loses_one_in"]
+        table.add_row(
+            str(odds["losses"]),
+            _percent(odds["survival"]),
+            "never" if one_in is None else f"{one_in:.4g}",
+            *(_percent(odds[key]) for key in ("gemini_bound", "ring", "everywhere")),
+        )
+    return Group(head, Text(), table)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4f} %"

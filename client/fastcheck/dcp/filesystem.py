@@ -15,21 +15,17 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+from fsspec.spec import AbstractFileSystem
 
-from fastcheck_proto.conventions import check_name
-from fastcheck_proto.v1 import state_pb2
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from ..admin import AdminClient
+from ..config import resolve
 from ..connection import Connection, parse_address
 from ..daemon import PATIENT_CONNECT_S, Daemon
-from ..environment import resolve
 from ..errors import (
     InvalidArgumentError,
     LossyCheckpointError,
@@ -37,58 +33,24 @@ from ..errors import (
     StepNotFoundError,
 )
 from ..handle import SaveHandle
-from ..reading import BoxInto, StepReader
-from ..state.header import entries
-from .ids import PROTOCOL, parse_checkpoint_id
-from .seats import Options, leave, taken
-from .spool import Spool
+from ..step_reader import StepReader
+from .checkpoint_id import PROTOCOL, StepPath, parse_path
+from .checkpointer_pool import CheckpointerOptions, checkpointer_of, close_job
+from .files import Spool, StepFile, StepFiles
 
 METADATA = ".metadata"
 #: A rank's own, without collectives. Before it writes anything each rank looks whether rank 0's is there.
 _RANK_METADATA = re.compile(r"__([0-9]{1,7})\.metadata")
 _FIRST_METADATA = "__0.metadata"
 _RANK_FILE = re.compile(r"__([0-9]{1,7})_([0-9]{1,7})\.distcp")
-#: Read and kept at once; torch.load goes back and forth within an item.
-_BLOCK_BYTES = 16 << 20
-_BLOCKS_MAX = 16
 #: Steps that this process is about to save without collectives; one that fails leaves its own behind.
 _LOOKS_MAX = 16
 #: All ranks have written when the metadata is: the step is committed at once, or something is missing.
 _COMMIT_S = 120.0
 
 
-@dataclass(frozen=True)
-class Place:
-    """What a path names: all jobs, a job, a step, or a file of it."""
-
-    job: str | None = None
-    step: int | None = None
-    file: str | None = None
-
-
-def parse_path(path: str) -> Place:
-    """Read `job/step-100/file`, or the beginning of it.
-
-    Raises:
-        InvalidArgumentError: it is none.
-    """
-    job, _, rest = path.strip("/").partition("/")
-    if not job:
-        return Place()
-    step, _, file = rest.partition("/")
-    if not step:
-        try:
-            return Place(check_name("job", job))
-        except ValueError as error:
-            raise InvalidArgumentError(str(error)) from None
-    name = parse_checkpoint_id(f"{PROTOCOL}://{job}/{step}")
-    if "/" in file:
-        raise InvalidArgumentError(f"{PROTOCOL}://{path} is no file: a step has files and no folders")
-    return Place(job, name.step, file or None)
-
-
 class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships no types
-    """Jobs, their committed steps, and the files in these.
+    """Jobs, their committed steps, and the files in those.
 
     Args:
         address: Of the daemon, as of `Checkpointer`.
@@ -207,7 +169,12 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
             files = self._files(place.job, place.step)
             if place.file not in files.stored:
                 raise FileNotFoundError(f"{PROTOCOL}://{path} is not among the files of its step")
-            return _ReadFile(self, path, files, place.file)
+            if files.reader.lossy and not self.allow_lossy:
+                raise LossyCheckpointError(
+                    f"{PROTOCOL}://{path} is of a step that was saved with a lossy coding: open it with "
+                    "allow_lossy=True"
+                )
+            return StepFile(self, path, files, place.file)
         if mode not in ("wb", "xb"):
             raise InvalidArgumentError(
                 f"mode {mode!r}: files are read (rb) or written at once (wb), never changed"
@@ -298,13 +265,13 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
                 raise InvalidArgumentError(
                     f"{PROTOCOL}://{path} is a job: say recursive=True to delete all of its steps"
                 )
-            leave(place.job)
+            close_job(place.job)
         request = pb.TrainerServiceDeleteRequest(
             job=place.job, step=place.step, even_if_running=even_if_running
         )
         self._connected().delete(request, connect_s=PATIENT_CONNECT_S, timeout_s=60.0)
 
-    def _note_a_look(self, place: Place) -> None:
+    def _note_a_look(self, place: StepPath) -> None:
         """DCP's writer looks for what is there before it writes: for rank 0's own metadata if each rank has some."""
         if place.job is not None and place.step is not None and place.file in (METADATA, _FIRST_METADATA):
             with self._lock:
@@ -323,7 +290,7 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
             with self._lock:
                 self._unnamed[spool.path] = spool
 
-    def _file_closed(self, spool: Spool, place: Place, rank: int) -> None:
+    def _file_closed(self, spool: Spool, place: StepPath, rank: int) -> None:
         assert place.job is not None
         assert place.step is not None
         _check_rank(spool, rank)
@@ -334,7 +301,7 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
         if not waits:
             self._save({_name_of(spool): spool}, place, rank, _world_size() + 1)
 
-    def _commit_own(self, metadata: Spool, place: Place, rank: int) -> None:
+    def _commit_own(self, metadata: Spool, place: StepPath, rank: int) -> None:
         """Save a rank's file and its metadata, and wait until all ranks have."""
         assert place.job is not None
         assert place.step is not None
@@ -350,17 +317,19 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
         assert place.file is not None
         self._commit({_name_of(spool): spool, place.file: metadata}, place, rank, _world_size())
 
-    def _save(self, files: Mapping[str, Spool], place: Place, rank: int, world_size: int) -> SaveHandle:
+    def _save(self, files: Mapping[str, Spool], place: StepPath, rank: int, world_size: int) -> SaveHandle:
         """Save files as the state of a rank; returns when they are replicated."""
         assert place.job is not None
         assert place.step is not None
         state = {"files": {name: spool.tensor() for name, spool in files.items()}}
-        with taken(place.job, rank, world_size, Options(address=self.address)) as checkpointer:
+        with checkpointer_of(
+            place.job, rank, world_size, CheckpointerOptions(address=self.address)
+        ) as checkpointer:
             handle = checkpointer.save(place.step, state)
             handle.wait_replicated(self.timeout_s)
         return handle
 
-    def _commit(self, files: Mapping[str, Spool], place: Place, rank: int, world_size: int) -> None:
+    def _commit(self, files: Mapping[str, Spool], place: StepPath, rank: int, world_size: int) -> None:
         """Save the files that the step waits for, and return when it is committed."""
         handle = self._save(files, place, rank, world_size)
         try:
@@ -384,54 +353,13 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
         request = pb.ListStepsRequest(job=job)
         return list(self._connected().list_steps(request, connect_s=PATIENT_CONNECT_S, timeout_s=60.0).steps)
 
-    def _files(self, job: str, step: int) -> _Files:
+    def _files(self, job: str, step: int) -> StepFiles:
         reader = StepReader(self._connected(), job, step, timeout_s=self.timeout_s)
         try:
             reader.__enter__()
         except StepNotFoundError as error:
             raise FileNotFoundError(f"{error}; committed steps of job {job!r}: {self._steps(job)}") from None
-        stored: dict[str, tuple[int, state_pb2.TensorRecord]] = {}
-        for number, rank in reader.ranks.items():
-            files = entries(rank.header.root.dict).get("files")
-            for name, value in entries(files.dict).items() if files is not None else ():
-                if value.WhichOneof("kind") == "tensor":
-                    stored[str(name)] = number, rank.header.tensors[value.tensor]
-        return _Files(reader, stored)
-
-
-@dataclass(frozen=True)
-class _Files:
-    """A step's files by name: rank and record; none if something else saved it."""
-
-    reader: StepReader
-    stored: Mapping[str, tuple[int, state_pb2.TensorRecord]]
-
-
-class _ReadFile(AbstractBufferedFile):  # type: ignore[misc]  # as above
-    """A committed file, of which only blocks that are touched are brought here."""
-
-    def __init__(self, fs: FastCheckFileSystem, path: str, files: _Files, name: str) -> None:
-        self._rank, self._record = files.stored[name]
-        self._reader = files.reader
-        if files.reader.lossy and not fs.allow_lossy:
-            raise LossyCheckpointError(
-                f"{PROTOCOL}://{path} is of a step that was saved with a lossy coding: open it with allow_lossy=True"
-            )
-        super().__init__(
-            fs,
-            path,
-            "rb",
-            block_size=_BLOCK_BYTES,
-            cache_type="blockcache",
-            cache_options={"maxblocks": _BLOCKS_MAX},
-            size=self._record.bytes,
-        )
-
-    def _fetch_range(self, start: int, end: int) -> bytes:
-        end = min(end, self._record.bytes)  # the last block is not whole
-        into = torch.empty(end - start, dtype=torch.uint8)
-        self._reader.fill([BoxInto(self._rank, self._record, (start,), (end - start,), into)])
-        return into.numpy().tobytes()
+        return StepFiles.of(reader)
 
 
 def _name_of(spool: Spool) -> str:

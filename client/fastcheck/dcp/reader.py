@@ -20,9 +20,9 @@ from torch.futures import Future
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
+from ..config import resolve
 from ..connection import Connection, parse_address
 from ..daemon import PATIENT_CONNECT_S, Daemon
-from ..environment import resolve
 from ..errors import (
     InvalidArgumentError,
     LoadFailedError,
@@ -31,11 +31,11 @@ from ..errors import (
     StepNotFoundError,
     UnsupportedStateError,
 )
-from ..reading import BoxInto, StepReader
 from ..state.dtypes import BY_NAME
 from ..state.tensors import why_unsupported
-from .ids import CheckpointId, agreed_job, names_a_step, parse_checkpoint_id, url_of
-from .index import StepIndex, index_of
+from ..step_reader import BoxInto, StepReader
+from .checkpoint_id import CheckpointId, agreed_job, names_a_step, parse_checkpoint_id, url_of
+from .metadata import StepIndex, index_of
 
 #: What is read at once takes as much of the daemon's memory.
 BATCH_BYTES_MAX = 1 << 30

@@ -21,17 +21,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..environment import resolve
+from ..config import resolve
 from ..errors import InvalidArgumentError, UnsupportedStateError
 from ..handle import SaveHandle
-from ..state.dtensors import local_of
+from ..state.sharding import local_of
 from ..state.tensors import why_unsupported
-from .description import Item, Kind, write_description
-from .families import held, together
-from .ids import CheckpointId, agreed_job, names_a_step, parse_checkpoint_id, url_of
-from .plans import check_complete, whole
-from .seats import Options, leave, taken
-from .structure import nested
+from .checkpoint_id import CheckpointId, agreed_job, names_a_step, parse_checkpoint_id, url_of
+from .checkpointer_pool import CheckpointerOptions, checkpointer_of, close_job
+from .metadata import Item, Kind, nested, write_description
+from .save_plans import check_complete, complete_plans, group_families, savable_tensors
 
 _KINDS: dict[WriteItemType, Kind] = {
     WriteItemType.TENSOR: "tensor",
@@ -40,7 +38,7 @@ _KINDS: dict[WriteItemType, Kind] = {
 }
 
 
-class Place(NamedTuple):
+class Assignment(NamedTuple):
     """Which rank of how many a plan is for, and how many items it has; travels in `SavePlan.storage_data`."""
 
     rank: int
@@ -73,7 +71,7 @@ class FastCheckWriter(StorageWriter):
         connect_timeout_s: Longest wait for room and for the registry, `Checkpointer`'s timeout_s.
         timeout_s: Longest wait for a step's copies, and then for its commit.
 
-    Making, pickling and resetting one needs no daemon. It has the rank's seat in the job: a `Checkpointer` needs a
+    Making, pickling and resetting one needs no daemon. It has the rank's place in the job: a `Checkpointer` needs a
     job name of its own beside it. See docs/dcp.md.
 
     Raises:
@@ -94,7 +92,9 @@ class FastCheckWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self._wanted_job = job
-        self._options = Options(address, max_in_flight, copy_threads, connect_timeout_s, precision)
+        self._options = CheckpointerOptions(
+            address, max_in_flight, copy_threads, connect_timeout_s, precision
+        )
         self._timeout_s = timeout_s
         self._job: str | None = None
         self._step: int | None = None
@@ -153,17 +153,17 @@ class FastCheckWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Say what this rank could save, before others' copies are left out."""
-        return dataclasses.replace(plan, storage_data=held(plan))
+        return dataclasses.replace(plan, storage_data=savable_tensors(plan))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Put what belongs together onto one rank, and tell every rank its place and its whole plan."""
         save = self._own_save()
-        plans = whole(save.job, plans)
+        plans = complete_plans(save.job, plans)
         if save.collective:
-            plans = together(plans)
-            places = [Place(rank, len(plans)) for rank in range(len(plans))]
+            plans = group_families(plans)
+            places = [Assignment(rank, len(plans)) for rank in range(len(plans))]
         else:
-            places = [_place_without_collectives(save.rank)]
+            places = [_assignment_without_collectives(save.rank)]
         save.planned = [item.index for plan in plans for item in plan.items]
         return [
             dataclasses.replace(plan, storage_data=place._replace(items=len(plan.items)))
@@ -214,13 +214,13 @@ class FastCheckWriter(StorageWriter):
         return names_a_step(checkpoint_id)
 
     def close(self) -> None:
-        """Leave the rank's seat: ends threads and connections that later saves would use again.
+        """Close the rank's `Checkpointer`: ends threads and connections that later saves would use again.
 
         Saves under way go on in the daemon. The writer may be used again; all writers of the job in this process share
-        the seat.
+        it.
         """
         if self._job is not None:
-            leave(self._job)
+            close_job(self._job)
 
     def _refuse_while_writing(self) -> None:
         if self._writing:
@@ -245,7 +245,7 @@ class FastCheckWriter(StorageWriter):
 
     def _write(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         place = plan.storage_data
-        if not isinstance(place, Place):
+        if not isinstance(place, Assignment):
             raise InvalidArgumentError(
                 "the plan has lost its storage_data between prepare_global_plan and write_data: a save planner's "
                 "finish_plan must keep it (dataclasses.replace)"
@@ -263,7 +263,7 @@ class FastCheckWriter(StorageWriter):
         description = write_description(items, plan.planner_data)
         tensors = [_resolve(item, planner) for item in plan.items]
         state = {"dcp": description, "tensors": _named(items, tensors)}
-        with taken(save.job, place.rank, place.world_size, self._options) as checkpointer:
+        with checkpointer_of(save.job, place.rank, place.world_size, self._options) as checkpointer:
             save.handle = checkpointer._save(save.step, state, like=_structure(plan, planner, items, tensors))
             save.handle.wait_replicated(self._timeout_s)
         return [
@@ -272,12 +272,12 @@ class FastCheckWriter(StorageWriter):
         ]
 
 
-def _place_without_collectives(rank: int | None) -> Place:
+def _assignment_without_collectives(rank: int | None) -> Assignment:
     """Each rank plans for itself: only the process group and the environment say who else does."""
     if dist.is_available() and dist.is_initialized():
-        return Place(dist.get_rank() if rank is None else rank, dist.get_world_size())
+        return Assignment(dist.get_rank() if rank is None else rank, dist.get_world_size())
     identity = resolve("unused")
-    return Place(identity.rank, identity.world_size)
+    return Assignment(identity.rank, identity.world_size)
 
 
 def _describe(item: WriteItem) -> Item:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..local.ports import find_free_ports
 from ..local.processes import python_path, tail
-from .settings import TrainSettings
+from . import TrainSettings
 
 Event = dict[str, Any]
 
@@ -88,7 +88,7 @@ class RankGroup:
             stdin.flush()
 
     def events(self, timeout_s: float) -> Iterator[Event]:
-        """Events as they come: what the ranks say, and `ended` with the exit code of each. Endless.
+        """The ranks' events as they come, and `ended` with the exit code of each. Endless.
 
         Raises:
             TimeoutError: nothing came for `timeout_s`.

@@ -1,4 +1,4 @@
-"""From what the ranks said to the demo's figures and its verdict. Pure: no clocks, no processes."""
+"""The demo's figures and its comparison of runs, from the ranks' events. Pure: no clocks, no processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Event = dict[str, Any]
 
 @dataclass
 class RunRecord:
-    """What the ranks of one run (or of its two parts, before and after the loss) said."""
+    """The events of one run's ranks (or of one part of it, before or after the loss)."""
 
     #: (step, rank) → loss as float hex.
     losses: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     """Whether the interrupted run ended as the uninterrupted one; `reasons` says where not."""
 
     bit_identical: bool
@@ -84,7 +84,9 @@ class Verdict:
     reasons: tuple[str, ...]
 
 
-def compare(before: RunRecord, after: RunRecord, reference: RunRecord, *, ranks: int, steps: int) -> Verdict:
+def compare(
+    before: RunRecord, after: RunRecord, reference: RunRecord, *, ranks: int, steps: int
+) -> Comparison:
     """Compare a run that lost a node with one that did not.
 
     Args:
@@ -109,7 +111,7 @@ def compare(before: RunRecord, after: RunRecord, reference: RunRecord, *, ranks:
     wrong_losses = sorted(_differing_steps([before, after], reference, ranks=ranks, steps=steps))
     if wrong_losses:
         reasons.append(f"losses differ from the reference's at steps {', '.join(map(str, wrong_losses))}")
-    return Verdict(bits, not wrong_losses, tuple(reasons))
+    return Comparison(bits, not wrong_losses, tuple(reasons))
 
 
 def _differing_steps(parts: Iterable[RunRecord], reference: RunRecord, *, ranks: int, steps: int) -> set[int]:
@@ -134,7 +136,7 @@ class Timeline:
 def summary(
     before: RunRecord,
     after: RunRecord,
-    verdict: Verdict,
+    comparison: Comparison,
     timeline: Timeline,
     *,
     nodes: int,
@@ -164,8 +166,8 @@ def summary(
         "killed_at_step": killed_at_step,
         "committed_step": before.committed_step,
         "restored_step": next((step for step, _ in after.loaded.values()), None),
-        "bit_identical": verdict.bit_identical,
-        "losses_identical": verdict.losses_identical,
+        "bit_identical": comparison.bit_identical,
+        "losses_identical": comparison.losses_identical,
         "save_stall_ms": _median(before.stalls_ms + after.stalls_ms),
         "save_copy_ms": _median(before.stages_ms + after.stages_ms),
         "memcpy_ms": _median(before.memcpys_ms + after.memcpys_ms),
@@ -177,7 +179,7 @@ def summary(
         "bytes_raw": raw,
         "bytes_sent": sent,
         "ratio": round(raw / sent, 4) if sent else None,
-        "differences": list(verdict.reasons),
+        "differences": list(comparison.reasons),
     }
 
 

@@ -17,12 +17,11 @@ from ..admin import AdminClient
 from ..errors import FastCheckError
 from ..local import LocalCluster
 from ..local.processes import tail
-from .display import Display
+from . import NODES, TrainSettings
+from .display import Display, RunProgress
+from .node_watch import NodeWatch
 from .ranks import Event, RankGroup
 from .report import RunRecord, Timeline, compare, summary
-from .settings import NODES, TrainSettings
-from .view import RunProgress
-from .watch import NodeWatch
 
 _RAM_BUDGET = "256MiB"
 #: Loopback is faster than any network, so `auto` would rightly send raw. The demo is to show the codec at work.
@@ -108,11 +107,11 @@ class Demo:
                 group.start(rank)
                 group.begin(rank)
             self._to_the_end(group, reference, self._progress("reference"))
-        verdict = compare(before, after, reference, ranks=NODES, steps=settings.steps)
+        comparison = compare(before, after, reference, ranks=NODES, steps=settings.steps)
         return summary(
             before,
             after,
-            verdict,
+            comparison,
             timeline,
             nodes=NODES,
             ranks=NODES,
@@ -206,7 +205,7 @@ class Demo:
             raise DemoError(f"{error}\n{group.log_tails()}") from None
 
     def _drain(self, group: RankGroup, record: RunRecord) -> None:
-        """Take what the killed ranks had said."""
+        """Record the events that the killed ranks had sent."""
         ended = 0
         for event in group.events(_SILENCE_MAX_S):
             record.take(event)

@@ -26,9 +26,8 @@ from torch.distributed.fsdp import fully_shard
 
 from fastcheck import Checkpointer, SaveHandle
 
-from .data import batch, corpus
-from .model import GPT, VOCABULARY, parameter_count
-from .settings import JOB, TrainSettings
+from . import JOB, TrainSettings
+from .model import GPT, VOCABULARY, batch, corpus, parameter_count
 
 #: How long a rank waits for the others in any collective before it takes them for lost.
 _COLLECTIVE_TIMEOUT = timedelta(seconds=60)
@@ -49,7 +48,7 @@ class RandomState:
         torch.set_rng_state(state["cpu"])
 
 
-class Replica:
+class RankTraining:
     """Model, optimizer and random state of one rank, and one step of training."""
 
     def __init__(self, settings: TrainSettings, rank: int, world_size: int) -> None:
@@ -150,32 +149,32 @@ def run(settings: TrainSettings, digest_at: int | None, say: Say, begin: TextIO)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     dist.init_process_group("gloo", timeout=_COLLECTIVE_TIMEOUT)
-    replica = Replica(settings, rank, world_size)
-    say("ready", params=replica.params)
+    training = RankTraining(settings, rank, world_size)
+    say("ready", params=training.params)
     if not begin.readline():
         raise SystemExit("the launcher is gone")
     with Checkpointer(job=JOB, rank=rank, world_size=world_size) as checkpointer:
         started = time.monotonic()
-        step = checkpointer.load(replica.state)
+        step = checkpointer.load(training.state)
         load_s = time.monotonic() - started
-        say("loaded", step=step, load_s=load_s, digest=None if step is None else replica.digest())
-        _train(replica, checkpointer, (step or 0) + 1, settings.steps, digest_at, say)
-    say("done", digest=replica.digest())
+        say("loaded", step=step, load_s=load_s, digest=None if step is None else training.digest())
+        _train(training, checkpointer, (step or 0) + 1, settings.steps, digest_at, say)
+    say("done", digest=training.digest())
     dist.destroy_process_group()
 
 
 def _train(
-    replica: Replica, checkpointer: Checkpointer, first: int, last: int, digest_at: int | None, say: Say
+    training: RankTraining, checkpointer: Checkpointer, first: int, last: int, digest_at: int | None, say: Say
 ) -> None:
     yardstick = WarmCopy()
     under_way: deque[tuple[int, SaveHandle]] = deque()
     for step in range(first, last + 1):
-        loss = replica.train(step)
+        loss = training.train(step)
         if step == digest_at:
-            say("digest", step=step, digest=replica.digest())
-        memcpy_ms = yardstick.measure_ms([tensor for _, tensor in replica.tensors()])
+            say("digest", step=step, digest=training.digest())
+        memcpy_ms = yardstick.measure_ms([tensor for _, tensor in training.tensors()])
         started = time.perf_counter()
-        under_way.append((step, checkpointer.save(step, replica.state)))
+        under_way.append((step, checkpointer.save(step, training.state)))
         stall_ms = (time.perf_counter() - started) * 1000
         say("step", step=step, loss=loss.hex(), stall_ms=stall_ms, memcpy_ms=memcpy_ms)
         while under_way and under_way[0][1].done:

@@ -10,10 +10,10 @@ else, in hyper-parameters say, is refused with its key; nothing is pickled.
 
 A Lightning checkpoint has no random states; the callback adds them, to those on disk as well.
 
-Lightning finds its place in the loops by the hook in which a checkpoint was put together, and validates, ends epochs
-and moves learning rates after `on_train_batch_end`. So the callback has a checkpoint put together there, holds it, and
+Lightning finds its place in the loops by the hook in which a checkpoint was built, and validates, ends epochs
+and moves learning rates after `on_train_batch_end`. So the callback has a checkpoint built there, holds it, and
 saves it right before the next batch is computed on, or the next epoch begins: with the random states, optimizers,
-schedulers and callbacks as they are then. Nothing has to be run again in order to go on as if nothing had happened.
+schedulers and callbacks as they are then. So nothing is repeated after a resume.
 
 Under DDP every rank saves and loads a checkpoint of its own: Lightning builds one on each rank, with the rank's own
 random states and place in the data, and has rank 0 alone save it; the callback saves those of the others. Strategies
@@ -32,13 +32,13 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
+from ..advice import Every
+from ..advice import every as policy_of
 from ..checkpointer import Checkpointer
+from ..collectives import from_all
 from ..errors import InvalidArgumentError, LoadFailedError
-from ..exchanging import from_all
-from ..policies import Every
-from ..policies import every as policy_of
 from ..resume import Generators
-from .keeping import Kept, newest_step
+from .disk_fallback import PlainState, newest_step
 
 logger = logging.getLogger("fastcheck")
 
@@ -48,14 +48,14 @@ _URL = re.compile(r"fastcheck:/{1,2}(?P<job>[^/]+)(/step-(?P<step>\d+))?/?")
 #: How Lightning's ModelCheckpoint writes the step into a file's name, unless told otherwise.
 _STEP_IN_NAME = re.compile(r"step=(\d+)")
 
-#: What `newest` has found, if no step on disk.
+#: Results of `newest` other than a step on disk.
 _MEMORY, _NOTHING, _NOT_ASKED = -1, -2, -3
 
 
 class FastCheckIO(CheckpointIO):
-    """Checkpoints of one job by URL; paths that are none go to `other`, by default Lightning's own.
+    """Checkpoints of one job by URL; other paths go to `other`, by default Lightning's own plugin.
 
-    Of several processes each needs one whose Checkpointer knows its rank: torchrun's variables, or `rank=` and
+    With several processes, each needs a Checkpointer that knows its rank: from torchrun's variables, or `rank=` and
     `world_size=`.
     """
 
@@ -63,11 +63,11 @@ class FastCheckIO(CheckpointIO):
         self.checkpointer = Checkpointer() if checkpointer is None else checkpointer
         self._other = TorchCheckpointIO() if other is None else other
         self._found = _NOT_ASKED
-        #: The callback is having a checkpoint put together, which it saves later.
+        #: The callback has Lightning build a checkpoint, and saves it later.
         self._held_back = False
 
     def url(self, step: int) -> str:
-        """Of a step of this job."""
+        """The URL of a step of this job."""
         return f"{_SCHEME}{self.checkpointer.job}/step-{step}"
 
     def newest(self, folder: str | Path | None = None) -> str | None:
@@ -89,16 +89,17 @@ class FastCheckIO(CheckpointIO):
         return None if path is None else str(path)
 
     def check_agreement(self) -> None:
-        """Every rank calls it, once torch.distributed joins them: all must resume from the same place.
+        """Check that all ranks resume from the same place. Every rank calls it, once torch.distributed joins them.
 
         Raises:
-            LoadFailedError: they would not; the message says who found what.
+            LoadFailedError: they would not; the message says which rank found which checkpoint.
         """
-        told = [found for (found,) in from_all([self._found], self.checkpointer.world_size)]
-        if len(set(told)) > 1:
+        found_by_rank = [found for (found,) in from_all([self._found], self.checkpointer.world_size)]
+        if len(set(found_by_rank)) > 1:
             names = {_MEMORY: "memory", _NOTHING: "nothing", _NOT_ASKED: "did not call newest()"}
             each = (
-                f"rank {rank}: {names.get(found, f'step {found} on disk')}" for rank, found in enumerate(told)
+                f"rank {rank}: {names.get(found, f'step {found} on disk')}"
+                for rank, found in enumerate(found_by_rank)
             )
             raise LoadFailedError(
                 f"ranks found different checkpoints to resume from ({', '.join(each)}): see their logs for daemons "
@@ -108,7 +109,7 @@ class FastCheckIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Hand a copy to the daemon; what goes wrong there is logged and never raises.
+        """Hand a copy to the daemon. Failures of the daemon are logged and never raised.
 
         Raises:
             UnsupportedStateError: the checkpoint holds something that cannot be saved; the message names its key.
@@ -121,7 +122,7 @@ class FastCheckIO(CheckpointIO):
         if step is None:
             raise InvalidArgumentError(f"{path} names no step: save to {self.url(0)[:-1]}N")
         if not self._held_back:
-            self.checkpointer.save(step, Kept(checkpoint))
+            self.checkpointer.save(step, PlainState(checkpoint))
 
     def load_checkpoint(self, path: str | Path, *arguments: Any, **options: Any) -> dict[str, Any]:
         """The checkpoint at a path or URL, its tensors on the CPU.
@@ -132,7 +133,7 @@ class FastCheckIO(CheckpointIO):
         if not _is_url(path):
             on_disk: dict[str, Any] = self._other.load_checkpoint(path, *arguments, **options)
             return on_disk
-        kept = Kept()
+        kept = PlainState()
         step = self._step(path)
         if self.checkpointer.load(kept, step) is None:
             raise InvalidArgumentError(f"job {self.checkpointer.job} has no committed step to load")
@@ -140,12 +141,12 @@ class FastCheckIO(CheckpointIO):
         return found
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a file. Steps in memory go by themselves, as newer ones come."""
+        """Delete a file. Steps in memory are dropped as newer ones are committed."""
         if not _is_url(path):
             self._other.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Nothing: the Checkpointer is the caller's, who may fit again."""
+        """Does nothing: the Checkpointer belongs to the caller, who may fit again."""
         self._other.teardown()
 
     def _step(self, path: str | Path) -> int | None:
@@ -178,16 +179,16 @@ class FastCheckCallback(pl.Callback):
         self._io = io
         self._due = every if isinstance(every, Every) else policy_of(every)
         self._saved_step = 0
-        #: Whether the last batch of an epoch was done, and the next one has not begun.
+        #: Whether the last batch of an epoch is done, and the next epoch has not begun.
         self._epoch_done = False
         self._loaded: Mapping[str, Any] | None = None
         #: Whether that came with a loader's place in the data.
         self._loader_resumed = False
-        #: What Lightning has put together for a step that is not saved yet.
+        #: The checkpoint that Lightning built for a step that is not saved yet.
         self._held: tuple[int, dict[str, Any]] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse what cannot work before anything runs."""
+        """Refuse settings that cannot work, before anything runs."""
         own = type(trainer.strategy)
         if (own.save_checkpoint, own.load_checkpoint) != (Strategy.save_checkpoint, Strategy.load_checkpoint):
             raise InvalidArgumentError(
@@ -208,7 +209,7 @@ class FastCheckCallback(pl.Callback):
         self._io.check_agreement()
 
     def state_dict(self) -> dict[str, Any]:
-        """Goes into every checkpoint, on disk too."""
+        """The callback's part of every checkpoint, on disk too."""
         rank = self._io.checkpointer.rank
         return {"rng": Generators().state_dict(), "epoch_done": self._epoch_done, "rank": rank}
 
@@ -227,12 +228,12 @@ class FastCheckCallback(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Note whether a loader goes on where it was."""
+        """Note whether a loader resumes its position."""
         of_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         self._loader_resumed = bool(of_loop.get("combined_loader"))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What was loaded need not be saved again."""
+        """Note the loaded step, which need not be saved again."""
         if trainer.world_size > 1 and any(
             hasattr(one, "consolidate_state_dict") for one in trainer.optimizers
         ):
@@ -245,7 +246,7 @@ class FastCheckCallback(pl.Callback):
             _go_on_after_epoch(trainer.fit_loop, loader_resumed=self._loader_resumed)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save the last step of the epoch before; put the generators back before Lightning iterates over the loader."""
+        """Save the last step of the epoch before; restore the generators before Lightning iterates over the loader."""
         self._save_held(trainer)
         if self._loaded is not None and self._loaded["epoch_done"]:
             Generators().load_state_dict(self._loaded["rng"])
@@ -253,7 +254,7 @@ class FastCheckCallback(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Go on with the numbers that were next; save what the last batch made."""
+        """Restore the generators; save the last step."""
         self._epoch_done = False
         loaded, self._loaded = self._loaded, None
         if loaded is not None and not loaded["epoch_done"]:
@@ -263,7 +264,7 @@ class FastCheckCallback(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Have a checkpoint put together if it is time, and an optimizer has made a step."""
+        """Have Lightning build a checkpoint if one is due and an optimizer has stepped."""
         step = trainer.global_step
         self._epoch_done = trainer.is_last_batch
         if step > self._saved_step and self._due(step):
@@ -339,7 +340,7 @@ def _validates_now(trainer: pl.Trainer) -> bool:
 
 
 def _go_on_after_epoch(fit: Any, *, loader_resumed: bool) -> None:
-    """Have the fit loop begin the next epoch of a checkpoint in which the last one's batches are done.
+    """Have the fit loop begin the next epoch, where all batches of the saved one are done.
 
     Lightning takes what comes for the rest of that epoch: it does not call `on_train_epoch_start`, goes on with the
     iterator that it made before the generators were put back, and loses count of the epochs for the next resume. A

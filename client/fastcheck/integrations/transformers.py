@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: saves to other nodes' RAM beside its own checkpoints on disk, and goes on from the newest.
+"""Hugging Face's Trainer: saves to other nodes' RAM beside its own checkpoints on disk, and resumes from the newest.
 
     callback = FastCheckCallback(Checkpointer(job="gpt"), every=1)
     trainer = Trainer(..., callbacks=[callback])
@@ -31,12 +31,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..advice import Every
+from ..advice import every as policy_of
 from ..checkpointer import Checkpointer
 from ..errors import InvalidArgumentError
-from ..policies import Every
-from ..policies import every as policy_of
 from ..resume import Generators
-from .keeping import Kept, load_newer
+from .disk_fallback import PlainState, load_newer
 
 logger = logging.getLogger("fastcheck")
 
@@ -54,15 +54,15 @@ class FastCheckCallback(TrainerCallback):
             one with `replicated=True, per_rank=PER_RANK`.
         every: steps between saves, or a policy from `fastcheck.every`.
 
-    What FSDP and DeepSpeed shard is refused when training begins: the Trainer loads such states in its own way.
+    FSDP and DeepSpeed are refused when training begins: the Trainer loads sharded states in its own way.
     """
 
     def __init__(self, checkpointer: Checkpointer | None = None, *, every: int | Every = 1) -> None:
         self.checkpointer = Checkpointer() if checkpointer is None else checkpointer
         self._due = every if isinstance(every, Every) else policy_of(every)
         self._trainer: Trainer | None = None
-        #: What was loaded and is not put back yet, and the folder that the Trainer resumes from.
-        self._loaded: dict[str, Kept] = {}
+        #: Loaded state that is not restored yet, and the folder that the Trainer resumes from.
+        self._loaded: dict[str, PlainState] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._saved_step = 0
         self._history: list[str] = []
@@ -79,7 +79,7 @@ class FastCheckCallback(TrainerCallback):
         self._trainer = trainer
         _check(trainer.args)
         disk = _newest_on_disk(Path(str(trainer.args.output_dir)))
-        loaded = {name: Kept() for name in _state_names(_scaler(trainer))}
+        loaded = {name: PlainState() for name in _state_names(_scaler(trainer))}
         step = load_newer(self.checkpointer, loaded, None if disk is None else disk[0])
         if step is None:
             return None if disk is None else str(disk[1])
@@ -93,7 +93,7 @@ class FastCheckCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Put back what the Trainer did not load."""
+        """Restore the state that the Trainer did not load."""
         _check(args)
         if args.fp16 and self._trainer is None:
             raise InvalidArgumentError(
@@ -106,21 +106,21 @@ class FastCheckCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Before the data is shuffled: put the generators back if they were saved between two epochs."""
+        """Restore generators that were saved between two epochs, before the data is shuffled."""
         if self._between_epochs:
             self._put_generators_back()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Between two steps: the first time put the generators back, later save what the last step made."""
+        """Between two steps: restore the generators the first time, save the last step afterwards."""
         self._put_generators_back()
         self._save(state, kwargs, Generators())
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Also of an epoch that is cut short, after which the Trainer may evaluate as it else would not."""
+        """Note the generators, also when an epoch is cut short: the Trainer may then evaluate, which draws numbers."""
         self._rng_at_epoch_end = Generators().state_dict()
 
     def on_train_end(
@@ -130,7 +130,7 @@ class FastCheckCallback(TrainerCallback):
         if float(state.epoch or 0).is_integer():
             self._save(state, kwargs, Generators(), between_epochs=True)
         else:
-            self._save(state, kwargs, Kept(self._rng_at_epoch_end))
+            self._save(state, kwargs, PlainState(self._rng_at_epoch_end))
 
     def _put_generators_back(self) -> None:
         rng = self._loaded.pop("rng", None)
@@ -144,7 +144,7 @@ class FastCheckCallback(TrainerCallback):
         self,
         state: TrainerState,
         kwargs: dict[str, Any],
-        rng: Generators | Kept,
+        rng: Generators | PlainState,
         *,
         between_epochs: bool = False,
     ) -> None:
@@ -153,16 +153,16 @@ class FastCheckCallback(TrainerCallback):
             self._saved_step = step
             saved = {
                 "model": kwargs["model"],
-                "trainer": Kept({"json": self._json(state), "between_epochs": between_epochs}),
+                "trainer": PlainState({"json": self._json(state), "between_epochs": between_epochs}),
                 "rng": rng,
                 **self._targets(kwargs),
             }
             self.checkpointer.save(step, saved)
 
     def _targets(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What is put back into objects when training begins."""
+        """The objects whose state is restored when training begins."""
         optimizer = kwargs["optimizer"]
-        # Accelerate's wrapper has the optimizer that FastCheck knows, and a load_state_dict that minds the device.
+        # Accelerate's wrapper holds the optimizer that FastCheck knows; its own load_state_dict depends on the device.
         found = {"optimizer": getattr(optimizer, "optimizer", optimizer), "scheduler": kwargs["lr_scheduler"]}
         scaler = None if self._trainer is None else _scaler(self._trainer)
         return found if scaler is None else {**found, "scaler": scaler}
@@ -205,8 +205,8 @@ def _exported(trainer: Trainer) -> dict[str, Any]:
 def _newest_on_disk(output_dir: Path) -> tuple[int, Path] | None:
     """The newest of the Trainer's own checkpoints that is complete enough to be resumed.
 
-    One that a Trainer was killed over while it wrote it has no state yet: then an older one counts, which
-    transformers' own `get_last_checkpoint` would not look for.
+    If the Trainer was killed while it wrote a checkpoint, that one has no state yet and an older one counts.
+    transformers' own `get_last_checkpoint` doesn't check this.
     """
     complete = [
         (int(found[1]), path)
@@ -217,9 +217,9 @@ def _newest_on_disk(output_dir: Path) -> tuple[int, Path] | None:
 
 
 def _make_folder(
-    model: Any, step: int, loaded: dict[str, Kept]
+    model: Any, step: int, loaded: dict[str, PlainState]
 ) -> tuple[tempfile.TemporaryDirectory[str], Path]:
-    """A checkpoint for the Trainer: its state and the model, nothing else."""
+    """A folder with a checkpoint for the Trainer: its state and the model, nothing else."""
     model.load_state_dict(loaded.pop("model").value)
     size = sum(p.numel() * p.element_size() for p in [*model.parameters(), *model.buffers()])
     in_memory = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 2 * size

@@ -1,4 +1,4 @@
-"""A local cluster's life: up, kill, start, down, status. What is where is decided in `layout.py`.
+"""A local cluster: up, kill, start, down, status. `layout.py` decides on files, folders and configs.
 
 Everything that must outlive this process is in `DIR/cluster.json`, so the command line, tests and the demo
 may each take a turn. Changes to that file are made under a lock; waiting is done outside of it.
@@ -28,11 +28,10 @@ from ..admin import AdminClient
 from ..certs import LocalAuthority
 from ..errors import FastCheckError
 from . import layout, processes
-from .keeper import start_keeper
-from .launcher import launcher
 from .layout import NodePorts
 from .ports import find_free_ports
-from .processes import ProcessRef
+from .processes import ProcessRef, launcher
+from .reaper import start_reaper
 
 Json = dict[str, Any]
 
@@ -58,7 +57,7 @@ class LocalNode:
 
 class LocalCluster:
     """The cluster in one folder. As a context manager it is taken down at the end, whatever happened: also when this
-    process is killed (`keeper.py`). Otherwise a cluster that is up stays up, whoever ends.
+    process is killed (`reaper.py`). Otherwise a cluster that is up stays up, whoever ends.
 
     Args:
         cluster_dir: its folder; made by `up`.
@@ -72,12 +71,12 @@ class LocalCluster:
         self._say = on_event or (lambda text: None)
         #: Whether the cluster is to end with this process.
         self._entered = False
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalCluster:
         self._entered = True
         if self.exists:
-            self._keep()
+            self._start_reaper()
         return self
 
     def __exit__(
@@ -99,7 +98,7 @@ class LocalCluster:
         return list(self._nodes())
 
     def address(self, node_id: str) -> str:
-        """Where trainers on that node find their daemon."""
+        """The address of a node's daemon, for trainers and commands."""
         return self._node(node_id).address
 
     def log_file(self, node_id: str) -> Path:
@@ -170,7 +169,7 @@ class LocalCluster:
                 self._remove_data()
             self._make_config(nodes, tolerate, ram_budget, settings or {}, tls=tls)
         try:
-            self._keep()
+            self._start_reaper()
             for node_id in self.node_ids:
                 self._spawn(node_id)
             self.wait_up(self.node_ids, timeout_s=timeout_s)
@@ -178,7 +177,7 @@ class LocalCluster:
             self.down()
             raise
         if not self._entered:
-            self._dismiss_keeper()
+            self._end_reaper()
         return self.status()
 
     def start(self, node_id: str, *, timeout_s: float = 60.0) -> Json:
@@ -213,7 +212,7 @@ class LocalCluster:
     def down(self) -> None:
         """Stop all nodes, in good order if they can; delete their RAM and state. Logs stay. Repeatable."""
         if not self.exists:
-            self._dismiss_keeper()
+            self._end_reaper()
             return
         with self._locked():
             daemons = [daemon for name in self._nodes() if (daemon := self._daemon(name)) is not None]
@@ -227,7 +226,7 @@ class LocalCluster:
             for daemon in daemons:
                 processes.kill_all(daemon)
             self._remove_data()
-        self._dismiss_keeper()
+        self._end_reaper()
         self._say("the cluster is down")
 
     def wait_up(self, node_ids: Sequence[str], *, timeout_s: float) -> None:
@@ -410,16 +409,16 @@ class LocalCluster:
         )
         self._say(f"started {node_id} (pid {pid})")
 
-    def _keep(self) -> None:
-        """From now on the cluster ends with this process."""
-        if self._keeper is None:
-            self._keeper = start_keeper(self.dir, processes.own_environment())
+    def _start_reaper(self) -> None:
+        """From now on the cluster is taken down when this process ends."""
+        if self._reaper is None:
+            self._reaper = start_reaper(self.dir, processes.own_environment())
 
-    def _dismiss_keeper(self) -> None:
-        if self._keeper is not None:
-            self._keeper.kill()
-            self._keeper.wait()
-            self._keeper = None
+    def _end_reaper(self) -> None:
+        if self._reaper is not None:
+            self._reaper.kill()
+            self._reaper.wait()
+            self._reaper = None
 
     def _why_not_up(self, node_id: str, client: AdminClient) -> str:
         """Empty when the node is UP with the incarnation that its agent says it has."""
@@ -440,7 +439,7 @@ class LocalCluster:
         return LocalClusterError(f"{node_id} {what}\nthe end of {log}:\n{processes.tail(log)}")
 
     def _remove_data(self) -> None:
-        """Delete what a cluster leaves behind, except its logs; the state file last."""
+        """Delete everything of a cluster except its logs; the state file last."""
         state = self._load()
         for name in state["nodes"]:
             folder = layout.node_dir(self.dir, name)
@@ -473,7 +472,7 @@ def _node_from_json(entry: Json) -> LocalNode:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder of a predictable name in a shared place; refuse one that somebody else put there."""
+    """Make a folder with a predictable name in a shared place; refuse one that belongs to another user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():

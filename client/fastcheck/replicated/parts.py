@@ -1,4 +1,4 @@
-"""Which rank keeps which chunks of a shared state, and what of it is compared under which number. Pure.
+"""Which rank keeps which chunks of a shared state, and what of it is compared. Pure.
 
 Every rank computes this for itself from the same layout, so it must depend on nothing else.
 """
@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from ..state.layout import Arrangement, Extent, Place
 
-#: What all ranks found is sent once a second while a step is incomplete: 64 KiB of 8 bytes each.
-ENTRIES_MAX = 8192
 DIGEST_BYTES = 16
 _MIX = 0x9E3779B97F4A7C15
 _WORD = 2**64
@@ -32,7 +30,7 @@ class Stretch(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Consecutive elements of a slot that lie in one part: what is compared as one."""
+    """Consecutive elements of a slot that lie in one part."""
 
     slot: int
     first: int
@@ -75,20 +73,12 @@ class Sharing:
     places: dict[int, Place]
     #: What is compared, by part.
     entries: tuple[tuple[Entry, ...], ...]
-    #: Consecutive entries that have one digest together.
-    grouped: int
 
     def stretches_of(self, part: int) -> tuple[Stretch, ...]:
         """What lies in a part, by offset."""
         low = bisect_left(self.stretches, self.cuts[part], key=lambda s: s.offset)
         high = bisect_left(self.stretches, self.cuts[part + 1], key=lambda s: s.offset)
         return self.stretches[low:high]
-
-    def slots(self, part: int, number: int) -> list[int]:
-        """The tensors that a digest is about; none if there is no such digest."""
-        if part >= len(self.entries):
-            return []
-        return [e.slot for e in self.entries[part][number * self.grouped : (number + 1) * self.grouped]]
 
     def digest(self, described: Sequence[tuple[str, Extent, int]]) -> bytes:
         """Of everything that must be the same on all ranks; (name, extent, slot) of each shared record, in order."""
@@ -113,15 +103,12 @@ def share(arrangement: Arrangement, extents: Sequence[Extent], ranks: int) -> Sh
         # Its stretches follow each other, from chunk to chunk.
         entry = mine.get(stretch.slot, Entry(stretch.slot, stretch.first, 0))
         mine[stretch.slot] = entry._replace(elements=entry.elements + stretch.elements)
-    total = sum(map(len, entries))
     return Sharing(
         chunks=chunks,
         cuts=cuts,
         stretches=tuple(stretches),
         places=_places(stretches),
         entries=tuple(tuple(part.values()) for part in entries),
-        # Each part may have one digest that is about fewer.
-        grouped=max(1, -(-total // max(1, ENTRIES_MAX - ranks))),
     )
 
 

@@ -6,28 +6,26 @@ has the whole tree, with places in the whole state, so that every part says what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from fastcheck_proto.conventions import LAYOUT_SCHEMA
 from fastcheck_proto.v1 import common_pb2, layout_pb2
-from fastcheck_proto.v1 import trainer_pb2 as pb
 
-from ..errors import FastCheckError, InvalidArgumentError, ReplicasDisagreeError, from_code
+from ..errors import InvalidArgumentError
 from ..state.collect import Collected, collect
 from ..state.flatten import FlatState, Piece, header_of, pieces_of
 from ..state.header import SHARED_SCHEMA
 from ..state.layout import Arrangement
 from ..state.layouts import Layouts
 from . import sums
-from .parts import ENTRIES_MAX, Sharing, partner, share
+from .parts import Sharing, partner, share
 
 COMPARISONS = ("all", "pairs", "off")
-#: Each part has a digest at least, so that so many ranks' tables are not larger than they may be.
-RANKS_MAX = ENTRIES_MAX // 2
-_TENSORS_NAMED_MAX = 8
+#: A rank that looks at all parts sends 16 bytes for each, once a second while a step is incomplete.
+RANKS_MAX = 4096
 
 
 class SharedSaves:
@@ -85,7 +83,7 @@ class SharedSaves:
         looked_at = (
             parts if self._compare == "all" else sorted({self._rank, partner(self._rank, len(parts), step)})
         )
-        return replace(flat, shared_digests=tuple(shared.digests(part) for part in looked_at))
+        return replace(flat, shared_digests=tuple(shared.digest(part) for part in looked_at))
 
     def _own_slots(self, found: Collected) -> set[int]:
         """Slots that only named keys lead to."""
@@ -147,45 +145,19 @@ class SharedSaves:
             end += apart.end
         return FlatState(tuple(pieces), header_of(found, layout), end, layout)
 
-    def errors_of(self, shared: Shared) -> Callable[[pb.WatchSaveResponse], FastCheckError]:
-        """Names the tensors that ranks disagree about, for the handle of a save."""
-        names: dict[int, list[str]] = {}
-        for name, slot in zip(shared.names, shared.record_slots, strict=True):
-            names.setdefault(slot, []).append(name)
 
-        def explain(update: pb.WatchSaveResponse) -> FastCheckError:
-            error = from_code(update.error.code, update.error.message)
-            if not isinstance(error, ReplicasDisagreeError):
-                return error
-            return disagreement(
-                update,
-                lambda part, entry: [
-                    name for slot in shared.sharing.slots(part, entry) for name in names[slot]
-                ],
-            )
-
-        return explain
-
-
+@dataclass(frozen=True)
 class Shared:
-    """A state of which a part is being saved: what is needed of it until the save is over."""
+    """A state of which a part is being saved: what a comparison needs of it."""
 
-    def __init__(self, found: Collected, sharing: Sharing) -> None:
-        self.sharing = sharing
-        self.names = found.names
-        self.record_slots = found.record_slots
-        self._found: Collected | None = found
+    found: Collected
+    sharing: Sharing
 
-    def digests(self, part: int) -> common_pb2.PartDigests:
+    def digest(self, part: int) -> common_pb2.PartDigest:
         """What is in a part, as this rank has it."""
-        assert self._found is not None, "the tensors were let go"
-        slices = Slices(self._found)
-        found = sums.digests([slices.of(*entry) for entry in self.sharing.entries[part]])
-        return common_pb2.PartDigests(part=part, digests=sums.combined(found, self.sharing.grouped))
-
-    def let_go(self) -> None:
-        """The tensors may change, and need not be kept any longer."""
-        self._found = None
+        slices = Slices(self.found)
+        tensors = [slices.of(*entry) for entry in self.sharing.entries[part]]
+        return common_pb2.PartDigest(part=part, digest=sums.combined(sums.digests(tensors)))
 
 
 class Slices:
@@ -206,28 +178,3 @@ class Slices:
         if slot not in self._flat:
             self._flat[slot] = tensor.reshape(-1)
         return self._flat[slot][first : first + elements]
-
-
-def disagreement(
-    update: pb.WatchSaveResponse, names_of: Callable[[int, int], Sequence[str]]
-) -> ReplicasDisagreeError:
-    """The error of a step that was refused because ranks disagree, with the tensors' names."""
-    tensors: dict[str, set[int]] = {}
-    for found in update.disagreements:
-        for name in names_of(found.part, found.entry):
-            tensors.setdefault(name, set()).update(found.ranks)
-    message = update.error.message
-    if tensors:
-        shown = [
-            f"{name} (rank {', '.join(map(str, sorted(ranks)))})"
-            for name, ranks in list(tensors.items())[:_TENSORS_NAMED_MAX]
-        ]
-        more = f" and {len(tensors) - len(shown)} more" if len(tensors) > len(shown) else ""
-        message += (
-            f": {', '.join(shown)}{more}. Load the newest committed step on those ranks, and look at their memory; "
-            "what may differ between ranks belongs under per_rank="
-        )
-    minority = bool(update.disagreements) and all(found.minority for found in update.disagreements)
-    return ReplicasDisagreeError(
-        message, {name: tuple(sorted(ranks)) for name, ranks in tensors.items()}, minority=minority
-    )

@@ -1,4 +1,4 @@
-"""64 bits for a tensor's bytes, computed where the tensor is, with what torch has everywhere.
+"""64 bits for a tensor's bytes, computed where the tensor is, with what torch has everywhere; 128 for a row of them.
 
 Rows of 4,096 words of 64 bits are folded into one word each, and those again, until one is left. A word counts with its
 value times an odd number and its upper half times another, modulo 2^64, so that any single flipped bit changes the
@@ -9,6 +9,7 @@ The result depends on bytes alone, not on device or dtype: ranks of different ha
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import cache
 
@@ -18,6 +19,7 @@ from ..copying import contiguous_bytes
 from ..state import dtypes
 
 WORD_BYTES = 8
+COMBINED_BYTES = 16
 ROW_WORDS = 4096
 #: Rows that are folded at once: what is in between stays in a core's cache, or keeps a GPU busy.
 _ROWS_AT_ONCE = {"cpu": 16}
@@ -50,11 +52,12 @@ def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(found).cpu() if found else torch.empty(0, dtype=torch.int64)
 
 
-def combined(found: torch.Tensor, grouped: int) -> bytes:
-    """Digests as bytes, little-endian, each run of `grouped` folded into one."""
-    if grouped > 1:
-        found = torch.stack([_fold(run) for run in torch.split(found, grouped)])
-    return b"".join(contiguous_bytes(found, max(1, found.numel() * WORD_BYTES)))
+def combined(found: torch.Tensor) -> bytes:
+    """Digests of tensors, in order, as one of 16 bytes."""
+    combining = hashlib.blake2b(digest_size=COMBINED_BYTES)
+    for data in contiguous_bytes(found, max(1, found.numel() * WORD_BYTES)):
+        combining.update(data)
+    return combining.digest()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

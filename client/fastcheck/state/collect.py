@@ -16,15 +16,14 @@ from fastcheck_proto.v1 import state_pb2 as pb
 
 from ..errors import UnsupportedStateError
 from . import dtypes
-from .dtensors import is_dtensor, layout_of, local_of
-from .header import SCHEMA, encode_int
+from .header import DEPTH_MAX, SCHEMA, Path, dotted, encode_int, show
 from .layout import Arrangement, Extent
-from .paths import DEPTH_MAX, Path, dotted, show
+from .sharding import is_dtensor, layout_of, local_of
 from .tensors import view_key, why_unsupported
 
 
-class MetTensor(NamedTuple):
-    """A plain tensor: its type, how its memory is seen (see `view_key`), its slot, whether it has no elements."""
+class TraceTensor(NamedTuple):
+    """A plain tensor: its type, the view of its memory (see `view_key`), its slot, whether it has no elements."""
 
     kind: type
     view: tuple[Hashable, ...]
@@ -32,47 +31,47 @@ class MetTensor(NamedTuple):
     empty: bool
 
 
-class MetValue(NamedTuple):
-    """A plain value and where it stands in the header."""
+class TraceValue(NamedTuple):
+    """A plain value and its place in the header."""
 
     value: Any
     out: pb.StateValue
 
 
-class MetContainer(NamedTuple):
+class TraceContainer(NamedTuple):
     """A container or an object: its type, and the types of a dict's keys and the keys, or a length."""
 
     kind: type
     content: Hashable
 
 
-Met = MetTensor | MetValue | MetContainer
+TraceEntry = TraceTensor | TraceValue | TraceContainer
 
 
-class Seen(NamedTuple):
+class TraceTensors(NamedTuple):
     """All tensors of a trace, in its order, property by property; `firsts` by slot, the others by record."""
 
     kinds: list[type]
-    #: How each one's memory is seen, and the same by what is seen: first the devices of all, and so on.
+    #: The view of each one's memory; and the same by column: the devices of all, the dtypes of all, and so on.
     views: list[tuple[Hashable, ...]]
     properties: list[list[Hashable]]
     slots: list[int]
-    #: Record that each slot was first met at.
+    #: The first record of each slot.
     firsts: list[int]
     #: Records that have elements, and how many slots those have.
     filled: list[int]
     filled_slots: int
 
 
-def seen_in(trace: list[Met]) -> Seen:
+def trace_tensors(trace: list[TraceEntry]) -> TraceTensors:
     """A trace's tensors, to compare others with."""
-    met = [each for each in trace if isinstance(each, MetTensor)]
-    views = [each.view for each in met]
-    slots = [each.slot for each in met]
+    tensors = [each for each in trace if isinstance(each, TraceTensor)]
+    views = [each.view for each in tensors]
+    slots = [each.slot for each in tensors]
     firsts = dict(zip(reversed(slots), reversed(range(len(slots))), strict=True))
-    filled = [record for record, each in enumerate(met) if not each.empty]
-    return Seen(
-        [each.kind for each in met],
+    filled = [record for record, each in enumerate(tensors) if not each.empty]
+    return TraceTensors(
+        [each.kind for each in tensors],
         views,
         [list(column) for column in zip(*views, strict=True)],
         slots,
@@ -83,7 +82,7 @@ def seen_in(trace: list[Met]) -> Seen:
 
 
 class Structure:
-    """What of a state decides its layout, as one key: hashed once, which takes long, and equal to itself at once."""
+    """The key of a state's layout. Hashing it takes long, so it is hashed once; it equals itself at once."""
 
     __slots__ = ("_hash", "_key")
 
@@ -119,18 +118,18 @@ class Collected:
     #: Containers in tree order, and objects by the path of what their state_dict() returned.
     containers: list[tuple[Path, Any]] = field(default_factory=list)
     objects: dict[Path, Any] = field(default_factory=dict)
-    #: What was met, in order, for `retrace`; None if something was met that cannot be retraced.
-    trace: list[Met] | None = field(default_factory=list)
+    #: All entries in order, for `retrace`; None if some part of the state cannot be retraced.
+    trace: list[TraceEntry] | None = field(default_factory=list)
     #: The trace's tensors, once one was retraced, and the addresses for which `by_view` was made then.
-    seen: Seen | None = None
+    seen: TraceTensors | None = None
     addresses: list[int] | None = None
-    #: Names, slots and extents, once they were looked at.
+    #: Names, slots and extents, once they are needed.
     structure: Structure | None = None
     #: The arrangement whose places its header's records have.
     placed_by: Arrangement | None = None
 
     def forget_tensors(self) -> None:
-        """Keep only what the next state that looks alike needs: nothing of the caller's stays alive for it."""
+        """Keep only what the next walk needs: nothing of the caller's stays alive for it."""
         self.tensors, self.kept = [], []
         self.by_id = {}
         self.containers = [(path, None) for path, _ in self.containers]
@@ -194,7 +193,7 @@ class _Collector:
         if isinstance(value, torch.Tensor):
             out.tensor = self._tensor(value, path)
         elif self._plain(out, value, path):
-            self._note(MetValue(value, out))
+            self._note(TraceValue(value, out))
         else:
             self._container(out, value, path)
 
@@ -208,9 +207,9 @@ class _Collector:
                 f"{show(path)} is text that is not valid Unicode: save it as bytes"
             ) from None
 
-    def _note(self, met: Met) -> None:
+    def _note(self, entry: TraceEntry) -> None:
         if self.found.trace is not None:
-            self.found.trace.append(met)
+            self.found.trace.append(entry)
 
     def _container(self, out: pb.StateValue, value: Any, path: Path) -> None:
         if id(value) in self._above:
@@ -225,7 +224,7 @@ class _Collector:
             self._dict(out.dict, value, path)
         elif isinstance(value, list | tuple):
             self.found.containers.append((path, value))
-            self._note(MetContainer(type(value), len(value)))
+            self._note(TraceContainer(type(value), len(value)))
             items = out.list if isinstance(value, list) else out.tuple
             items.SetInParent()
             for index, item in enumerate(value):
@@ -242,13 +241,13 @@ class _Collector:
             )
         self._in_object = True
         self.found.objects[path] = value
-        self._note(MetContainer(type(value), None))
+        self._note(TraceContainer(type(value), None))
         self.put(out.object, value.state_dict(), path)
         self._in_object = False
 
     def _dict(self, out: pb.StateDict, value: dict[Any, Any], path: Path) -> None:
         out.SetInParent()
-        self._note(MetContainer(type(value), (tuple(map(type, value)), tuple(value))))
+        self._note(TraceContainer(type(value), (tuple(map(type, value)), tuple(value))))
         for key, item in value.items():
             if key is not None and type(key) not in (str, int, bool):
                 raise UnsupportedStateError(
@@ -278,7 +277,7 @@ class _Collector:
         if is_dtensor(tensor) or tensor.is_conj() or tensor.is_neg():
             found.trace = None
         else:
-            self._note(MetTensor(type(tensor), view_key(tensor)[1], slot, not tensor.numel()))
+            self._note(TraceTensor(type(tensor), view_key(tensor)[1], slot, not tensor.numel()))
         return len(found.names) - 1
 
     def _slot(self, tensor: torch.Tensor, name: str) -> int:

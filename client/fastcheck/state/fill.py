@@ -1,4 +1,4 @@
-"""From a header and a segment into the caller's state, in place: first everything is checked, then filled.
+"""Fills the caller's state in place from a header and a segment: first everything is checked, then filled.
 
 Checking collects all that does not fit, by name; until it has passed nothing of the caller's is
 touched. Tensors are filled by copying bits; plain values are put into their dicts and lists; tuples
@@ -17,11 +17,11 @@ from fastcheck_proto.v1 import state_pb2 as pb
 
 from ..errors import StateMismatchError, UnsupportedStateError
 from .collect import is_object
-from .dtensors import layout_mismatch, local_of
-from .header import entries, is_plain_tree, materialize, plain
-from .objects import ObjectFill, prepare
-from .paths import Path, show
-from .places import Move, Pour, copy_record, fresh, is_cut, moves, pour_plainly, same_place, whole
+from .fill_objects import AnyObjectFill, ModuleFill, ObjectFill
+from .fill_optimizer import OptimizerFill
+from .header import Path, entries, is_plain_tree, materialize, plain, show
+from .records import Move, Pour, copy_record, fresh, is_cut, moves, pour_plainly, same_place, whole
+from .sharding import layout_mismatch, local_of
 from .tensors import equal_bits, is_expanded, is_repeated, view_key, why_unsupported
 
 _NUMBERS = ("bool_value", "int_value", "float_value")
@@ -43,7 +43,7 @@ _Replacement = Callable[[], Any]
 
 
 class RelaidError(StateMismatchError):
-    """State and checkpoint do not fit, and some DTensor is laid out otherwise: see `resharding`."""
+    """State and checkpoint do not fit, and some DTensor is laid out differently: see `reshard`."""
 
 
 def fill(
@@ -63,7 +63,7 @@ def fill(
         StateMismatchError: state and checkpoint do not fit. Nothing was changed.
         PartialLoadError: an object refused its state after other parts were filled.
     """
-    plan = Plan(header, segment, pour)
+    plan = FillPlan(header, segment, pour)
     try:
         plan.check(state)
         agree()
@@ -72,17 +72,17 @@ def fill(
         plan.close()
 
 
-class Plan:
-    """What has to be done to fill one state, and what stands against it."""
+class FillPlan:
+    """What has to be done to fill one state, and all mismatches."""
 
-    #: Whether it only finds out what the state is like (see `surveying`).
-    surveys = False
+    #: Only finds out which tensor belongs to which record (see `match`).
+    matches_only = False
 
     def __init__(self, header: pb.StateHeader, segment: torch.Tensor, pour: Pour = pour_plainly) -> None:
         self.header = header
         self.segment = segment
         self._pour = pour
-        #: What `later` gathered, with the tensors, so that they live until then.
+        #: What `later` gathered, with the tensors, so that they stay alive until `flush`.
         self._moves: list[Move] = []
         self._poured: list[torch.Tensor] = []
         self.mismatches: list[str] = []
@@ -114,7 +114,7 @@ class Plan:
             assign()
 
     def close(self) -> None:
-        """Let go of all views of the segment: the plan and its parts refer to each other."""
+        """Drop all views of the segment: the plan and its parts refer to each other."""
         self._copies.clear()
         self._moves.clear()
         self._poured.clear()
@@ -144,7 +144,7 @@ class Plan:
             self._poured.append(target)
 
     def flush(self) -> None:
-        """Do what `later` has put off."""
+        """Do the moves that `later` has put off."""
         self._pour(self._moves)
         with torch.no_grad():
             for target in self._poured:
@@ -193,7 +193,7 @@ class Plan:
             self.mismatch(path, reason)
 
     def relaid(self, path: Path, why: str) -> None:
-        """Note that a tensor is distributed otherwise than it was."""
+        """Note that a tensor is distributed differently than when it was saved."""
         self._relaid = True
         self.mismatch(path, why)
 
@@ -215,7 +215,7 @@ class Plan:
         return None
 
     def _visit(self, current: Any, value: pb.StateValue, path: Path) -> _Replacement | None:
-        """Plan filling `current`; returns a maker of its replacement when it cannot be done in place."""
+        """Plan how to fill `current`; returns a maker of its replacement where it cannot be filled in place."""
         want, have = value.WhichOneof("kind"), _kind_of(current, path)
         assert want is not None
         if want != have and not (_is_plain(want) and _is_plain(have) and _may_replace(want, have)):
@@ -224,7 +224,7 @@ class Plan:
             if self.claim(current, value.tensor, path):
                 self._copies.append((local_of(current), value.tensor))
         elif want == "object":
-            self._objects.append(prepare(current, value.object, path, self))
+            self._objects.append(_object_fill(current, value.object, path, self))
         elif want == "dict":
             self._visit_dict(current, value.dict, path)
         elif want == "list":
@@ -286,6 +286,18 @@ class Plan:
 
     def _no_tensor(self, index: int, path: Path) -> torch.Tensor:
         raise AssertionError("a plain tree has no tensors")
+
+
+def _object_fill(target: Any, value: pb.StateValue, path: Path, plan: FillPlan) -> ObjectFill:
+    """Check an object against what was saved of it and choose how to fill it."""
+    kind: type[ObjectFill] = AnyObjectFill
+    # Whoever overrides load_state_dict may do anything with what it is given: treat it as unknown.
+    load = getattr(target.load_state_dict, "__func__", None)
+    if isinstance(target, torch.nn.Module) and load is torch.nn.Module.load_state_dict:
+        kind = ModuleFill
+    elif isinstance(target, torch.optim.Optimizer) and load is torch.optim.Optimizer.load_state_dict:
+        kind = OptimizerFill
+    return kind(target, value, path, plan)
 
 
 def _kind_of(value: Any, path: Path) -> str:

@@ -1,7 +1,7 @@
-"""Reading a state header that came over a wire: bytes in, checked message, values and tensor views out.
+"""The header of a saved state: bytes in, checked message, values and tensors out; and paths, which name what is in it.
 
-Trusts nothing: after `parse`, every index, offset, size, dtype and number in the message is good, and
-nothing was allocated that the segment does not hold already. Running code from it is impossible.
+Trusts nothing: after `parse`, every index, offset, size, dtype and number in the message is good, and nothing was
+allocated that the segment does not hold already. Running code from it is impossible.
 """
 
 from __future__ import annotations
@@ -20,7 +20,29 @@ from fastcheck_proto.v1 import state_pb2 as pb
 
 from ..errors import CorruptError
 from . import dtypes
-from .paths import Key, Path
+
+Key = str | int | bool | None
+Path = tuple[Key, ...]
+
+#: Levels of containers and objects. A protobuf parser stops at 100 nested messages, three to a dict.
+DEPTH_MAX = 30
+
+
+def show(path: Path) -> str:
+    """The path as code that the caller would write: `state['optimizer']['state'][0]`."""
+    return "state" + "".join(f"[{_text(key)}]" for key in path)
+
+
+def dotted(path: Path) -> str:
+    """The path as a name for people: `optimizer.state.0`."""
+    return ".".join(key if isinstance(key, str) else _text(key) for key in path)
+
+
+def _text(key: Key) -> str:
+    if isinstance(key, int) and key.bit_length() > 4000:  # Python refuses to print far larger ones
+        return f"an int of {key.bit_length()} bits"
+    return repr(key)
+
 
 #: Written. 1 knows no tensors in several pieces; it is still read.
 SCHEMA = 2

@@ -160,7 +160,7 @@ class _Span:
 
 
 @dataclass
-class _Chunk:
+class _ChunkDraft:
     bytes: int = 0
     units: int = 0
     spans: list[_Span] = field(default_factory=list)
@@ -169,9 +169,9 @@ class _Chunk:
 class _Builder:
     def __init__(self, extents: Sequence[Extent]) -> None:
         self._extents = extents
-        self._chunks: list[_Chunk] = []
+        self._chunks: list[_ChunkDraft] = []
         #: What is small goes on filling this one, wherever it stands by now.
-        self._open: _Chunk | None = None
+        self._open: _ChunkDraft | None = None
         self._piece_elements: dict[int, int] = {}
 
     def put(self, group: Group) -> None:
@@ -207,11 +207,11 @@ class _Builder:
         if self._open is None or chunk.bytes < self._open.bytes:
             self._open = chunk
 
-    def _new(self) -> _Chunk:
-        self._chunks.append(_Chunk())
+    def _new(self) -> _ChunkDraft:
+        self._chunks.append(_ChunkDraft())
         return self._chunks[-1]
 
-    def _add(self, chunk: _Chunk, group: Group, first: int, elements: int) -> None:
+    def _add(self, chunk: _ChunkDraft, group: Group, first: int, elements: int) -> None:
         unit = 0
         if len(group.members) > 1:
             unit = chunk.units = chunk.units + 1

@@ -1,161 +1,295 @@
-"""Filling a torch optimizer, whose state does not exist yet when it is loaded before its first step.
+"""The optimizers in a collected state, whatever form they come in, read into one: groups of parameters.
 
-So what was saved is checked against the parameters that the state belongs to, and the state dict is
-built from the checkpoint: state tensors that exist are filled in place, the others are made.
+An optimizer object, its state_dict(), and the two forms of torch.distributed.checkpoint.state_dict (keys by name, and
+flattened to "state.<name>.exp_avg") all become an `OptimizerSource`. Something that only looks like an optimizer is
+left alone: roles are a hint, so nothing in here may raise because of what it reads.
+
+Also: how much state an optimizer's first step will add, and which tensors only an optimizer's step changes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Container, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-from fastcheck_proto.v1 import state_pb2 as pb
+from .collect import Collected
+from .header import Path
+from .layout import align
+from .sharding import local_of
+from .tensors import view_key
 
-from .dtensors import is_dtensor, local_of, wrap
-from .dtypes import BY_NAME
-from .header import entries, materialize, plain
-from .objects import ObjectFill
-from .paths import Key, Path
-
-#: State of torch's optimizers that has its parameter's shape, always.
-_PARAMETER_SHAPED = frozenset({
-    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
-    "sum", "prev", "step_size", "exp_inf", "ax",
-})  # fmt: skip
+STEP_MAX = 2**62
+#: Dtypes that a step count or a learning rate may have; not all of torch's can be read as numbers.
+_READABLE = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int16, torch.int32, torch.int64}
+)
 
 
-class OptimizerFill(ObjectFill):
-    """An optimizer with torch's own load_state_dict."""
+@dataclass
+class Parameter:
+    """A parameter as an optimizer knows it."""
 
-    target: torch.optim.Optimizer
+    #: Its index in the optimizer, or its name.
+    key: Hashable
+    #: Slots of its state tensors by name, without the step.
+    state: dict[str, int]
+    #: The optimizer's count of its steps, if it keeps one.
+    step: Any = None
+    #: Its own slot, when found by identity.
+    slot: int | None = None
+    #: Local elements, when the parameter itself is at hand.
+    elements: int | None = None
 
-    def __init__(self, target: torch.optim.Optimizer, value: pb.StateValue, path: Path, plan: Any) -> None:
-        super().__init__(target, value, path, plan)
-        self._saved = entries(value.dict) if value.WhichOneof("kind") == "dict" else {}
-        state, groups = self._saved.get("state"), self._saved.get("param_groups")
-        if state is None or groups is None or not state.HasField("dict") or not groups.HasField("list"):
-            plan.mismatch(path, "is an optimizer here, but what was saved there is no optimizer's state")
-            return
-        self._state = entries(state.dict)
-        self._groups = groups.list
-        self._parameters: dict[Key, torch.Tensor] = {}
-        if self._check_groups():
-            for key, item in self._state.items():
-                self._check_state(key, item)
 
-    def _check_groups(self) -> bool:
-        """Compare the groups and learn which parameter each saved index means."""
-        here, path = self.target.param_groups, (*self.path, "param_groups")
-        if len(here) != len(self._groups.items):
-            self.plan.mismatch(
-                path, f"has {len(here)} groups here, {len(self._groups.items)} in the checkpoint"
-            )
-            return False
-        good = True
-        for index, (group, item) in enumerate(zip(here, self._groups.items, strict=True)):
-            saved = entries(item.dict)
-            indexes = _plain_list(saved.get("params"))
-            if indexes is None or len(indexes) != len(group["params"]):
-                count = "no" if indexes is None else len(indexes)
-                self.plan.mismatch(
-                    (*path, index), f"has {len(group['params'])} parameters here, {count} in the checkpoint"
-                )
-                good = False
-                continue
-            self._parameters.update(zip(indexes, group["params"], strict=True))
-            for key, default in self.target.defaults.items():
-                # Numbers that a step needs; switches come and go between versions of torch.
-                if key not in saved and default is not None and not isinstance(default, bool):
-                    self.plan.mismatch(
-                        (*path, index, key), "is not in the checkpoint: another kind of optimizer?"
-                    )
-        return good
+@dataclass
+class ParameterGroup:
+    """Parameters with common hyper-parameters: the current ones, as they stand in `param_groups`."""
 
-    def _check_state(self, key: Key, item: pb.StateValue) -> None:
-        path = (*self.path, "state", key)
-        if isinstance(key, str) or not item.HasField("dict"):
-            return  # belongs to no parameter
-        parameter = self._parameters.get(key)
-        if parameter is None:
-            self.plan.mismatch(path, "is in the checkpoint, but no such parameter is here")
-            return
-        for name, value in entries(item.dict).items():
-            if value.WhichOneof("kind") == "tensor":
-                self._check_tensor(parameter, name, value.tensor, (*path, name))
+    settings: Mapping[str, Any]
+    parameters: list[Parameter] = field(default_factory=list)
 
-    def _check_tensor(self, parameter: torch.Tensor, name: Key, index: int, path: Path) -> None:
-        current = self._existing(parameter, name)
-        if current is not None:
-            self.plan.claim(current, index, path)
-            return
-        self.plan.claim_like(parameter, index, path, shaped=name in _PARAMETER_SHAPED)
 
-    def _existing(self, parameter: torch.Tensor, name: Key) -> torch.Tensor | None:
-        current = self.target.state.get(parameter, {}).get(name)
-        return current if isinstance(current, torch.Tensor) else None
+@dataclass
+class OptimizerSource:
+    """An optimizer in the state."""
 
-    def apply(self) -> None:
-        """Build the state dict, load it, and undo what loading does to dtypes."""
-        built: dict[Key, Any] = {}
-        exact: list[tuple[torch.Tensor, Key, torch.Tensor]] = []
-        for key, item in self._state.items():
-            path = (*self.path, "state", key)
-            if key not in self._parameters or not item.HasField("dict"):
-                built[key] = materialize(item, self.fresh, path)
-                continue
-            parameter = self._parameters[key]
-            built[key] = {}
-            for name, value in entries(item.dict).items():
-                if value.WhichOneof("kind") == "tensor":
-                    made = built[key][name] = self._make(parameter, name, value.tensor)
-                    exact.append((parameter, name, made))
-                else:
-                    built[key][name] = materialize(value, self.fresh, (*path, name))
-        rest = {
-            k: materialize(v, self.fresh, (*self.path, k)) for k, v in self._saved.items() if k != "state"
-        }
-        for group, current in zip(rest["param_groups"], self.target.param_groups, strict=True):
-            _move_to_devices_of(current, group)
-        self.plan.flush()
-        self.load({**rest, "state": built})
-        for parameter, name, made in exact:
-            # torch casts state to its parameter's dtype: float32 state of a bfloat16 parameter is rounded.
-            loaded = self._existing(parameter, name)
-            if loaded is not None and loaded.dtype != made.dtype:
-                self.target.state[parameter][name] = made.to(loaded.device)
+    path: Path
+    optimizer: torch.optim.Optimizer | None
+    groups: list[ParameterGroup]
+    #: Parameters are named instead of numbered.
+    named: bool = False
 
-    def _make(self, parameter: torch.Tensor, name: Key, index: int) -> torch.Tensor:
-        record = self.plan.header.tensors[index]
-        current = self._existing(parameter, name)
-        if current is not None:
-            self.plan.later(local_of(current), index)
-            return current
-        local = local_of(parameter)
+
+def read_sources(found: Collected) -> list[OptimizerSource]:
+    """All optimizers of a state, in tree order."""
+    sources = []
+    for path, value in found.containers:
+        if not isinstance(value, dict):
+            continue
+        source = None
+        if isinstance(value.get("state"), dict) and isinstance(value.get("param_groups"), list):
+            source = _nested(found, path, value)
+        elif any(isinstance(key, str) and key.startswith("param_groups.") for key in value):
+            source = _flattened(found, path, value)
+        if source is not None:
+            _count_steps(source)
+            sources.append(source)
+    return sources
+
+
+def _nested(found: Collected, path: Path, value: dict[Any, Any]) -> OptimizerSource | None:
+    groups = []
+    for group in value["param_groups"]:
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list | tuple):
+            return None
+        keys = [key for key in group["params"] if isinstance(key, str | int)]
+        if len(keys) != len(group["params"]):
+            return None
+        parameters = [_parameter(found, key, value["state"].get(key)) for key in keys]
+        groups.append(ParameterGroup(group, parameters))
+    owner = found.objects.get(path)
+    optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
+    named = any(isinstance(p.key, str) for group in groups for p in group.parameters)
+    source = OptimizerSource(path, optimizer, groups, named)
+    if optimizer is not None:
+        _identify(found, source, optimizer)
+    return source
+
+
+def _flattened(found: Collected, path: Path, value: dict[Any, Any]) -> OptimizerSource:
+    """Keys "state.<name>.exp_avg" and "param_groups.<name>.lr": names may have dots, what follows has none."""
+    states: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for key, item in value.items():
+        kind, _, rest = key.partition(".") if isinstance(key, str) else ("", "", "")
+        name, _, what = rest.rpartition(".")
+        into = {"state": states, "param_groups": settings}.get(kind)
+        if into is not None and name:
+            into.setdefault(name, {})[what] = item
+    # Every name has settings of its own; equal ones are one group.
+    groups: dict[Hashable, ParameterGroup] = {}
+    for name, of_name in settings.items():
+        key = tuple((what, _comparable(v)) for what, v in of_name.items())
+        group = groups.setdefault(key, ParameterGroup(of_name))
+        group.parameters.append(_parameter(found, name, states.get(name)))
+    return OptimizerSource(path, None, list(groups.values()), named=True)
+
+
+def _comparable(value: Any) -> Hashable:
+    if isinstance(value, tuple | list):
+        return tuple(_comparable(item) for item in value)
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def _parameter(found: Collected, key: Hashable, state: Any) -> Parameter:
+    parameter = Parameter(key, {})
+    for name, value in state.items() if isinstance(state, dict) else ():
         if name == "step":
-            made = self.plan.fresh(index)  # stays on the CPU unless the optimizer itself moves it
-        else:
-            shape, dtype = tuple(record.shape), BY_NAME[record.dtype]
-            if tuple(local.shape) == shape:
-                made = torch.empty_like(local, dtype=dtype, requires_grad=False)
-            else:
-                made = torch.empty(shape, dtype=dtype, device=local.device)
-            self.plan.later(made, index)
-        return wrap(made, parameter) if record.HasField("dtensor") and is_dtensor(parameter) else made
+            parameter.step = value
+        elif isinstance(name, str) and isinstance(value, torch.Tensor):
+            slot = found.by_id.get(id(value))
+            if slot is not None:
+                parameter.state[name] = slot
+    return parameter
 
 
-def _plain_list(value: pb.StateValue | None) -> list[Any] | None:
-    """The numbers of a saved `params` list; None when it is none."""
-    if value is None or not value.HasField("list"):
-        return None
-    if any(item.WhichOneof("kind") != "int_value" for item in value.list.items):
-        return None
-    return [plain(item) for item in value.list.items]
+def _identify(found: Collected, source: OptimizerSource, optimizer: torch.optim.Optimizer) -> None:
+    """Find the optimizer's parameters among the tensors of the state: the same view of the same memory."""
+    own = optimizer.param_groups
+    if [len(g["params"]) for g in own] != [len(g.parameters) for g in source.groups]:
+        return
+    for group, ours in zip(source.groups, own, strict=True):
+        for parameter, tensor in zip(group.parameters, ours["params"], strict=True):
+            local = local_of(tensor)
+            parameter.elements = local.numel()
+            if parameter.elements:
+                parameter.slot = found.by_view.get(view_key(local))
 
 
-def _move_to_devices_of(current: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Put a group's tensors (a learning rate under CUDA graphs) where the caller's are."""
-    for key, value in loaded.items():
-        have = current.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(have, torch.Tensor):
-            loaded[key] = value.to(have.device)
+def _count_steps(source: OptimizerSource) -> None:
+    """Turn the step counts into whole numbers; None where there is none."""
+    parameters = [p for group in source.groups for p in group.parameters]
+    whole_numbers = read_numbers([p.step for p in parameters])
+    for parameter, number in zip(parameters, whole_numbers, strict=True):
+        good = number is not None and math.isfinite(number) and 0 <= number <= STEP_MAX
+        parameter.step = int(number) if good and number is not None else None
+
+
+def read_numbers(values: list[Any]) -> list[float | None]:
+    """Numbers, or tensors with one number each, as Python's; None for anything else.
+
+    Tensors on a GPU are read all at once, with one wait for the device instead of one each.
+    """
+    read: list[float | None] = []
+    away: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+    for index, value in enumerate(values):
+        number: float | None = None
+        if isinstance(value, torch.Tensor):
+            local = local_of(value)
+            if local.numel() == 1 and local.dtype in _READABLE:
+                if local.device.type == "cpu":
+                    number = local.item()
+                else:
+                    away.setdefault((local.device, local.dtype), []).append((index, local))
+        elif isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1000):
+            number = value
+        read.append(number)
+    for tensors in away.values():
+        gathered = torch.stack([t.detach().reshape(()) for _, t in tensors]).tolist()
+        for (index, _), number in zip(tensors, gathered, strict=True):
+            read[index] = number
+    return read
+
+
+#: A record of the header: its name, shape and place.
+_RECORD_BYTES = 128
+
+
+def missing_bytes(state: object) -> int:
+    """Bytes that the optimizers in a state will keep for parameters that they have not stepped yet."""
+    total = 0
+    todo, seen = [state], set[int]()
+    while todo:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.optim.Optimizer):
+            total += _of_optimizer(item)
+        elif isinstance(item, dict):
+            todo.extend(item.values())
+        elif isinstance(item, list | tuple):
+            todo.extend(item)
+    return total
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer) -> int:
+    total = 0
+    for group in optimizer.param_groups:
+        moments = _moments(group)
+        for parameter in group["params"] if moments else ():
+            if parameter.requires_grad and not optimizer.state.get(parameter):
+                local = local_of(parameter)
+                size = align(local.numel() * local.dtype.itemsize)
+                total += moments * (size + _RECORD_BYTES) + 2 * _RECORD_BYTES
+    return total
+
+
+def _moments(group: dict[str, Any]) -> int:
+    """Tensors of a parameter's size that torch's own optimizers keep, known by their settings."""
+    momentum = 1 if group.get("momentum") else 0
+    if "betas" in group:
+        return 3 if group.get("amsgrad") else 2
+    if "rho" in group:
+        return 2
+    if "alpha" in group:
+        return 1 + momentum + (1 if group.get("centered") else 0)
+    return momentum
+
+
+#: Optimizers around one another, as libraries wrap them.
+_WRAPPERS_MAX = 4
+
+
+class Watched(NamedTuple):
+    """A tensor to be copied later, and torch's count of the changes made to it until now."""
+
+    name: str
+    tensor: torch.Tensor
+    version: int
+
+    @property
+    def changed(self) -> bool:
+        """Whether it was changed since; torch counts all changes but those through `.data` and raw memory."""
+        return self.tensor._version != self.version
+
+
+def steady_slots(found: Collected, restless: Container[str]) -> dict[int, Watched]:
+    """Slots that only a step changes; tensors named in `restless` were seen to change otherwise."""
+    steady: dict[int, Watched] = {}
+    for optimizer in found.objects.values():
+        if not (isinstance(optimizer, torch.optim.Optimizer) and is_fenced(optimizer)):
+            continue
+        for tensor in _own_tensors(optimizer):
+            slot = found.by_id.get(id(tensor))
+            if slot is None:
+                slot = found.by_view.get(view_key(local_of(tensor)))
+            if slot is None or slot in steady or found.slot_names[slot] in restless:
+                continue
+            stored = found.tensors[slot]
+            movable = (stored.is_cpu and stored.is_contiguous()) or stored.is_cuda
+            if movable and not stored.is_inference():  # of inference tensors torch counts no changes
+                # Its own view of the memory: the caller may give the tensor another one before it is copied.
+                stored = found.tensors[slot] = stored.detach()
+                steady[slot] = Watched(found.slot_names[slot], stored, stored._version)
+    return steady
+
+
+def is_fenced(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this optimizer's step is sure to run torch's step hooks.
+
+    Not if it may be captured into a CUDA graph, whose replays run no Python. One that steps in a way of its
+    own may wrap another one that does run them.
+    """
+    inner: object = optimizer
+    for _ in range(_WRAPPERS_MAX):
+        if not isinstance(inner, torch.optim.Optimizer):
+            return False
+        if any(group.get("capturable") for group in inner.param_groups):
+            return False
+        if getattr(type(inner).step, "hooked", False):
+            return True
+        inner = getattr(inner, "optimizer", None)
+    return False
+
+
+def _own_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for state in optimizer.state.values():
+        if isinstance(state, Mapping):
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -8,7 +8,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from . import dtypes
-from .dtensors import is_dtensor, local_of
+from .sharding import is_dtensor, local_of
 
 
 def why_unsupported(tensor: torch.Tensor) -> str | None:  # noqa: PLR0911  one refusal per kind

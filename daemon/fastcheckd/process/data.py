@@ -45,8 +45,8 @@ from ..registry.client import RegistryClient
 from ..registry.known_voters import remember, with_remembered_voters
 from ..restore.room import RestoreRoom
 from ..rpc import server_options
+from ..saving.coordinator import SaveCoordinator
 from ..saving.replicate import Replicator
-from ..saving.room import SavingRoom
 from ..services.admission import Admission
 from ..services.data_control import DataControlService
 from ..services.observe import ObserveService
@@ -132,7 +132,7 @@ class _DataRooms:
             counters=counters, codec=self.codec, encoders=encoders,
             policy=ReplicationPolicy(config.codec, config.codec_threads), pacing=self.pacing,
         )  # fmt: skip
-        self.saving = SavingRoom(
+        self.saving = SaveCoordinator(
             config=config, identity=identity, store=store, registry=registry, view=view,
             counters=counters, durations=durations, replicator=replicator,
         )  # fmt: skip
@@ -142,7 +142,7 @@ class _DataRooms:
         )  # fmt: skip
         self.receiver = Receiver(
             config, identity, self.lease, store, fetcher, counters,
-            kept_steps=lambda job: view.kept_steps().get(job, ()),
+            kept_steps=lambda job: view.kept_steps().get(job, ()), is_short=self.saving.supply.is_short,
             gate=self._repair_gate(
                 lambda: (
                     self.saving.replicating or self.receiver.arriving > 0 or restore.bringing or self.server.serving
@@ -156,7 +156,7 @@ class _DataRooms:
             busy=lambda: (
                 self.saving.replicating or self.receiver.arriving > 0 or restore.bringing or self.server.serving
             ),
-            on_pruned=self.saving.memory.tidied,
+            on_pruned=self.saving.supply.tidied,
         )  # fmt: skip
         self.peer_service = PeerService(
             cluster_id=config.cluster_id, receiver=self.receiver, store=store, encoders=encoders, tickets=tickets,
@@ -248,7 +248,7 @@ class _DataRooms:
         self.assumed()
         self.registry.use_voters(seen.voter_records)
         await asyncio.to_thread(self._remember_voters, seen)
-        self.saving.forget()
+        self.saving.note_view()
 
     def _brought(self, shards: Sequence[Replica]) -> None:
         self.maintenance.brought(shards)

@@ -21,10 +21,9 @@ from ..errors import FastCheckdError
 from ..health.detector import FailureDetector, Life, Verdict
 from ..health.probe import from_wire
 from . import commands
+from .model import DOWN, UP, Ref, State
 from .outward import Outward
 from .raft.consensus import Consensus
-from .records import Json
-from .wire import ref_message
 
 logger = logging.getLogger(__name__)
 
@@ -142,16 +141,14 @@ class Arbiter:
         self._show({life: (j.verdict, j.reason) for life, j in judgements.items()})
 
     def _refresh_members(self) -> None:
-        def look(state: Json) -> None:
-            if state["epoch"] == self._epoch:
+        def look(state: State) -> None:
+            if state.epoch == self._epoch:
                 return
-            self._epoch = state["epoch"]
+            self._epoch = state.epoch
             self._members = {
-                (node_id, node["incarnation"]): _Member(
-                    (node_id, node["incarnation"]), node["agent_address"], node["state"] == "UP"
-                )
-                for node_id, node in state["nodes"].items()
-                if node["state"] != "DOWN"
+                Ref.of(node): _Member(Ref.of(node), node.agent_address, node.state == UP)
+                for node in state.nodes.values()
+                if node.state != DOWN
             }
 
         self._raft.read(look)
@@ -229,7 +226,7 @@ class Arbiter:
     async def _ask_voter(self, voter: Voter, member: _Member, number: int) -> None:
         timeout_s = self._config.probe_timeout_s
         request = rpb.CorroborateRequest(
-            node=ref_message(list(member.life)),
+            node=Ref(*member.life).message(),
             agent_address=member.agent_address,
             # Less silence is told too, but is no reason to withhold a lease: refused connections prove more.
             silence_s=self._config.down_after_s,
@@ -255,12 +252,10 @@ class Arbiter:
         self.wake()
 
     async def _propose_down(self, life: Life, reason: str) -> None:
-        command = commands.set_state(life, "DOWN", reason, at_ms=self._wall_ms())
+        command = commands.set_state(Ref(*life), DOWN, reason, at_ms=self._wall_ms())
         try:
             result = await self._raft.propose(command, timeout_s=PROPOSE_S)
-            logger.warning(
-                "registry: node %s in incarnation %d is DOWN: %s", *life, result.get("message", reason)
-            )
+            logger.warning("registry: node %s in incarnation %d is DOWN: %s", *life, result.message or reason)
         except FastCheckdError as error:
             logger.warning("registry: could not decide that node %s is DOWN: %s", life[0], error)
 

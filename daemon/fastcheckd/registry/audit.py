@@ -11,10 +11,10 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 
 from ..errors import FastCheckdError
+from .model import Ref, ShardId, State, is_live
 from .outward import Outward
 from .raft.consensus import Consensus
-from .records import Json
-from .redundancy import Claim, Ref, ShardId, is_live, kept_shards
+from .redundancy import RecordedReplica, kept_shards, replicas_of
 
 logger = logging.getLogger(__name__)
 
@@ -25,18 +25,17 @@ BATCH = 64
 ASKED_AT_ONCE = 8
 ASK_TIMEOUT_S = 10.0
 
-#: Digest in hex of each claim.
-Claims = dict[Claim, str]
+#: Digest of each replica.
+Recorded = dict[RecordedReplica, bytes]
 
 
-def claims_of(state: Json, lives: Iterable[Ref]) -> dict[Ref, Claims]:
-    """What the records say that these lives hold."""
-    found: dict[Ref, Claims] = {ref: {} for ref in lives}
+def recorded_at(state: State, lives: Iterable[Ref]) -> dict[Ref, Recorded]:
+    """The replicas that records name at these lives, LOST ones included."""
+    found: dict[Ref, Recorded] = {ref: {} for ref in lives}
     for shard_id, record, shard in kept_shards(state):
-        for node_id, incarnation in (record["owner"], *shard["holders"]):
-            ref = Ref(node_id, incarnation)
+        for ref in replicas_of(record, shard):
             if ref in found:
-                found[ref][Claim(shard_id, ref)] = shard["digest"]
+                found[ref][RecordedReplica(shard_id, ref)] = shard.digest
     return found
 
 
@@ -44,47 +43,45 @@ class Auditor:
     """The rounds of one leader.
 
     Args:
-        deny, confirm: are told of claims that are not true, and that are.
+        mark_lost, mark_held: are told of replicas that are not there, and that are.
     """
 
     def __init__(
         self,
         engine: Consensus,
         outward: Outward,
-        deny: Callable[[Iterable[Claim]], Awaitable[None]],
-        confirm: Callable[[Iterable[Claim]], Awaitable[None]],
+        mark_lost: Callable[[Iterable[RecordedReplica]], Awaitable[None]],
+        mark_held: Callable[[Iterable[RecordedReplica]], Awaitable[None]],
     ) -> None:
         self._engine = engine
         self._outward = outward
-        self._deny = deny
-        self._confirm = confirm
+        self._mark_lost = mark_lost
+        self._mark_held = mark_held
 
     async def run(self) -> None:
         """Round after round, until cancelled."""
         while True:
             addresses = self._engine.read(
                 lambda state: {
-                    Ref(node_id, node["incarnation"]): node["data_address"]
-                    for node_id, node in state["nodes"].items()
-                    if is_live(node)
+                    Ref.of(node): node.data_address for node in state.nodes.values() if is_live(node)
                 }
             )
             lives = list(addresses)
             for first in range(0, len(lives), BATCH):
                 batch = lives[first : first + BATCH]
-                claims = self._engine.read(lambda state, batch=batch: claims_of(state, batch))  # type: ignore[misc]
+                recorded = self._engine.read(lambda state, batch=batch: recorded_at(state, batch))  # type: ignore[misc]
                 asking = asyncio.Semaphore(ASKED_AT_ONCE)
                 await asyncio.gather(
                     *(
-                        self._audit(ref.node_id, addresses[ref], claims[ref], asking)
+                        self._audit(ref.node_id, addresses[ref], recorded[ref], asking)
                         for ref in batch
-                        if claims[ref]
+                        if recorded[ref]
                     )
                 )
             await asyncio.sleep(AUDIT_INTERVAL_S)
 
     async def _audit(
-        self, node_id: str, data_address: str, claims: Claims, asking: asyncio.Semaphore
+        self, node_id: str, data_address: str, recorded: Recorded, asking: asyncio.Semaphore
     ) -> None:
         async with asking:
             try:
@@ -92,11 +89,11 @@ class Auditor:
             except FastCheckdError as error:
                 logger.info("registry: cannot audit the node at %s now: %s", data_address, error)
                 return
-        there = {(ShardId(r.key.job, r.key.step, r.key.rank, r.key.shard), r.digest.hex()) for r in replicas}
-        held = {claim for claim, digest in claims.items() if (claim.shard, digest) in there}
+        there = {(ShardId.of(r.key), r.digest) for r in replicas}
+        held = {replica for replica, digest in recorded.items() if (replica.shard, digest) in there}
         try:
-            await self._confirm(held)
-            # Steps that went meanwhile are no loss: only what records claim then can be denied.
-            await self._deny(set(claims) - held)
+            await self._mark_held(held)
+            # Steps that went meanwhile are no loss: only what records name then can be LOST.
+            await self._mark_lost(set(recorded) - held)
         except FastCheckdError as error:
             logger.info("registry: cannot keep what the audit found until the next one: %s", error)

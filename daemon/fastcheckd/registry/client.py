@@ -1,8 +1,8 @@
 """Every other process' way to the registry: finds the leader, survives its change, keeps a view.
 
 All calls may be repeated (that is their contract), so a call whose answer was lost is simply made again,
-at another voter, until its time is up. Where the way to the leader is cut and the way to another voter is
-not, that one is asked to relay the call.
+at another voter, until its time is up. Every voter will do, since followers forward to the leader; one that views name
+as the leader is asked directly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from fastcheck_proto.conventions import ERROR_METADATA_KEY, LEADER_METADATA_KEY, RELAY_METADATA_KEY
+from fastcheck_proto.conventions import ERROR_METADATA_KEY
 from fastcheck_proto.v1 import common_pb2, node_pb2, registry_pb2
 
 from ..config import Config
@@ -38,15 +38,12 @@ ATTEMPT_S = 2.0
 OPEN_TRIES = 5
 #: A voter that has no leader is watched no longer than this: it may be cut off.
 LEADERLESS_S = 2.0
-#: A voter that could not be reached is not tried directly for this long while another one relays to it.
-CUT_S = 10.0
 #: A change of the voters waits so long for a leader that can make it: longer than an election takes.
 LEADER_PATIENCE_S = 3.0
 #: A living voter repeats its view more often than this.
 SILENCE_S = 15.0
 
 _LOST = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
-_RELAY = ((RELAY_METADATA_KEY, "1"),)
 _NO_QUORUM = common_pb2.ErrorCode.Name(common_pb2.ERROR_CODE_NO_QUORUM)
 
 
@@ -73,7 +70,10 @@ class RegistryClient:
         self._counters = counters
         self._by_node = {voter.node_id: voter.registry_address for voter in config.effective_voters}
         self._addresses = list(self._by_node.values())
-        self._leader = self._addresses[0]
+        #: Whom to ask next: the voter that answered last, or a new leader.
+        self._asked = self._addresses[0]
+        #: The leader that was last heard of. It is gone to once: where it cannot be reached, others forward.
+        self._followed = ""
         #: Which voter an address is, or was: a call under way may still go on with an earlier one's.
         self._node_at = {address: node_id for node_id, address in self._by_node.items()}
         self._channels: GrpcStubs | None = None
@@ -86,10 +86,6 @@ class RegistryClient:
             )
             for v in config.effective_voters
         ]
-        #: Voters that did not answer us, and until when that is taken for a cut.
-        self._cut_until: dict[str, float] = {}
-        #: The voter that is asked first relayed our last call.
-        self._relaying = False
 
     def use_voters(self, voters: Iterable[node_pb2.VoterRecord]) -> None:
         """Go by these voters from now on, such as a view names them; none are no change.
@@ -104,9 +100,8 @@ class RegistryClient:
         self._by_node, self._voters = by_node, known
         self._addresses = list(by_node.values())
         self._node_at.update({address: node_id for node_id, address in by_node.items()})
-        self._cut_until = {a: until for a, until in self._cut_until.items() if a in self._addresses}
-        if self._leader not in self._addresses:
-            self._leader, self._relaying = self._addresses[0], False
+        if self._asked not in self._addresses:
+            self._asked = self._addresses[0]
 
     @property
     def voters(self) -> list[node_pb2.VoterRecord]:
@@ -263,7 +258,7 @@ class RegistryClient:
             request,
             timeout_s,
             attempt_s=timeout_s,
-            leaderless_s=LEADER_PATIENCE_S,
+            patience_s=LEADER_PATIENCE_S,
         )
 
     async def add_voters(
@@ -276,7 +271,7 @@ class RegistryClient:
             request,
             timeout_s,
             attempt_s=timeout_s,
-            leaderless_s=LEADER_PATIENCE_S,
+            patience_s=LEADER_PATIENCE_S,
         )
 
     async def views(self, timeout_s: float) -> dict[str, registry_pb2.ClusterView | None]:
@@ -316,16 +311,22 @@ class RegistryClient:
         deadline = loop.time() + timeout_s
         request = registry_pb2.GetViewRequest()
         view = (await self._call("GetView", registry_pb2.GetViewResponse, request, timeout_s)).view
-        leader = self._by_node.get(view.leader)
-        if leader is None or leader == self._leader or self._is_cut(leader):
+        asked = self._asked
+        self._follow(view)
+        if self._asked == asked:
             return view
-        self._leader = leader
         try:
             return (
                 await self._call("GetView", registry_pb2.GetViewResponse, request, deadline - loop.time())
             ).view
         except NoQuorumError:
             return view
+
+    def _follow(self, view: registry_pb2.ClusterView) -> None:
+        """Ask the leader itself from now on, if a view names another one than before."""
+        leader = self._by_node.get(view.leader)
+        if leader is not None and leader != self._followed:
+            self._followed = self._asked = leader
 
     async def _call(
         self,
@@ -335,29 +336,28 @@ class RegistryClient:
         timeout_s: float,
         *,
         attempt_s: float | None = None,
-        leaderless_s: float = math.inf,
+        patience_s: float = math.inf,
     ) -> R:
         """Ask voter after voter until one answers.
 
         Args:
             timeout_s: for all attempts; `attempt_s` for each.
-            leaderless_s: gives up when attempts have failed for so long and nobody knew a leader.
+            patience_s: gives up when attempts have failed for so long.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
         deadline = began + timeout_s
-        address, relay = self._leader, self._relaying and self._is_cut(*self._addresses)
+        address = self._asked
         backoff_s = BACKOFF_S_MIN
-        leaderless_at: float | None = None
+        failing_since: float | None = None
         problem = "there was no time to ask"
         if attempt_s is None:
             # Short of time, a hung voter must leave some for the others.
             attempt_s = min(ATTEMPT_S, max(0.4, timeout_s / 3))
         while (left_s := deadline - loop.time()) > 0:
             call = getattr(self._stubs(address), method)
-            metadata = _RELAY if relay else ()
             try:
-                response: R = await call(request, timeout=min(left_s, attempt_s), metadata=metadata)
+                response: R = await call(request, timeout=min(left_s, attempt_s))
             except grpc.aio.AioRpcError as error:
                 # As pairs: grpcio 1.63 takes a mapping's way into dict() and fails there.
                 trailing = dict(tuple(error.trailing_metadata() or ()))
@@ -366,27 +366,15 @@ class RegistryClient:
                     raise _from(error, address) from None
                 problem = f"{address}: {error.details() or error.code().name}"
                 self._counters.add("registry_retries")
-                if reason is not None:
-                    self._cut_until.pop(address, None)
-                elif not relay:
-                    self._cut_until[address] = loop.time() + CUT_S
-                hint = str(trailing.get(LEADER_METADATA_KEY, ""))
-                leaderless_at = None if hint else leaderless_at or loop.time()
-                if leaderless_at is not None and loop.time() - leaderless_at > leaderless_s:
+                failing_since = failing_since or loop.time()
+                if loop.time() - failing_since > patience_s:
                     break
-                if relay or hint not in self._addresses or hint == address:
-                    address, relay = self._next(address), False
-                    await asyncio.sleep(min(backoff_s, max(0.0, deadline - loop.time())))
-                else:
-                    # Straight on, but not for ever: two voters may each believe the other one leads.
-                    relay = self._is_cut(hint)
-                    address = address if relay else hint
-                    await asyncio.sleep(backoff_s / 4)
+                address = self._after(address)
+                await asyncio.sleep(min(backoff_s, max(0.0, deadline - loop.time())))
                 backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
             else:
-                self._cut_until.pop(address, None)
                 if address in self._addresses:
-                    self._leader, self._relaying = address, relay
+                    self._asked = address
                 return response
         raise NoQuorumError(
             f"the registry did not answer {method} within {loop.time() - began:.3g} s (last: {problem}); "
@@ -400,7 +388,7 @@ class RegistryClient:
         version a view may follow that differs in what is not replicated (leader, SUSPECT).
         """
         last: registry_pb2.ClusterView | None = None
-        address = self._leader
+        address = self._asked
         backoff_s = BACKOFF_S_MIN
         while True:
             call = self._stubs(address).WatchView(registry_pb2.WatchViewRequest())
@@ -414,6 +402,7 @@ class RegistryClient:
                         break
                     backoff_s = BACKOFF_S_MIN
                     view = answer.view
+                    self._follow(view)
                     silence_s = SILENCE_S if view.has_leader else LEADERLESS_S
                     changed = not fresh and last is not None and _volatile(view) != _volatile(last)
                     fresh = False
@@ -441,20 +430,6 @@ class RegistryClient:
         """Close all connections."""
         if self._channels is not None:
             await self._channels.close()
-
-    def _is_cut(self, *addresses: str) -> bool:
-        """Whether one of these voters did not answer us lately."""
-        now = asyncio.get_running_loop().time()
-        return any(self._cut_until.get(address, 0.0) > now for address in addresses)
-
-    def _next(self, address: str) -> str:
-        """Who to ask after this voter: one that is not cut off from us, if there is any."""
-        following = self._after(address)
-        for _ in self._addresses:
-            if following != address and not self._is_cut(following):
-                return following
-            following = self._after(following)
-        return self._after(address)
 
     def _after(self, address: str) -> str:
         if address not in self._addresses:  # the voters have changed meanwhile

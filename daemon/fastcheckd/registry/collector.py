@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
-from .records import Json
-from .shared_state import Tables
+from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
+from fastcheck_proto.v1 import registry_pb2 as rpb
+
+from .model import AnyRef, Ref
+from .shared_state import Digests
 
 #: An older step holds a complete newer one up while its last new report is younger than this.
 STALE_AFTER_S = 5.0
@@ -31,13 +33,13 @@ class Collection:
 
     step: int
     world_size: int
-    #: Newest report of each rank, as a command holds it.
-    reports: dict[int, Json] = field(default_factory=dict)
+    #: Newest report of each rank, as a commit holds it.
+    reports: dict[int, rpb.RankRecord] = field(default_factory=dict)
     #: What each found in a state that all should hold alike, as it came with that report.
-    tables: dict[int, Tables] = field(default_factory=dict)
+    digests: dict[int, Digests] = field(default_factory=dict)
     #: Bytes of the ranks that asked for a placement, and the nodes that they are on, in the life in which each asked.
     placed_bytes: dict[int, int] = field(default_factory=dict)
-    placed_on: dict[int, list[Any]] = field(default_factory=dict)
+    placed_on: dict[int, Ref] = field(default_factory=dict)
     #: When the last report came that said something new.
     progress_at: float = 0.0
     touched_at: float = 0.0
@@ -84,7 +86,7 @@ class Collector:
         *,
         world_size: int,
         rank: int,
-        node: list[Any],
+        node: Ref,
         state_bytes: int,
         oldest_step: int,
         now: float,
@@ -97,14 +99,14 @@ class Collector:
             if older < oldest_step:
                 past.placed_bytes.pop(rank, None)
 
-    def stopped(self, node: list[Any]) -> None:
+    def stopped(self, node: Ref) -> None:
         """The data process of a node is gone: what it was at work on is not sent, unless the next one says so."""
         for steps in self._jobs.values():
             for collection in steps.values():
                 for rank in [rank for rank, on in collection.placed_on.items() if on == node]:
                     collection.placed_bytes.pop(rank, None)
 
-    def absent(self, job: str, step: int, is_live: Callable[[list[Any]], bool]) -> list[int]:
+    def absent(self, job: str, step: int, is_live: Callable[[AnyRef], bool]) -> list[int]:
         """Ranks that neither reported a step nor are at work on it, as far as this leader knows: a few of them.
 
         `is_live` says whether a node is still in that life: what an earlier one was at work on is not sent any more,
@@ -122,30 +124,34 @@ class Collector:
         return list(islice(absent, ABSENT_SHOWN_MAX))
 
     def report(
-        self, job: str, step: int, world_size: int, record: Json, now: float, tables: Tables | None = None
+        self,
+        job: str,
+        step: int,
+        world_size: int,
+        record: rpb.RankRecord,
+        now: float,
+        digests: Digests | None = None,
     ) -> list[int]:
         """A rank is replicated. Returns older steps that are given up because too many are under way.
 
-        `tables` is what it found in a state that all ranks should hold alike.
+        `digests` are what it found in a state that all ranks should hold alike.
 
         Raises:
             WorldSizeConflictError: other ranks of the step reported another world size.
         """
         collection, dropped = self._collection(job, step, world_size, now)
         if collection.world_size != world_size:
-            if collection.reports and record["session"] < max(
-                r["session"] for r in collection.reports.values()
-            ):
+            if collection.reports and record.session < max(r.session for r in collection.reports.values()):
                 raise WorldSizeConflictError(
                     f"step {step} of job {job} is being saved with world size {collection.world_size}, "
                     f"not {world_size}"
                 )
             collection.world_size = world_size
             collection.reports.clear()
-        known = collection.reports.get(record["rank"])
-        if known != record and (known is None or known["session"] <= record["session"]):
-            collection.reports[record["rank"]] = record
-            collection.tables[record["rank"]] = tables or {}
+        known = collection.reports.get(record.rank)
+        if known != record and (known is None or known.session <= record.session):
+            collection.reports[record.rank] = record
+            collection.digests[record.rank] = digests or {}
             collection.progress_at = now
             collection.broken = False
         return dropped
@@ -168,7 +174,7 @@ class Collector:
         self._forget_empty(job)
         return superseded
 
-    def reported(self, job: str, step: int, rank: int) -> Json | None:
+    def reported(self, job: str, step: int, rank: int) -> rpb.RankRecord | None:
         """What the rank has reported of a step that is under way."""
         collection = self._jobs.get(job, {}).get(step)
         return None if collection is None else collection.reports.get(rank)
@@ -185,7 +191,7 @@ class Collector:
         voided = []
         for step, collection in sorted(self._jobs.get(job, {}).items()):
             report = collection.reports.get(rank)
-            if report is not None and report["session"] < session:
+            if report is not None and report.session < session:
                 del collection.reports[rank]
                 collection.broken = True
                 voided.append(step)
@@ -196,8 +202,8 @@ class Collector:
         return voided
 
     def recheck(
-        self, job: str, check: Callable[[int, int, Json], Json | None]
-    ) -> list[tuple[int, int, Json]]:
+        self, job: str, check: Callable[[int, int, rpb.RankRecord], log_pb2.RegistryResult | None]
+    ) -> list[tuple[int, int, log_pb2.RegistryResult]]:
         """Drop what `check(step, world_size, record)` refuses of a job; returns (step, rank, refusal) of each."""
         dropped = []
         for step, collection in self._jobs.get(job, {}).items():

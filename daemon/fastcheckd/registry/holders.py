@@ -1,4 +1,6 @@
-"""Who holds the shards of committed steps, changed after the commit: repairs, and nodes that come back. Pure.
+"""Who holds the shards of committed steps, changed after the commit: repairs, nodes that come back, losses. Pure.
+
+A replica that its node no longer has is LOST. The shard's record says so, and so does a new leader's survey.
 
 Every change names the digest of the shard that it is about, and is refused when that is not what is kept:
 a compare-and-set, so that a leader that planned with an older state does no harm. Two promises hold for
@@ -7,117 +9,102 @@ every accepted change: a shard has no fewer live copies afterwards, and never tw
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
 
-from fastcheck_proto.conventions import RANK_MAX, STEP_MAX
+from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
+from fastcheck_proto.v1 import registry_pb2 as rpb
 
-from .commits import copies_of, find_step
-from .denials import add_denials
-from .records import HOLDERS_MAX, SHARDS_MAX, Json, MalformedError, digest_hex, integer, live, name, node_ref
-from .redundancy import Claim, Ref, ShardId
-
-#: Changes in one command: some milliseconds of every voter's time.
-CHANGES_MAX = 256
+from .commits import copies_of
+from .model import UP, AnyRef, Ref, ShardId, State, done, live
+from .records import HOLDERS_MAX
+from .redundancy import RecordedReplica, find_shard, is_lost
 
 
-def rehold(state: Json, command: Json) -> Json:
-    """Apply changes of holders, each by itself; says of each whether it is done and, if not, why.
+def rehold(state: State, command: log_pb2.RegistryCommand) -> log_pb2.RegistryResult:
+    """Apply changes of holders, each by itself; says of each why it is not done.
 
     The view shows no holders: its version stays, or every repair would send it to all nodes.
-
-    Raises:
-        MalformedError: nothing has changed.
     """
-    given = command.get("changes")
-    if not isinstance(given, list) or len(given) > CHANGES_MAX:
-        raise MalformedError(f"changes must be a list of at most {CHANGES_MAX}")
-    changes = [_change(value) for value in given]
+    changes = command.rehold.changes
     why = [_apply(state, change) for change in changes]
-    touched = {(change["job"], change["step"]) for change, no in zip(changes, why, strict=True) if not no}
-    for job_name, step in sorted(touched):
-        kept = find_step(state["jobs"][job_name], step)
+    touched = {(c.key.job, c.key.step) for c, no in zip(changes, why, strict=True) if not no}
+    for job_name, step in touched:
+        kept = state.jobs[job_name].find_step(step)
         assert kept is not None, "it was found to be changed"
-        kept["copies"] = copies_of(kept["ranks"])
-    return {"ok": True, "done": [not no for no in why], "why": why}
+        kept.copies = copies_of(kept.ranks)
+    state.holders_version += bool(touched)
+    return log_pb2.RegistryResult(ok=True, why=why)
 
 
-def _change(value: Any) -> Json:
-    if not isinstance(value, dict) or value.get("kind") not in ("copy", "owner"):
-        raise MalformedError("a change of holders must be of kind copy or owner")
-    add, remove = value.get("add"), value.get("remove")
-    change: Json = {
-        "job": name(value, "job"),
-        "step": integer(value, "step", 0, STEP_MAX),
-        "rank": integer(value, "rank", 0, RANK_MAX - 1),
-        "shard": integer(value, "shard", 0, SHARDS_MAX - 1),
-        "digest": digest_hex(value),
-        "kind": value["kind"],
-        "add": None if add is None else node_ref(add, "the node to add"),
-        "remove": None if remove is None else node_ref(remove, "the node to remove"),
-        "absent": _absent(value),
-    }
-    if change["add"] is None and change["remove"] is None:
-        raise MalformedError("a change of holders must add or remove one")
-    if change["kind"] == "owner" and (change["add"] is None or change["remove"] is not None):
-        raise MalformedError("an owner is replaced by its own node in a later life, nothing else")
-    if change["absent"] and change["kind"] != "owner":
-        raise MalformedError("only an owner may lack some of its shards")
-    if add is not None and remove is not None and change["add"][0] == change["remove"][0]:
-        raise MalformedError("a node that comes back is added; its earlier life goes by itself")
-    return change
+def mark(state: State, command: log_pb2.RegistryCommand) -> log_pb2.RegistryResult:
+    """Nodes no longer have the replicas that are `lost`, and do have those that are `held`.
+
+    What no record names is left out: its step may have gone meanwhile. A replica that is in both lists is lost.
+    """
+    marks = dict.fromkeys(map(RecordedReplica.of, command.mark.held), False)
+    marks |= dict.fromkeys(map(RecordedReplica.of, command.mark.lost), True)
+    for replica, lost in marks.items():
+        if is_lost(state, replica) is (not lost):
+            found = find_shard(state, replica.shard)
+            assert found is not None, "a record names it"
+            others = [ref for ref in found[1].lost if Ref.of(ref) != replica.ref]
+            _set_lost(found[1], [*others, replica.ref] if lost else others)
+            state.holders_version += 1
+    return done()
 
 
-def _absent(value: Json) -> list[int]:
-    absent = value.get("absent", [])
-    if not isinstance(absent, list) or len(absent) > SHARDS_MAX:
-        raise MalformedError("absent must be a list of shards")
-    return [integer({"absent": shard}, "absent", 0, SHARDS_MAX - 1) for shard in absent]
+def _set_lost(shard: rpb.ShardRecord, lost: Collection[AnyRef]) -> None:
+    refs = [Ref.of(ref).message() for ref in lost]
+    shard.ClearField("lost")
+    shard.lost.extend(refs)
 
 
-def _apply(state: Json, change: Json) -> str:
+def _apply(state: State, change: log_pb2.HolderChange) -> str:
     """Make one (well-formed) change, or say why not."""
-    job = state["jobs"].get(change["job"])
-    kept = None if job is None else find_step(job, change["step"])
-    if kept is None:
-        return f"step {change['step']} of job {change['job']} is not kept"
-    record = next((r for r in kept["ranks"] if r["rank"] == change["rank"]), None)
-    if record is None or change["shard"] >= len(record["shards"]):
-        return f"step {change['step']} of job {change['job']} has no such rank or shard"
-    shard = record["shards"][change["shard"]]
-    if shard["digest"] != change["digest"]:
-        return f"what is committed has the digest {shard['digest']}, not {change['digest']}"
-    if change["kind"] == "owner":
+    key = change.key
+    if key.job not in state.jobs or state.jobs[key.job].find_step(key.step) is None:
+        return f"step {key.step} of job {key.job} is not kept"
+    if (found := find_shard(state, ShardId.of(key))) is None:
+        return f"step {key.step} of job {key.job} has no such rank or shard"
+    record, shard = found
+    if shard.digest != change.digest:
+        return f"what is committed has the digest {shard.digest.hex()}, not {change.digest.hex()}"
+    if change.of_owner:
         return _return_owner(state, record, change)
-    return _move_copy(state, record["owner"], shard, change["add"], change["remove"])
+    add = Ref.of(change.add) if change.HasField("add") else None
+    remove = Ref.of(change.remove) if change.HasField("remove") else None
+    return _move_copy(state, Ref.of(record.owner), shard, add, remove)
 
 
-def _return_owner(state: Json, record: Json, change: Json) -> str:
-    add = change["add"]
-    if add[0] != record["owner"][0]:
-        return f"node {add[0]} does not own it, {record['owner'][0]} does"
+def _return_owner(state: State, record: rpb.RankRecord, change: log_pb2.HolderChange) -> str:
+    before, add = Ref.of(record.owner), Ref.of(change.add)
+    if add.node_id != before.node_id:
+        return f"node {add.node_id} does not own it, {before.node_id} does"
     if not live(state, add):
         return _over(add)
-    record["owner"] = add
-    # In the same command: at no time does the record claim what is not there.
-    shards = [ShardId(change["job"], change["step"], change["rank"], shard) for shard in change["absent"]]
-    if shards:
-        add_denials(state, [Claim(shard, Ref(*add)) for shard in shards])
+    record.owner.CopyFrom(change.add)
+    for index, shard in enumerate(record.shards):
+        # In the same command: at no time does the record name what is not there.
+        lost = [ref for ref in map(Ref.of, shard.lost) if ref != before or add == before]
+        if index in change.absent and add not in lost:
+            lost.append(add)
+        if lost or shard.lost:
+            _set_lost(shard, lost)
     return ""
 
 
-def _move_copy(
-    state: Json, owner: list[Any], shard: Json, add: list[Any] | None, remove: list[Any] | None
-) -> str:
-    before: list[list[Any]] = shard["holders"]
+def _move_copy(state: State, owner: Ref, shard: rpb.ShardRecord, add: Ref | None, remove: Ref | None) -> str:
+    before = list(map(Ref.of, shard.holders))
     after = list(before)
+    lost = set(map(Ref.of, shard.lost))
     if add is not None and not live(state, add):
         return _over(add)
     if add is not None and add not in before:
         if no := _may_add(state, owner, before, add):
             return no
         if remove is not None and remove not in before:
-            return f"node {remove[0]} in incarnation {remove[1]} does not hold it any more"
-        earlier = next((at for at, holder in enumerate(before) if holder[0] == add[0]), None)
+            return f"node {remove.node_id} in incarnation {remove.incarnation} does not hold it any more"
+        earlier = next((at for at, holder in enumerate(before) if holder.node_id == add.node_id), None)
         if earlier is None:
             after.append(add)
         else:
@@ -126,25 +113,28 @@ def _move_copy(
         after.remove(remove)
     if len(after) > HOLDERS_MAX:
         return f"it has {HOLDERS_MAX} holders already"
-    if remove is not None and _live_count(state, owner, after) < max(1, _live_count(state, owner, before)):
+
+    def live_count(holders: list[Ref]) -> int:
+        return sum(live(state, ref) and ref not in lost for ref in [owner, *holders])
+
+    if remove is not None and live_count(after) < max(1, live_count(before)):
         # Nor is one forgotten of those that may come back with the last copy.
-        return f"without node {remove[0]} it would have fewer live copies, or none that comes back"
-    shard["holders"] = after
+        return f"without node {remove.node_id} it would have fewer live copies, or none that comes back"
+    shard.ClearField("holders")
+    shard.holders.extend(ref.message() for ref in after)
+    if lost:
+        _set_lost(shard, [ref for ref in map(Ref.of, shard.lost) if ref in (owner, *after)])
     return ""
 
 
-def _may_add(state: Json, owner: list[Any], holders: list[list[Any]], add: list[Any]) -> str:
-    if add[0] == owner[0]:
-        return f"node {add[0]} is its owner, whose copy counts already"
-    returns = any(holder[0] == add[0] for holder in holders)
-    if not returns and state["nodes"][add[0]]["state"] != "UP":
-        return f"node {add[0]} is DRAINING: it gets nothing new"
+def _may_add(state: State, owner: Ref, holders: list[Ref], add: Ref) -> str:
+    if add.node_id == owner.node_id:
+        return f"node {add.node_id} is its owner, whose copy counts already"
+    returns = any(holder.node_id == add.node_id for holder in holders)
+    if not returns and state.nodes[add.node_id].state != UP:
+        return f"node {add.node_id} is DRAINING: it gets nothing new"
     return ""
 
 
-def _over(ref: list[Any]) -> str:
-    return f"node {ref[0]} in incarnation {ref[1]} is over"
-
-
-def _live_count(state: Json, owner: list[Any], holders: list[list[Any]]) -> int:
-    return sum(live(state, ref) for ref in [owner, *holders])
+def _over(ref: Ref) -> str:
+    return f"node {ref.node_id} in incarnation {ref.incarnation} is over"

@@ -5,47 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
-from fastcheck_proto.v1 import registry_pb2
+from fastcheck_proto.v1 import common_pb2, registry_pb2
 
 from ..config import Config, Voter
 from ..errors import FastCheckdError, NotNewerError, SupersededError, from_code
 from ..health.detector import FailureDetector, Life
-from ..placement import PlannedShard, place
+from ..placement import place
 from . import commands
 from .arbiter import Arbiter
 from .commits import Standing, check_session, standing
 from .loads import Loads, domain_label
+from .model import Job, Ref, State
 from .outward import GrpcOutward, Outward
 from .raft.consensus import Consensus
-from .records import SHARDS_MAX, Json
+from .records import SHARDS_MAX
 from .repairs import Repairs
 from .reports import Reports
 from .schema import agree_in_time
 from .voter_changes import add_voters, replace_voter
-from .wire import error_code
 
 logger = logging.getLogger(__name__)
 
 REPAIR_RESTART_S = 1.0
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a rank's shards go, and the nodes named in it as they are registered."""
-
-    epoch: int
-    shards: tuple[PlannedShard, ...]
-    nodes: dict[str, Json]
-    #: The nodes that are UP lie in too few failure domains.
-    domains_short: bool = False
-    #: How often ranks of the job have been taken over by a new process so far.
-    generation: int = 0
-    #: The job's newest session that loads, and for how long it has been open at least.
-    newest_load: int = 0
-    newest_load_age_s: float = 0.0
 
 
 class Leader:
@@ -173,20 +156,7 @@ class Leader:
 
     # Answering
 
-    def place(
-        self,
-        *,
-        job: str,
-        step: int,
-        rank: int,
-        world_size: int,
-        session: int,
-        owner: list[object],
-        state_bytes: int,
-        chunk_bytes: int,
-        avoid: Collection[str],
-        oldest_step: int,
-    ) -> Placement:
+    def place(self, asked: registry_pb2.PlaceRequest) -> registry_pb2.PlaceResponse:
         """Split a rank's state into shards and name their holders.
 
         Raises:
@@ -194,65 +164,76 @@ class Leader:
             SupersededError, NotNewerError: a step at least as new is committed.
             PlacementError: too few healthy nodes.
         """
-
-        def decide(state: Json) -> Placement:
-            if fenced := check_session(state, job, rank, session, owner):
-                raise from_code(error_code(fenced["code"]), fenced["message"])
-            stands = standing(state["jobs"][job], step, rank, session)
-            if stands is Standing.SUPERSEDED:
-                raise SupersededError(f"step {step} of job {job} was given up for a newer one")
-            if stands is not Standing.OPEN:
-                raise NotNewerError(
-                    f"step {step} of job {job} is not newer than the committed {state['jobs'][job]['newest']}"
-                )
-            nodes = state["nodes"]
-            suspects = {
-                node_id
-                for node_id, incarnation in self.suspects
-                if node_id in nodes and nodes[node_id]["incarnation"] == incarnation
-            }
-            label = self._config.failure_domain
-            owner_id = str(owner[0])
-            load = self._loads.by_node(state)
-            plan = place(
-                members=self._loads.members(state, label),
-                owner=owner_id,
-                owner_domain=domain_label(nodes[owner_id], label),
-                job=job,
-                rank=rank,
-                state_bytes=state_bytes,
-                chunk_bytes=chunk_bytes,
-                tolerate=self._config.tolerate,
-                spread=min(self._config.spread, SHARDS_MAX),
-                avoid=suspects | set(avoid),
-                previous=self._loads.earlier(state, job, rank, world_size),
-                load=load,
-                groups=self._loads.groups(state, label, min(self._config.spread, SHARDS_MAX)),
-            )
-            self._loads.placed(state, job, rank, world_size, step, plan)
-            named = {holder for shard in plan.shards for holder in shard.holders}
-            reached = {node_id: dict(nodes[node_id]) for node_id in named}
-            return Placement(
-                state["epoch"], plan.shards, reached, plan.domains_short, _takeovers(state["jobs"][job])
-            )
-
-        newest_load, age_s = self._reports.newest_load(job)
-        placement = replace(self._raft.read(decide), newest_load=newest_load, newest_load_age_s=age_s)
+        newest_load, age_s = self._reports.newest_load(asked.job)
+        placed = self._raft.read(lambda state: self._place(state, asked))
+        placed.newest_load, placed.newest_load_age_s = newest_load, age_s
         self._reports.collector.placed(
-            job,
-            step,
-            world_size=world_size,
-            rank=rank,
-            node=list(owner),
-            state_bytes=state_bytes,
-            oldest_step=oldest_step,
+            asked.job,
+            asked.step,
+            world_size=asked.world_size,
+            rank=asked.rank,
+            node=Ref.of(asked.owner),
+            state_bytes=asked.state_bytes,
+            oldest_step=min(asked.oldest_step, asked.step),
             now=self._now(),
         )
-        return placement
+        return placed
+
+    def _place(self, state: State, asked: registry_pb2.PlaceRequest) -> registry_pb2.PlaceResponse:
+        job, step, rank, owner = asked.job, asked.step, asked.rank, asked.owner.node_id
+        if fenced := check_session(state, job, rank, asked.session, asked.owner):
+            raise from_code(fenced.code, fenced.message)
+        stands = standing(state.jobs[job], step, rank, asked.session)
+        if stands is Standing.SUPERSEDED:
+            raise SupersededError(f"step {step} of job {job} was given up for a newer one")
+        if stands is not Standing.OPEN:
+            raise NotNewerError(
+                f"step {step} of job {job} is not newer than the committed {state.jobs[job].newest}"
+            )
+        nodes = state.nodes
+        suspects = {
+            node_id
+            for node_id, incarnation in self.suspects
+            if node_id in nodes and nodes[node_id].incarnation == incarnation
+        }
+        label = self._config.failure_domain
+        spread = min(self._config.spread, SHARDS_MAX)
+        plan = place(
+            members=self._loads.members(state, label),
+            owner=owner,
+            owner_domain=domain_label(nodes[owner], label),
+            job=job,
+            rank=rank,
+            state_bytes=asked.state_bytes,
+            chunk_bytes=asked.chunk_bytes,
+            tolerate=self._config.tolerate,
+            spread=spread,
+            avoid=suspects | set(asked.avoid),
+            previous=self._loads.earlier(state, job, rank, asked.world_size),
+            load=self._loads.by_node(state),
+            groups=self._loads.groups(state, label, spread),
+        )
+        self._loads.placed(state, job, rank, asked.world_size, step, plan)
+        placed = registry_pb2.PlaceResponse(
+            epoch=state.epoch,
+            domains_short=plan.domains_short,
+            generation=_takeovers(state.jobs[job]),
+        )
+        for shard in plan.shards:
+            holders = [
+                common_pb2.Holder(
+                    node=Ref.of(node).message(),
+                    data_address=node.data_address,
+                    lane_address=node.lane_address,
+                )
+                for node in map(nodes.__getitem__, shard.holders)
+            ]
+            placed.shards.add(shard=shard.shard, offset=shard.offset, bytes=shard.size_bytes, holders=holders)
+        return placed
 
     def data_process_gone(self, life: Life) -> None:
         """A node's agent says that its data process has ended, and perhaps that the next one is starting."""
-        self._reports.collector.stopped(list(life))
+        self._reports.collector.stopped(Ref(*life))
 
     async def replace_voter(self, request: registry_pb2.ReplaceVoterRequest) -> list[Voter]:
         """Replace a voter that is gone for good; returns all voters afterwards.
@@ -300,6 +281,6 @@ class Leader:
         await self._raft.propose(commands.noop())
 
 
-def _takeovers(job: Json) -> int:
-    """Sessions beyond the first of each rank, and a number that is constant for the job."""
-    return int(job["next_session"]) - len(job["ranks"])
+def _takeovers(job: Job) -> int:
+    """How often ranks were taken over: sessions beyond the first of each, and a number that is constant for the job."""
+    return job.next_session - len(job.ranks)

@@ -11,37 +11,38 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fastcheck_proto.v1 import registry_pb2 as rpb
+
 from ..placement import Groups, Plan
-from .records import Json
+from .model import DOWN, UP, State
 
 #: Ranks whose placement is remembered until it is committed; the oldest go first.
 PLACED_MAX = 1 << 16
 
 
-def domain_label(node: Json, label: str) -> str:
+def domain_label(node: rpb.NodeRecord, label: str) -> str:
     """What the node's failure domain is called; empty: it is by itself."""
-    return str(node.get("labels", {}).get(label, "")) if label else ""
+    return node.labels.get(label, "") if label else ""
 
 
-def committed_holders(state: Json, job: str, rank: int, world_size: int) -> list[list[str]]:
+def committed_holders(state: State, job: str, rank: int, world_size: int) -> list[list[str]]:
     """Holders of each shard of a rank in the newest committed step; none if another number of ranks saved that."""
-    known = state["jobs"].get(job)
-    if known is None or not known["steps"] or known["steps"][-1]["world_size"] != world_size:
+    steps = state.steps_of(job)
+    if not steps or steps[-1].world_size != world_size:
         return []
-    record = known["steps"][-1]["ranks"][rank]
-    return [[holder[0] for holder in shard["holders"]] for shard in record["shards"]]
+    return [[holder.node_id for holder in shard.holders] for shard in steps[-1].ranks[rank].shards]
 
 
-def committed_bytes(state: Json) -> Counter[str]:
+def committed_bytes(state: State) -> Counter[str]:
     """Bytes that each node holds of committed steps, its own ranks' included."""
     held: Counter[str] = Counter()
-    for job in state["jobs"].values():
-        for step in job["steps"]:
-            for record in step["ranks"]:
-                held[record["owner"][0]] += record["state_bytes"]
-                for shard in record["shards"]:
-                    for holder in shard["holders"]:
-                        held[holder[0]] += shard["bytes"]
+    for job in state.jobs.values():
+        for step in job.steps:
+            for record in step.ranks:
+                held[record.owner.node_id] += record.state_bytes
+                for shard in record.shards:
+                    for holder in shard.holders:
+                        held[holder.node_id] += shard.bytes
     return held
 
 
@@ -70,29 +71,29 @@ class Loads:
         self._version = -1
         self._placed.clear()
 
-    def by_node(self, state: Json) -> Mapping[str, int]:
+    def by_node(self, state: State) -> Mapping[str, int]:
         """Bytes that each node holds, or is about to hold for the first time."""
-        if state["version"] != self._version:
-            self._version = state["version"]
+        if state.version != self._version:
+            self._version = state.version
             self._sum = committed_bytes(state)
-            jobs = state["jobs"]
+            jobs = state.jobs
             self._placed = {
                 key: entry
                 for key, entry in self._placed.items()
-                if key[0] in jobs and entry.step > jobs[key[0]]["newest"]
+                if key[0] in jobs and entry.step > jobs[key[0]].newest
             }
             for entry in self._placed.values():
                 self._sum.update(entry.added)
         return self._sum
 
-    def earlier(self, state: Json, job: str, rank: int, world_size: int) -> list[list[str]]:
+    def earlier(self, state: State, job: str, rank: int, world_size: int) -> list[list[str]]:
         """Who the rank's shards were placed on last, or else committed on. None: it has not been placed yet."""
         under_way = self._placed.get((job, rank, world_size))
         if under_way is not None:
             return [list(holders) for holders in under_way.holders]
         return committed_holders(state, job, rank, world_size)
 
-    def placed(self, state: Json, job: str, rank: int, world_size: int, step: int, plan: Plan) -> None:
+    def placed(self, state: State, job: str, rank: int, world_size: int, step: int, plan: Plan) -> None:
         """A rank was placed; what its holders have of its newest committed step does not count again."""
         before = committed_holders(state, job, rank, world_size)
         added: Counter[str] = Counter()
@@ -111,26 +112,26 @@ class Loads:
         if (entry := self._placed.pop(key, None)) is not None:
             self._sum.subtract(entry.added)
 
-    def members(self, state: Json, label: str) -> Mapping[str, str]:
+    def members(self, state: State, label: str) -> Mapping[str, str]:
         """Nodes that may hold copies → label of their failure domain: those that are UP."""
-        made_from = (state["epoch"], label)
+        made_from = (state.epoch, label)
         if self._members is None or self._members[0] != made_from:
             up = {
                 node_id: domain_label(node, label)
-                for node_id, node in state["nodes"].items()
-                if node["state"] == "UP"
+                for node_id, node in state.nodes.items()
+                if node.state == UP
             }
             self._members = made_from, up
         return self._members[1]
 
-    def groups(self, state: Json, label: str, spread: int) -> Groups:
+    def groups(self, state: State, label: str, spread: int) -> Groups:
         """Groups of all nodes that are not DOWN: one that drains comes back to the same."""
-        made_from = (state["epoch"], label, spread)
+        made_from = (state.epoch, label, spread)
         if self._groups is None or self._groups[0] != made_from:
             domains = {
                 node_id: domain_label(node, label)
-                for node_id, node in state["nodes"].items()
-                if node["state"] != "DOWN"
+                for node_id, node in state.nodes.items()
+                if node.state != DOWN
             }
             self._groups = made_from, Groups(domains, spread)
         return self._groups[1]

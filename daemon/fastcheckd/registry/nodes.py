@@ -6,22 +6,22 @@ next life begins with: a drain outlasts crashes and restarts, until the node lea
 
 from __future__ import annotations
 
-from typing import Any
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
+from fastcheck_proto.v1 import registry_pb2 as rpb
 
-from .commits import refusal
-from .records import (
-    REASON_BYTES_MAX,
-    TOKEN_BYTES_MAX,
-    VOTERS_MAX,
-    Json,
+from .model import (
+    DOWN,
+    DRAINING,
+    UNKNOWN,
+    UP,
     MalformedError,
-    at_ms,
-    flag,
-    name,
-    node_fields,
-    node_ref,
-    text,
-    voter_record,
+    NodeState,
+    Ref,
+    State,
+    done,
+    refusal,
+    state_name,
 )
 
 NODES_MAX = 4096
@@ -30,134 +30,133 @@ HISTORY_MAX = 512
 #: The reason of a DOWN that a node asked for itself. Then a drain of it is over.
 LEFT = "left"
 FORGOTTEN = "forgotten"
+_BEGINNINGS = {UNKNOWN: "registered", DOWN: "came back"}
 
 
-def register(state: Json, command: Json) -> Json:
+def register(state: State, command: log_pb2.RegistryCommand) -> log_pb2.RegistryResult:
     """A node's new life; the same life_id again is the same life, unless that life is over."""
-    fields = node_fields(command.get("node"))
-    life_id = text(command, "life_id", TOKEN_BYTES_MAX)
-    when = at_ms(command)
-    node_id = fields.pop("node_id")
-    nodes = state["nodes"]
-    known = nodes.get(node_id)
-    if known is not None and known["life_id"] == life_id and known["state"] != "DOWN":
-        return {"ok": True, "incarnation": known["incarnation"], "epoch": state["epoch"]}
+    said, nodes = command.register, state.nodes
+    known = nodes.get(said.node_id)
+    if known is not None and known.life_id == said.life_id and known.state != DOWN:
+        return _with_epoch(state, known.incarnation)
     if known is None and len(nodes) >= NODES_MAX:
-        down = [(node["incarnation"], other) for other, node in nodes.items() if node["state"] == "DOWN"]
+        down = [(node.incarnation, other) for other, node in nodes.items() if node.state == DOWN]
         if not down:
             raise MalformedError(f"the cluster has {NODES_MAX} nodes already, none of them DOWN")
-        _remove(state, min(down)[1], f"forgotten to make room for {node_id}", when)
-    incarnation = state["next_incarnation"]
-    state["next_incarnation"] += 1
-    draining = known is not None and known["draining"]
-    before = "" if known is None else known["state"]
-    node: Json = {"incarnation": incarnation, "state": "DRAINING" if draining else "UP", "life_id": life_id}
-    node |= fields | {"draining": draining, "reason": "", "since_ms": when or 0}
-    nodes[node_id] = node
-    reason = {"": "registered", "DOWN": "came back"}.get(before, "started anew")
-    _changed(state, node_id, before, reason + (", still draining" if draining else ""), when)
-    return {"ok": True, "incarnation": incarnation, "epoch": state["epoch"]}
+        _remove(state, min(down)[1], f"forgotten to make room for {said.node_id}", command.at_ms)
+    incarnation = state.next_incarnation
+    state.next_incarnation += 1
+    draining = known is not None and known.draining
+    before = UNKNOWN if known is None else known.state
+    nodes[said.node_id] = rpb.NodeRecord(
+        node_id=said.node_id,
+        incarnation=incarnation,
+        state=DRAINING if draining else UP,
+        agent_address=said.agent_address,
+        data_address=said.data_address,
+        lane_address=said.lane_address,
+        voter=said.voter,
+        ram_budget_bytes=said.ram_budget_bytes,
+        labels=said.labels,
+        since_ms=command.at_ms,
+        life_id=said.life_id,
+        draining=draining,
+    )
+    reason = _BEGINNINGS.get(before, "started anew")
+    _changed(state, said.node_id, before, reason + (", still draining" if draining else ""), command.at_ms)
+    return _with_epoch(state, incarnation)
 
 
-def set_state(state: Json, command: Json) -> Json:
+def set_state(state: State, command: log_pb2.RegistryCommand) -> log_pb2.RegistryResult:
     """UP, DRAINING or DOWN, if the node is still in the incarnation that the judgement was about."""
-    node_id, incarnation = node_ref(command.get("node"), "the node")
-    wanted = command.get("state")
-    if wanted not in ("UP", "DRAINING", "DOWN"):
-        raise MalformedError("a node's state can be set to UP, DRAINING or DOWN")
-    reason = text({"reason": ""} | command, "reason", REASON_BYTES_MAX, empty=True)
-    when = at_ms(command)
-    node = state["nodes"].get(node_id)
-    if node is None or node["incarnation"] != incarnation:
-        return refusal("FENCED", f"node {node_id} is not in incarnation {incarnation} any more")
-    if node["state"] != wanted and node["state"] == "DOWN":
-        return refusal("FENCED", f"node {node_id} is DOWN: only registering again brings it back")
-    if wanted != "DOWN":
-        node["draining"] = wanted == "DRAINING"
-    elif reason == LEFT:
-        node["draining"] = False
-    _move(state, node_id, wanted, reason, when)
-    return {"ok": True, "epoch": state["epoch"]}
+    change = command.set_state
+    node_id, incarnation = Ref.of(change.node)
+    node = state.nodes.get(node_id)
+    if node is None or node.incarnation != incarnation:
+        return refusal(pb.ERROR_CODE_FENCED, f"node {node_id} is not in incarnation {incarnation} any more")
+    if node.state != change.state and node.state == DOWN:
+        return refusal(pb.ERROR_CODE_FENCED, f"node {node_id} is DOWN: only registering again brings it back")
+    if change.state != DOWN:
+        node.draining = change.state == DRAINING
+    elif change.reason == LEFT:
+        node.draining = False
+    _move(state, node, change.state, change.reason, command.at_ms)
+    return _with_epoch(state)
 
 
-def set_draining(state: Json, command: Json) -> Json:
+def set_draining(state: State, command: log_pb2.RegistryCommand) -> log_pb2.RegistryResult:
     """A node gets nothing new and its copies are made elsewhere, in this life and those after; or not any more."""
-    node_id = name(command, "node_id")
-    if "draining" not in command:
-        raise MalformedError("draining must be true or false")
-    draining = flag(command, "draining", default=False)
-    when = at_ms(command)
-    node = state["nodes"].get(node_id)
+    node = state.nodes.get(command.set_draining.node_id)
     if node is None:
-        return refusal("NOT_FOUND", f"the registry knows no node {node_id}; see 'fastcheck nodes'")
-    node["draining"] = draining
-    if node["state"] != "DOWN":
-        wanted, reason = ("DRAINING", "drained") if draining else ("UP", "drain undone")
-        _move(state, node_id, wanted, reason, when)
-    return {"ok": True, "epoch": state["epoch"]}
+        return _not_known(command.set_draining.node_id)
+    node.draining = command.set_draining.draining
+    if node.state != DOWN:
+        wanted, reason = (DRAINING, "drained") if node.draining else (UP, "drain undone")
+        _move(state, node, wanted, reason, command.at_ms)
+    return _with_epoch(state)
 
 
-def forget(state: Json, command: Json) -> Json:
+def forget(state: State, command: log_pb2.RegistryCommand) -> log_pb2.RegistryResult:
     """Takes a DOWN node off the list. One that is gone by this very command already is no mistake."""
-    node_id = name(command, "node_id")
-    when = at_ms(command)
-    node = state["nodes"].get(node_id)
+    node_id = command.forget.node_id
+    node = state.nodes.get(node_id)
     if node is None:
-        last = next((entry for entry in reversed(state["history"]) if entry[2] == node_id), None)
-        if last is not None and not last[5]:
-            return {"ok": True, "epoch": state["epoch"]}
-        return refusal("NOT_FOUND", f"the registry knows no node {node_id}; see 'fastcheck nodes'")
-    if node["state"] != "DOWN":
+        last = next((entry for entry in reversed(state.history) if entry.node.node_id == node_id), None)
+        return _not_known(node_id) if last is None or last.to != UNKNOWN else _with_epoch(state)
+    if node.state != DOWN:
         return refusal(
-            "UNSAFE",
-            f"node {node_id} is {node['state']}: only a node that is DOWN can be forgotten; stop its daemon first",
+            pb.ERROR_CODE_UNSAFE,
+            f"node {node_id} is {state_name(node.state)}: only a node that is DOWN can be forgotten; stop its "
+            "daemon first",
         )
-    _remove(state, node_id, FORGOTTEN, when)
-    return {"ok": True, "epoch": state["epoch"]}
+    _remove(state, node_id, FORGOTTEN, command.at_ms)
+    return _with_epoch(state)
 
 
-def set_voters(state: Json, command: Json) -> Json:
+def set_voters(state: State, command: log_pb2.RegistryCommand) -> log_pb2.RegistryResult:
     """Names the voters that everyone goes by from now on; the engine has changed them already."""
-    at_ms(command)
-    given = command.get("voters")
-    if not isinstance(given, list) or not 1 <= len(given) <= VOTERS_MAX:
-        raise MalformedError(f"the voters must be a list of 1 to {VOTERS_MAX}")
-    voters = [voter_record(value) for value in given]
-    for column, what in enumerate(("nodes", "registry addresses", "raft addresses")):
-        if len({voter[column] for voter in voters}) != len(voters):
-            raise MalformedError(f"the voters must have different {what}")
-    if state["voters"] != voters:
-        state["voters"] = voters
-        state["version"] += 1
-    return {"ok": True}
+    voters = list(command.set_voters.voters)
+    if state.voters != voters:
+        state.voters = voters
+        state.version += 1
+    return done()
 
 
-def _move(state: Json, node_id: str, wanted: str, reason: str, when: int | None) -> None:
-    node = state["nodes"][node_id]
-    before = node["state"]
+def _with_epoch(state: State, incarnation: int = 0) -> log_pb2.RegistryResult:
+    return log_pb2.RegistryResult(ok=True, incarnation=incarnation, epoch=state.epoch)
+
+
+def _not_known(node_id: str) -> log_pb2.RegistryResult:
+    return refusal(pb.ERROR_CODE_NOT_FOUND, f"the registry knows no node {node_id}; see 'fastcheck nodes'")
+
+
+def _move(state: State, node: rpb.NodeRecord, wanted: NodeState, reason: str, when: int) -> None:
+    before = node.state
     if before != wanted:
-        node["state"], node["since_ms"] = wanted, when or 0
-        _changed(state, node_id, before, reason, when)
+        node.state, node.since_ms = wanted, when
+        _changed(state, node.node_id, before, reason, when)
 
 
-def _changed(state: Json, node_id: str, before: str, reason: str, when: int | None) -> None:
+def _changed(state: State, node_id: str, before: NodeState, reason: str, when: int) -> None:
     """Note that a node is in another state or life than before."""
-    node = state["nodes"][node_id]
-    node["reason"] = "" if when is None else reason
-    _remember(state, [node_id, node["incarnation"], before, node["state"], reason], when)
+    node = state.nodes[node_id]
+    node.reason = reason
+    _remember(state, node, before, node.state, reason, when)
 
 
-def _remove(state: Json, node_id: str, reason: str, when: int | None) -> None:
-    node = state["nodes"].pop(node_id)
-    _remember(state, [node_id, node["incarnation"], node["state"], "", reason], when)
+def _remove(state: State, node_id: str, reason: str, when: int) -> None:
+    node = state.nodes.pop(node_id)
+    _remember(state, node, node.state, UNKNOWN, reason, when)
 
 
-def _remember(state: Json, transition: list[Any], when: int | None) -> None:
+def _remember(
+    state: State, node: rpb.NodeRecord, before: NodeState, after: NodeState, reason: str, when: int
+) -> None:
     """The membership has changed: a new epoch, and a line of history."""
-    state["epoch"] += 1
-    state["version"] += 1
-    if when is not None:
-        # A command of a version that knew no history leaves none: voters that read it from the log come to
-        # the same state as those that got its outcome in a snapshot of that version.
-        state["history"].append([when, state["epoch"], *transition])
-        del state["history"][:-HISTORY_MAX]
+    state.epoch += 1
+    state.version += 1
+    line = rpb.Transition(epoch=state.epoch, node=Ref.of(node).message(), to=after, reason=reason, at_ms=when)
+    # `from` is a word of Python's: it can only be set by its name.
+    setattr(line, "from", before)
+    state.history.append(line)
+    del state.history[:-HISTORY_MAX]

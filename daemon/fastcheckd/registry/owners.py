@@ -8,17 +8,11 @@ before this are `local`'s.
 from __future__ import annotations
 
 from ..errors import DeniedError
-from .records import Json
 
 LOCAL = "local"
 _OPERATORS = "admin/"
 #: `trainer/` and a name, `token/` and a subject.
 IDENTITY_BYTES_MAX = 160
-
-
-def owner_of(job: Json) -> str:
-    """Who owns a job, by its record."""
-    return str(job.get("owner", LOCAL))
 
 
 def may_use(identity: str, owner: str) -> bool:

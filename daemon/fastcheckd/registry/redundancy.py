@@ -1,8 +1,8 @@
 """How many copies of the committed steps are left, and what is short of them. Pure.
 
-A copy counts when its node is UP in the life that the record names, is not DRAINING, and has not said itself
-that the bytes are gone. The owner's own bytes are a copy like the others. Nothing here reads more than the
-state and what its caller passes; `repairs` acts on it.
+A copy counts when its node is UP in the life that the record names and is not DRAINING, and the replica is not LOST.
+The owner's own bytes are a copy like the others. Nothing here reads more than the state and what its caller passes;
+`repairs` acts on it.
 
 Tens of thousands of shards are looked at after every change, so the pass over them is written for speed: nearly all
 are in good order, and those cost a few look-ups each and make no object.
@@ -10,36 +10,32 @@ are in good order, and those cost a few look-ups each and make no object.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
+from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..placement.groups import domain_of
 from .loads import domain_label
-from .records import Json
+from .model import UP, Ref, ShardId, State, is_live
 
 
-class Ref(NamedTuple):
-    """A node in one of its lives."""
-
-    node_id: str
-    incarnation: int
-
-
-class ShardId(NamedTuple):
-    """One shard of a kept committed step."""
-
-    job: str
-    step: int
-    rank: int
-    shard: int
-
-
-class Claim(NamedTuple):
-    """That a node, in one life, has a copy of a shard: what a record says, and the node may deny."""
+class RecordedReplica(NamedTuple):
+    """A replica of a shard on a node in one of its lives, as a record names it: the owner's own or a holder's."""
 
     shard: ShardId
     ref: Ref
+
+    @classmethod
+    def of(cls, message: log_pb2.RecordedShard) -> RecordedReplica:
+        """As a key."""
+        return cls(ShardId.of(message.key), Ref.of(message.node))
+
+    def message(self) -> log_pb2.RecordedShard:
+        """As commands have it."""
+        return log_pb2.RecordedShard(key=self.shard.message(), node=self.ref.message())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +43,7 @@ class Shortage:
     """A shard with fewer counting copies than wanted, or with copies in one failure domain for no need."""
 
     id: ShardId
-    #: Hex, as the state has it.
-    digest: str
+    digest: bytes
     bytes: int
     #: The owner's node, in whichever life: it never takes a copy of its own shard.
     owner: str
@@ -58,7 +53,7 @@ class Shortage:
     draining: tuple[Ref, ...]
     #: Of lives that are over, the owner's among them.
     dead: tuple[Ref, ...]
-    #: Of nodes that live, and have said that they do not hold it any more.
+    #: Of nodes that live, and no longer have the bytes.
     lost: tuple[Ref, ...]
     #: Copies to be made; 0 when only the domains are short.
     missing: int
@@ -96,63 +91,72 @@ class Survey:
         return sum(1 for shortage in self.shortages if shortage.missing)
 
 
-def counts(node: Json) -> bool:
+def counts(node: rpb.NodeRecord) -> bool:
     """Whether copies on a node (in its present life) count: it is UP and is to stay."""
-    return node["state"] == "UP" and not node.get("draining", False)
+    return node.state == UP and not node.draining
 
 
-def is_live(node: Json) -> bool:
-    """Whether a node (in its present life) can be read from."""
-    return node["state"] in ("UP", "DRAINING")
-
-
-def kept_shards(state: Json) -> Iterator[tuple[ShardId, Json, Json]]:
+def kept_shards(state: State) -> Iterator[tuple[ShardId, rpb.RankRecord, rpb.ShardRecord]]:
     """Every shard of every kept committed step, with its rank's record and its own; a job's newest step first."""
-    for job_name, job in state["jobs"].items():
-        for kept in reversed(job["steps"]):
-            for record in kept["ranks"]:
-                for index, shard in enumerate(record["shards"]):
-                    yield ShardId(job_name, kept["step"], record["rank"], index), record, shard
+    for job_name, job in state.jobs.items():
+        for kept in reversed(job.steps):
+            for record in kept.ranks:
+                for index, shard in enumerate(record.shards):
+                    yield ShardId(job_name, kept.step, record.rank, index), record, shard
 
 
-def find_shard(state: Json, wanted: ShardId) -> tuple[Json, Json] | None:
+def find_shard(state: State, wanted: ShardId) -> tuple[rpb.RankRecord, rpb.ShardRecord] | None:
     """A kept shard's rank record and its own record."""
-    job = state["jobs"].get(wanted.job)
-    for kept in [] if job is None else job["steps"]:
-        if kept["step"] == wanted.step and wanted.rank < len(kept["ranks"]):
-            record = kept["ranks"][wanted.rank]
-            if wanted.shard < len(record["shards"]):
-                return record, record["shards"][wanted.shard]
+    for kept in state.steps_of(wanted.job):
+        if kept.step == wanted.step and wanted.rank < len(kept.ranks):
+            record = kept.ranks[wanted.rank]
+            if wanted.shard < len(record.shards):
+                return record, record.shards[wanted.shard]
     return None
 
 
-def survey(state: Json, *, tolerate: int, domain_key: str = "", denied: Set[Claim] = frozenset()) -> Survey:
+def replicas_of(record: rpb.RankRecord, shard: rpb.ShardRecord) -> list[Ref]:
+    """The replicas that a shard's record names, the owner's first."""
+    return [Ref.of(record.owner), *map(Ref.of, shard.holders)]
+
+
+def is_lost(state: State, replica: RecordedReplica) -> bool | None:
+    """Whether a replica is LOST; None: no record names it, or the node is in another life."""
+    node = state.nodes.get(replica.ref.node_id)
+    if node is None or node.incarnation != replica.ref.incarnation:
+        return None
+    found = find_shard(state, replica.shard)
+    if found is None or replica.ref not in replicas_of(*found):
+        return None
+    return replica.ref in map(Ref.of, found[1].lost)
+
+
+def survey(state: State, *, tolerate: int, domain_key: str = "") -> Survey:
     """Look at every shard of every kept committed step.
 
     Args:
         tolerate: copies wanted beside the first one.
         domain_key: label whose values fail together; empty: every node by itself.
-        denied: claims that their nodes have taken back.
     """
-    nodes = state["nodes"]
-    counting = {node_id: node["incarnation"] for node_id, node in nodes.items() if counts(node)}
-    live = {node_id: node["incarnation"] for node_id, node in nodes.items() if is_live(node)}
+    nodes = state.nodes
+    counting = {node_id: node.incarnation for node_id, node in nodes.items() if counts(node)}
+    live = {node_id: node.incarnation for node_id, node in nodes.items() if is_live(node)}
     domains = {node_id: domain_of(node_id, domain_label(nodes[node_id], domain_key)) for node_id in counting}
     wanted = tolerate + 1
     watch_domains = bool(domain_key) and len(set(domains.values())) >= wanted
-    doubted = {claim.shard for claim in denied}
     held = dict.fromkeys(live, 0)
     dead: set[Ref] = set()
     found: list[tuple[int, Shortage]] = []
-    for job_name, job in state["jobs"].items():
-        for age, kept in enumerate(reversed(job["steps"])):
-            for record in kept["ranks"]:
-                owner = record["owner"]
-                for index, shard in enumerate(record["shards"]):
+    for job_name, job in state.jobs.items():
+        for age, kept in enumerate(reversed(job.steps)):
+            for record in kept.ranks:
+                owner = record.owner
+                for index, shard in enumerate(record.shards):
                     good = 0
-                    size = shard["bytes"]
+                    size = shard.bytes
                     spread_over = set()
-                    for node_id, incarnation in (owner, *shard["holders"]):
+                    for ref in (owner, *shard.holders):
+                        node_id, incarnation = ref.node_id, ref.incarnation
                         if live.get(node_id) == incarnation:
                             held[node_id] += size
                             if node_id in counting:
@@ -161,15 +165,16 @@ def survey(state: Json, *, tolerate: int, domain_key: str = "", denied: Set[Clai
                                     spread_over.add(domains[node_id])
                         else:
                             dead.add(Ref(node_id, incarnation))
-                    if good >= wanted and (not watch_domains or len(spread_over) >= wanted) and not doubted:
+                    if (
+                        good >= wanted
+                        and (not watch_domains or len(spread_over) >= wanted)
+                        and not shard.lost
+                    ):
                         continue
-                    shard_id = ShardId(job_name, kept["step"], record["rank"], index)
-                    if good >= wanted and not watch_domains and shard_id not in doubted:
-                        continue
+                    shard_id = ShardId(job_name, kept.step, record.rank, index)
                     shortage = _shortage(
-                        shard_id,
-                        owner, shard, live, counting, domains, wanted, watch_domains, denied,
-                    )  # fmt: skip
+                        shard_id, record, shard, live, counting, domains, wanted, watch_domains
+                    )
                     if shortage is not None:
                         found.append((age, shortage))
     found.sort(key=lambda entry: (not entry[1].missing, entry[0], len(entry[1].live), entry[1].id))
@@ -186,28 +191,27 @@ def survey(state: Json, *, tolerate: int, domain_key: str = "", denied: Set[Clai
 
 def _shortage(
     shard_id: ShardId,
-    owner: list[Any],
-    shard: Json,
+    record: rpb.RankRecord,
+    shard: rpb.ShardRecord,
     live: Mapping[str, int],
     counting: Mapping[str, int],
     domains: Mapping[str, tuple[str, str]],
     wanted: int,
     watch_domains: bool,
-    denied: Set[Claim],
 ) -> Shortage | None:
     """What a shard is short of, exactly; None: of nothing."""
     good: dict[str, Ref] = {}
     draining: list[Ref] = []
     dead: list[Ref] = []
     lost: list[Ref] = []
-    for node_id, incarnation in (owner, *shard["holders"]):
-        ref = Ref(node_id, incarnation)
-        if live.get(node_id) != incarnation:
+    marked = set(map(Ref.of, shard.lost))
+    for ref in replicas_of(record, shard):
+        if live.get(ref.node_id) != ref.incarnation:
             dead.append(ref)
-        elif Claim(shard_id, ref) in denied:
+        elif ref in marked:
             lost.append(ref)
-        elif node_id in counting:
-            good.setdefault(node_id, ref)
+        elif ref.node_id in counting:
+            good.setdefault(ref.node_id, ref)
         else:
             draining.append(ref)
     missing = max(0, wanted - len(good))
@@ -217,9 +221,9 @@ def _shortage(
         return None
     return Shortage(
         id=shard_id,
-        digest=shard["digest"],
-        bytes=shard["bytes"],
-        owner=owner[0],
+        digest=shard.digest,
+        bytes=shard.bytes,
+        owner=record.owner.node_id,
         live=tuple(good.values()),
         draining=tuple(draining),
         dead=tuple(dead),

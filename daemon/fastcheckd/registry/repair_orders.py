@@ -10,14 +10,13 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
+from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
+
 from ..placement import Groups, substitute
 from ..placement.groups import domain_of
-from .commands import holder_change
 from .loads import domain_label
-from .records import Json
+from .model import DOWN, Ref, ShardId, State
 from .redundancy import (
-    Ref,
-    ShardId,
     Shortage,
     Survey,
     counts,
@@ -44,15 +43,14 @@ class Order:
     #: The target is a holder by the record already, and has lost the bytes.
     refill: bool = False
 
-    def changes(self) -> list[Json]:
-        """What the state has to learn when it is done."""
-        if self.refill:
-            return []
-        job, step, rank, shard = self.shortage.id
-        change = holder_change(
-            job, step, rank, shard, self.shortage.digest, add=self.target, remove=self.replaces
+    def change(self) -> log_pb2.HolderChange:
+        """What the state has to learn when it is done, unless it is a `refill`."""
+        return log_pb2.HolderChange(
+            key=self.shortage.id.message(),
+            digest=self.shortage.digest,
+            add=self.target.message(),
+            remove=None if self.replaces is None else self.replaces.message(),
         )
-        return [change]
 
 
 @dataclass(kw_only=True)
@@ -74,7 +72,7 @@ class Planner:
 
     def orders(
         self,
-        state: Json,
+        state: State,
         survey: Survey,
         *,
         spared: Set[Ref],
@@ -91,7 +89,7 @@ class Planner:
         """
         members = {
             node_id: domain_label(node, self.domain_key)
-            for node_id, node in state["nodes"].items()
+            for node_id, node in state.nodes.items()
             if counts(node)
         }
         busy = {order.target.node_id for order in under_way.values()}
@@ -122,7 +120,7 @@ class Planner:
 
     def _order(
         self,
-        state: Json,
+        state: State,
         shortage: Shortage,
         members: Mapping[str, str],
         free_targets: Set[str],
@@ -132,13 +130,13 @@ class Planner:
         serving: Mapping[str, int],
         now: float,
     ) -> Order | None:
-        nodes = state["nodes"]
+        nodes = state.nodes
         sources = _sources(shortage, unwell, serving)
         if not sources:
             self.attempts.nobody(shortage.id, now)
             return None
         refused = self.attempts.refused(shortage.id, now)
-        full = {n for n in members if load.get(n, 0) + shortage.bytes > nodes[n]["ram_budget_bytes"]}
+        full = {n for n in members if load.get(n, 0) + shortage.bytes > nodes[n].ram_budget_bytes}
         holders = {ref.node_id for ref in (*shortage.live, *shortage.draining, *shortage.lost)}
         may_not = (set(members) - free_targets) | refused | full
         chosen = self._choose(state, shortage, holders, members, may_not, load)
@@ -159,8 +157,8 @@ class Planner:
             return None  # another copy would not bring the domains apart
         return Order(
             shortage=shortage,
-            target=Ref(chosen, nodes[chosen]["incarnation"]),
-            target_address=nodes[chosen]["data_address"],
+            target=Ref(chosen, nodes[chosen].incarnation),
+            target_address=nodes[chosen].data_address,
             sources=sources,
             replaces=replaces,
             refill=refill,
@@ -168,7 +166,7 @@ class Planner:
 
     def _choose(
         self,
-        state: Json,
+        state: State,
         shortage: Shortage,
         holders: Set[str],
         members: Mapping[str, str],
@@ -176,16 +174,14 @@ class Planner:
         load: Mapping[str, int],
     ) -> str | None:
         """The node that placement would take next."""
-        nodes = state["nodes"]
+        nodes = state.nodes
         owner = shortage.owner
         owner_domain = domain_label(nodes[owner], self.domain_key) if owner in nodes else ""
         if owner not in self._groups:
-            standing = {
-                n: domain_label(nodes[n], self.domain_key) for n in nodes if nodes[n]["state"] != "DOWN"
-            }
+            standing = {n: domain_label(nodes[n], self.domain_key) for n in nodes if nodes[n].state != DOWN}
             self._groups[owner] = Groups({owner: owner_domain, **standing}, self.spread)
         recorded = find_shard(state, shortage.id)
-        shards = [] if recorded is None else recorded[0]["shards"]
+        shards = [] if recorded is None else list(recorded[0].shards)
         found = substitute(
             members=members,
             owner=owner,
@@ -198,7 +194,7 @@ class Planner:
             tolerate=self.tolerate,
             spread=self.spread,
             avoid=avoid,
-            previous=[[holder[0] for holder in shard["holders"]] for shard in shards],
+            previous=[[holder.node_id for holder in shard.holders] for shard in shards],
             load=load,
             groups=self._groups[owner],
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-from .records import Json
-from .redundancy import Ref, ShardId, is_live
+from fastcheck_proto.v1 import registry_pb2 as rpb
+
+from .model import Ref, ShardId, is_live
 
 #: A machine that restarts with its memory costs less than copying what it held; its daemon needs seconds for that.
 GONE_GRACE_S = 5.0
@@ -33,7 +34,7 @@ class Absences:
         if finished:
             self._reported[node.node_id] = node.incarnation
 
-    def spared(self, dead: Set[Ref], nodes: Mapping[str, Json], now: float) -> frozenset[Ref]:
+    def spared(self, dead: Set[Ref], nodes: Mapping[str, rpb.NodeRecord], now: float) -> frozenset[Ref]:
         """Those of the lives that are over whose bytes may come back by themselves, soon."""
         self._gone_at = {ref: self._gone_at.get(ref, now) for ref in dead}
         names = {ref.node_id for ref in dead}
@@ -41,12 +42,12 @@ class Absences:
         self._reported = {name: life for name, life in self._reported.items() if name in names}
         return frozenset(ref for ref in dead if self._is_spared(ref, nodes.get(ref.node_id), now))
 
-    def _is_spared(self, ref: Ref, node: Json | None, now: float) -> bool:
+    def _is_spared(self, ref: Ref, node: rpb.NodeRecord | None, now: float) -> bool:
         if node is None:
             return False
         if not is_live(node):
             return now < self._gone_at[ref] + GONE_GRACE_S
-        incarnation = node["incarnation"]
+        incarnation = node.incarnation
         if self._reported.get(ref.node_id) == incarnation:
             return False
         back, heard_at = self._back.get(ref.node_id, (0, 0.0))

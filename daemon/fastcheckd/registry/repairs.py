@@ -16,18 +16,17 @@ from collections.abc import Callable, Iterable, Set
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
+from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..config import Config
 from ..errors import FastCheckdError
 from .audit import Auditor
-from .commands import deny, rehold
-from .denials import CLAIMS_MAX, denied_in, is_claimed
-from .holders import CHANGES_MAX
+from .model import UP, Ref, ShardId, State
 from .outward import Outward
 from .raft.consensus import Consensus
-from .records import Json
-from .redundancy import Claim, Ref, ShardId, Survey, survey
+from .records import CHANGES_MAX, MARKED_MAX
+from .redundancy import RecordedReplica, Survey, is_lost, survey
 from .repair_orders import Order, Planner
 from .repair_waits import Absences, Attempts
 
@@ -72,14 +71,13 @@ class Repairs:
             domain_key=config.failure_domain,
             orders_max=ORDERS_MAX,
         )
-        self._auditor = Auditor(engine, outward, self.deny, self.confirm)
+        self._auditor = Auditor(engine, outward, self.mark_lost, self.mark_held)
         self._wake = asyncio.Event()
-        self._changes = 0
-        self._surveyed: tuple[int, object, Survey] = (-1, None, Survey())
+        #: The newest survey, and the versions of what it was made from.
+        self._surveyed: tuple[tuple[int, int], Survey] = ((-1, -1), Survey())
         self._reset()
 
     def _reset(self) -> None:
-        self._changes += 1
         self._planner.attempts = Attempts()
         self._absences = Absences()
         self._under_way: dict[ShardId, Order] = {}
@@ -95,7 +93,6 @@ class Repairs:
 
     def changed(self) -> None:
         """The state has changed, or its holders have: those are no part of the view, so the engine does not tell."""
-        self._changes += 1
         self._wake.set()
 
     def returned(self, node: Ref, *, finished: bool) -> None:
@@ -103,36 +100,40 @@ class Repairs:
         self._absences.heard(node, self._now(), finished=finished)
         self._wake.set()
 
-    @property
-    def denied(self) -> frozenset[Claim]:
-        """Claims of the state that their nodes have taken back."""
-        return self._engine.read(denied_in)
-
-    async def deny(self, claims: Iterable[Claim]) -> None:
-        """Nodes say that they do not hold what the state says they do.
+    async def mark_lost(self, replicas: Iterable[RecordedReplica]) -> None:
+        """Nodes no longer have replicas that records name.
 
         Raises:
             NoQuorumError: perhaps not noted; it may be repeated.
         """
-        # Of steps that went meanwhile nobody expects anything.
-        added = self._engine.read(
-            lambda state: sorted(c for c in set(claims) - denied_in(state) if is_claimed(state, c))
-        )
-        for claim in added[:10]:
-            logger.warning("registry: node %s has lost its copy of %s", claim.ref.node_id, tuple(claim.shard))
-        await self._note(added, lambda part: deny(gone=part))
+        news = self._with_state(replicas, lost=False)
+        for replica in news[:10]:
+            logger.warning(
+                "registry: node %s has lost its copy of %s", replica.ref.node_id, tuple(replica.shard)
+            )
+        await self._mark(news, lambda part: log_pb2.ReplicaMarks(lost=part))
 
-    async def confirm(self, claims: Iterable[Claim]) -> None:
-        """Nodes do hold what they had taken back: it was made again.
+    async def mark_held(self, replicas: Iterable[RecordedReplica]) -> None:
+        """Nodes do have replicas, which may have been LOST: they were made again.
 
         Raises:
             NoQuorumError: perhaps not noted; it may be repeated.
         """
-        await self._note(sorted(self.denied.intersection(claims)), lambda part: deny(held=part))
+        news = self._with_state(replicas, lost=True)
+        await self._mark(news, lambda part: log_pb2.ReplicaMarks(held=part))
 
-    async def _note(self, claims: list[Claim], command: Callable[[list[Claim]], Json]) -> None:
-        for first in range(0, len(claims), CLAIMS_MAX):
-            await self._engine.propose(command(claims[first : first + CLAIMS_MAX]))
+    def _with_state(self, replicas: Iterable[RecordedReplica], *, lost: bool) -> list[RecordedReplica]:
+        """Those of the replicas that records name, and that are LOST or not."""
+        return self._engine.read(lambda state: sorted(r for r in set(replicas) if is_lost(state, r) is lost))
+
+    async def _mark(
+        self,
+        replicas: list[RecordedReplica],
+        marks: Callable[[list[log_pb2.RecordedShard]], log_pb2.ReplicaMarks],
+    ) -> None:
+        for first in range(0, len(replicas), MARKED_MAX):
+            part = [replica.message() for replica in replicas[first : first + MARKED_MAX]]
+            await self._engine.propose(log_pb2.RegistryCommand(mark=marks(part)))
             self.changed()
 
     # --- what it tells ---------------------------------------------------------------------------
@@ -140,16 +141,11 @@ class Repairs:
     def survey(self) -> Survey:
         """How redundant the committed steps are; computed anew only when something has changed."""
 
-        def look(state: Json) -> Survey:
-            changes, denied, found = self._surveyed
-            if changes != self._changes or denied is not state["denied"]:
-                found = survey(
-                    state,
-                    tolerate=self._config.tolerate,
-                    domain_key=self._config.failure_domain,
-                    denied=denied_in(state),
-                )
-                self._surveyed = (self._changes, state["denied"], found)
+        def look(state: State) -> Survey:
+            versions, found = self._surveyed
+            if versions != (now := (state.version, state.holders_version)):
+                found = survey(state, tolerate=self._config.tolerate, domain_key=self._config.failure_domain)
+                self._surveyed = now, found
             return found
 
         return self._engine.read(look)
@@ -201,15 +197,15 @@ class Repairs:
         now = self._now()
         unwell = self._unwell()
 
-        def plan(state: Json) -> list[Order]:
-            if state["epoch"] != self._epoch:
-                self._epoch = state["epoch"]
+        def plan(state: State) -> list[Order]:
+            if state.epoch != self._epoch:
+                self._epoch = state.epoch
                 self._planner.attempts.membership_changed()
             self._call_off(state, {shortage.id for shortage in found.shortages})
             return self._planner.orders(
                 state,
                 found,
-                spared=self._absences.spared(found.dead, state["nodes"], now),
+                spared=self._absences.spared(found.dead, state.nodes, now),
                 unwell=unwell,
                 under_way=self._under_way,
                 now=now,
@@ -223,32 +219,29 @@ class Repairs:
             task = asyncio.create_task(self._fetch(order, request), name=f"repair-{order.target.node_id}")
             self._tasks[order.shortage.id] = task
 
-    def _call_off(self, state: Json, short: Set[ShardId]) -> None:
+    def _call_off(self, state: State, short: Set[ShardId]) -> None:
         """End orders whose target is over, or that nobody needs any more."""
         for shard_id, order in list(self._under_way.items()):
-            node = state["nodes"].get(order.target.node_id)
-            lives = (
-                node is not None and node["incarnation"] == order.target.incarnation and node["state"] == "UP"
-            )
+            node = state.nodes.get(order.target.node_id)
+            lives = node is not None and node.incarnation == order.target.incarnation and node.state == UP
             if (not lives or shard_id not in short) and (task := self._tasks.get(shard_id)) is not None:
                 task.cancel()
 
-    def _request(self, state: Json, order: Order) -> peer_pb2.ReplicateRequest:
-        job, step, rank, shard = order.shortage.id
-        nodes = state["nodes"]
+    def _request(self, state: State, order: Order) -> peer_pb2.ReplicateRequest:
+        nodes = state.nodes
         return peer_pb2.ReplicateRequest(
             cluster_id=self._config.cluster_id,
-            epoch=state["epoch"],
+            epoch=state.epoch,
             holder_incarnation=order.target.incarnation,
-            key=pb.ShardKey(job=job, step=step, rank=rank, shard=shard),
-            digest=bytes.fromhex(order.shortage.digest),
+            key=order.shortage.id.message(),
+            digest=order.shortage.digest,
             bytes=order.shortage.bytes,
             repair=True,
             sources=[
                 pb.Holder(
-                    node=pb.NodeRef(node_id=ref.node_id, incarnation=ref.incarnation),
-                    data_address=nodes[ref.node_id]["data_address"],
-                    lane_address=nodes[ref.node_id]["lane_address"],
+                    node=ref.message(),
+                    data_address=nodes[ref.node_id].data_address,
+                    lane_address=nodes[ref.node_id].lane_address,
                 )
                 for ref in order.sources
             ],
@@ -297,28 +290,26 @@ class Repairs:
         """Propose what was made. What cannot be committed now stays in the list: it lies there."""
         while self._done:
             orders = self._done[:CHANGES_MAX]
-            changes = [change for order in orders for change in order.changes()]
-            verdicts: dict[ShardId, tuple[bool, str]] = {}
-            result: Json = {}
+            changes = [order.change() for order in orders if not order.refill]
+            verdicts: dict[ShardId, str] = {}
             try:
-                await self.confirm(Claim(order.shortage.id, order.target) for order in orders if order.refill)
+                await self.mark_held(
+                    RecordedReplica(order.shortage.id, order.target) for order in orders if order.refill
+                )
                 if changes:
-                    result = await self._engine.propose(rehold(changes))
+                    command = log_pb2.RegistryCommand(rehold=log_pb2.HolderChanges(changes=changes))
+                    result = await self._engine.propose(command)
+                    why = result.why if result.ok else [result.message] * len(changes)
+                    proposed = (order.shortage.id for order in orders if not order.refill)
+                    verdicts = dict(zip(proposed, why, strict=True))
             except FastCheckdError as error:
                 logger.warning("registry: cannot commit %d copies made: %s", len(orders), error)
                 await asyncio.sleep(PROPOSE_RETRY_S)
                 return
-            if changes:
-                proposed = [order.shortage.id for order in orders if not order.refill]
-                done = result.get("done", [False] * len(proposed))
-                why = result.get("why", [str(result.get("message", ""))] * len(proposed))
-                verdicts = dict(zip(proposed, zip(done, why, strict=True), strict=True))
-                self._changes += 1
             del self._done[: len(orders)]
             for order in orders:
                 self._under_way.pop(order.shortage.id, None)
-                done_now, reason = verdicts.get(order.shortage.id, (True, ""))
-                if not done_now:
+                if reason := verdicts.get(order.shortage.id):
                     self._failed(order, reason)
                     continue
                 self._repaired += 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Set
 from dataclasses import dataclass
 
-from .records import Json
-from .redundancy import Claim, Ref, counts, is_live, kept_shards
+from .model import Ref, State, is_live
+from .redundancy import counts, kept_shards, replicas_of
 
 REASONS_MAX = 16
 #: Jobs that an answer names.
@@ -30,38 +30,33 @@ class StopVerdict:
 
 
 def stop_verdict(
-    state: Json,
+    state: State,
     node_id: str,
     *,
     tolerate: int,
     voters: Collection[str],
     unwell: Set[str] = frozenset(),
-    denied: Set[Claim] = frozenset(),
 ) -> StopVerdict:
     """Judge a node that is to be stopped.
 
     Args:
         voters: node ids of all voters.
         unwell: nodes that may be dead already; what they hold counts for nothing.
-        denied: claims that their nodes have taken back.
     """
-    others = {
-        other: node for other, node in state["nodes"].items() if other != node_id and other not in unwell
-    }
-    counting = {other: node["incarnation"] for other, node in others.items() if counts(node)}
-    live = {other: node["incarnation"] for other, node in others.items() if is_live(node)}
+    others = {other: node for other, node in state.nodes.items() if other != node_id and other not in unwell}
+    counting = {other: node.incarnation for other, node in others.items() if counts(node)}
+    live = {other: node.incarnation for other, node in others.items() if is_live(node)}
     short: dict[str, int] = {}
     gone: dict[str, int] = {}
     for shard_id, record, shard in kept_shards(state):
         good, readable = set(), False
-        for other, incarnation in (record["owner"], *shard["holders"]):
-            if live.get(other) != incarnation:
-                continue
-            if denied and Claim(shard_id, Ref(other, incarnation)) in denied:
+        lost = set(map(Ref.of, shard.lost))
+        for ref in replicas_of(record, shard):
+            if live.get(ref.node_id) != ref.incarnation or ref in lost:
                 continue
             readable = True
-            if other in counting:
-                good.add(other)
+            if ref.node_id in counting:
+                good.add(ref.node_id)
         if len(good) <= tolerate:
             short[shard_id.job] = short.get(shard_id.job, 0) + 1
             if not readable:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
+
 from ..errors import FastCheckdError, UnsafeError
-from . import commands
+from .model import SCHEMA
 from .outward import Outward
 from .raft.consensus import Consensus
-from .state import SCHEMA
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ RETRY_S = 5.0
 
 def is_agreed(raft: Consensus, schema: int) -> bool:
     """Whether commands of this schema count."""
-    return raft.read(lambda state: int(state["schema"])) >= schema
+    return raft.read(lambda state: state.schema) >= schema
 
 
 async def agree(raft: Consensus, own_node_id: str, outward: Outward, schema: int) -> None:
@@ -52,7 +53,7 @@ async def agree(raft: Consensus, own_node_id: str, outward: Outward, schema: int
             "the registry cannot do this before all voters have said once that they know it: no answer from "
             f"{', '.join(silent)}; start it, or replace it with 'fastcheck voters replace'"
         )
-    await raft.propose(commands.upgrade(schema))
+    await raft.propose(log_pb2.RegistryCommand(upgrade=schema))
     logger.info("registry: all voters know schema %d of the state", schema)
 
 

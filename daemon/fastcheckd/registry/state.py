@@ -1,161 +1,98 @@
-"""The replicated state machine: `apply(state, command) -> result`. Pure and total.
+"""The replicated state machine: `apply(state, entry) -> result`. Pure and total.
 
-Every voter runs the same commands in the same order and must come to the same state: nothing here or in
-the modules that it calls reads a clock, draws a random number, or raises. State, commands and results are JSON
-(dicts, lists, strings, whole numbers); dict order is part of the state and survives a snapshot.
-
-    {"schema", "epoch", "version", "next_incarnation", "session_floor",
-     "nodes": {node_id: {"incarnation", "state", "life_id", "agent_address", "data_address", "lane_address",
-                         "voter", "ram_budget_bytes", "labels", "draining", "reason", "since_ms"}},
-     "jobs":  {job: {"newest", "world_size", "next_session", "ranks": {rank: seat}, "steps", "recent", "owner"?,
-                    "void"?, "superseded"?, "newest_load"?}},
-     "history": [[at_ms, epoch, node_id, incarnation, from or "", to or "", reason], ...],
-     "denied": [[job, step, rank, shard, node_id, incarnation], ...],
-     "voters": [[node_id, registry_address, raft_address], ...] or null,
-     "seen":  {client_id: [[seq, result], ...]}}
-
-`epoch` counts changes of the membership, `version` all changes that a view shows. Incarnations and
-sessions are never used twice, even when the node or job they belonged to has been forgotten. `voters` is null
-while they are still those of the config. What commands look like is written in `commands`.
-
-A job's `owner` is missing where it is `local`; its `void`, `superseded` and `newest_load` and a seat's `closed` are
-missing where they do not apply. A kept step's `at_ms` is the leader's wall clock at its commit.
-
-`schema` is what all voters have been seen to know, and rises by a command: a state with the commands of a version
-that some voter does not run would become another one there.
+Every voter applies the same entries in the same order and must come to the same state: nothing here or in
+the modules that it calls reads a clock, draws a random number, or raises. Entries, results and snapshots are messages
+(registry_log.proto); `model` is the state in memory.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
-from fastcheck_proto.conventions import STEP_MAX
+from google.protobuf.message import DecodeError, Message
 
-from .commits import commit, refusal
-from .deletion import close_rank, delete
-from .denials import deny
-from .holders import rehold
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
+from fastcheck_proto.v1 import registry_pb2 as rpb
+
+from . import model
+from .commits import commit
+from .deletion import close_rank, delete, supersede
+from .holders import mark, rehold
+from .model import Bound, Job, Load, MalformedError, State, done, refusal
 from .nodes import forget, register, set_draining, set_state, set_voters
-from .records import TOKEN_BYTES_MAX, Json, MalformedError, integer, text
+from .records import TOKEN_BYTES_MAX, check, check_text
 from .sessions import open_rank
-from .superseded import supersede
 
-#: The newest that this version knows, and the oldest, which a new cluster begins with: voters of the version before
-#: know that one.
-SCHEMA = 6
-SCHEMA_OLDEST = 6
+M = TypeVar("M", bound=Message)
+Command = log_pb2.RegistryCommand
+Result = log_pb2.RegistryResult
 
+#: Largest entry: a commit of about 20,000 ranks. Stays below the engine's batch size, whose code for larger ones cuts
+#: them wrongly at some sizes.
+COMMAND_BYTES_MAX = 8 << 20
 #: Proposers whose results are remembered, and results of each: more than one has in flight at once.
 SEEN_CLIENTS_MAX = 64
 SEEN_RESULTS_MAX = 64
 
 
-def new_state() -> Json:
-    """The state before the first command."""
-    return {
-        "schema": SCHEMA_OLDEST,
-        "epoch": 0,
-        "version": 0,
-        "next_incarnation": 1,
-        "session_floor": 1,
-        "nodes": {},
-        "jobs": {},
-        "history": [],
-        "voters": None,
-        "denied": [],
-        "seen": {},
-    }
-
-
-def snapshot(state: Json) -> bytes:
-    """The state as bytes."""
-    return json.dumps(state, separators=(",", ":")).encode()
-
-
-def restore(data: bytes) -> Json:
-    """The state from bytes.
-
-    Raises:
-        ValueError: not a snapshot, or of a schema that this version does not know.
-    """
-    try:
-        state: Json = json.loads(data)
-        schema, keys = state["schema"], set(state)
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError("not a registry snapshot") from None
-    if schema not in range(SCHEMA_OLDEST, SCHEMA + 1):
-        raise ValueError(
-            f"registry snapshot has schema {schema}, this version reads {SCHEMA_OLDEST} to {SCHEMA}"
-        )
-    if keys != set(new_state()):
-        raise ValueError("not a registry snapshot")
-    return state
-
-
-def apply(state: Json, command: Any) -> Json:
+def apply(state: State, entry: bytes) -> Result:
     """Change `state` by one command and say what came of it. Never raises; a refusal changes nothing.
 
-    A command with `client_id` and `seq` is applied once, however often it is in the log: a repetition
-    gets the first result.
+    A command with a proposer is applied once, however often it is in the log: a repetition gets the first result.
     """
     try:
-        return _apply_once(state, command)
-    except MalformedError as error:
-        return refusal("INVALID", str(error))
+        if len(entry) > COMMAND_BYTES_MAX:
+            raise MalformedError(f"a command has at most {COMMAND_BYTES_MAX} bytes")
+        return _apply_once(state, Command.FromString(entry))
+    except (MalformedError, DecodeError) as error:
+        return refusal(pb.ERROR_CODE_INVALID, str(error))
     except Exception as error:  # noqa: BLE001  a voter that raises here repeats the entry for ever
-        return refusal("INTERNAL", f"defect in the registry's state machine: {error!r}")
+        return refusal(pb.ERROR_CODE_INTERNAL, f"defect in the registry's state machine: {error!r}")
 
 
-def _apply_once(state: Json, command: Any) -> Json:
-    if not isinstance(command, dict):
-        raise MalformedError("a command must be an object")
-    handler = _HANDLERS.get(str(command.get("type")))
-    if handler is None:
-        raise MalformedError(f"unknown command {str(command.get('type'))[:40]!r}")
-    if "client_id" not in command or command["type"] == "noop":
-        return handler(state, command)
-    # A proposer's own identity; `open_rank` carries the trainer's as "client".
-    client_id = text(command, "client_id", TOKEN_BYTES_MAX)
-    seq = integer(command, "seq", 0, STEP_MAX)
-    results = state["seen"].get(client_id, [])
-    for known, result in results:
-        if known == seq:
-            return dict(result)
-    if len(results) == SEEN_RESULTS_MAX and seq < min(known for known, _ in results):
+def _apply_once(state: State, command: Command) -> Result:
+    if not command.proposer or command.HasField("noop"):
+        return _handle(state, command)
+    check_text("proposer", command.proposer, TOKEN_BYTES_MAX)
+    results = state.seen.get(command.proposer, {})
+    if (known := results.get(command.seq)) is not None:
+        return known
+    if len(results) == SEEN_RESULTS_MAX and command.seq < min(results):
         raise MalformedError("the command is too old: its result is forgotten")
-    result = _handle(handler, state, command)
-    results.append([seq, result])
-    results.sort(key=lambda entry: int(entry[0]))
-    del results[:-SEEN_RESULTS_MAX]
-    state["seen"].pop(client_id, None)
-    state["seen"][client_id] = results
-    for oldest in list(state["seen"])[:-SEEN_CLIENTS_MAX]:
-        del state["seen"][oldest]
-    return dict(result)
+    result = _handle(state, command)
+    results[command.seq] = result
+    if len(results) > SEEN_RESULTS_MAX:
+        del results[min(results)]
+    state.seen.pop(command.proposer, None)
+    state.seen[command.proposer] = results
+    if len(state.seen) > SEEN_CLIENTS_MAX:
+        del state.seen[next(iter(state.seen))]
+    return result
 
 
-def _handle(handler: Callable[[Json, Json], Json], state: Json, command: Json) -> Json:
+def _handle(state: State, command: Command) -> Result:
     try:
-        return handler(state, command)
+        check(command)
+        return _HANDLERS[str(command.WhichOneof("kind"))](state, command)
     except MalformedError as error:
-        return refusal("INVALID", str(error))
+        return refusal(pb.ERROR_CODE_INVALID, str(error))
 
 
-def _noop(_state: Json, _command: Json) -> Json:
-    """Changes nothing; that it was committed proves that whoever proposed it leads."""
-    return {"ok": True}
+def _noop(_state: State, _command: Command) -> Result:
+    return done()
 
 
-def _upgrade(state: Json, command: Json) -> Json:
+def _upgrade(state: State, command: Command) -> Result:
     """All voters know this schema: from here on its commands count."""
-    wanted = integer(command, "schema", 1, SCHEMA)
-    state["schema"] = max(state["schema"], wanted)
-    return {"ok": True, "schema": state["schema"]}
+    if not 1 <= command.upgrade <= model.SCHEMA:
+        raise MalformedError(f"this version knows the schemas 1 to {model.SCHEMA}, not {command.upgrade}")
+    state.schema = max(state.schema, command.upgrade)
+    return Result(ok=True, schema=state.schema)
 
 
-_HANDLERS: dict[str, Callable[[Json, Json], Json]] = {
+_HANDLERS: dict[str, Callable[[State, Command], Result]] = {
     "register": register,
     "set_state": set_state,
     "set_draining": set_draining,
@@ -164,10 +101,98 @@ _HANDLERS: dict[str, Callable[[Json, Json], Json]] = {
     "open_rank": open_rank,
     "commit": commit,
     "rehold": rehold,
-    "deny": deny,
+    "mark": mark,
     "supersede": supersede,
     "delete": delete,
     "close_rank": close_rank,
     "upgrade": _upgrade,
     "noop": _noop,
 }
+
+
+def snapshot(state: State) -> log_pb2.RegistrySnapshot:
+    """The state as one message."""
+    made = log_pb2.RegistrySnapshot(
+        schema=state.schema,
+        epoch=state.epoch,
+        version=state.version,
+        holders_version=state.holders_version,
+        next_incarnation=state.next_incarnation,
+        session_floor=state.session_floor,
+        nodes=state.nodes.values(),
+        history=state.history,
+        voters=state.voters,
+    )
+    for job in state.jobs.values():
+        made.jobs.add(
+            job=job.name,
+            owner=job.owner,
+            newest=None if job.newest < 0 else job.newest,
+            world_size=job.world_size,
+            next_session=job.next_session,
+            ranks=job.ranks.values(),
+            steps=job.steps,
+            recent=[log_pb2.RecentCommit(step=step, next_session=session) for step, session in job.recent],
+            void_below_session=job.void,
+            superseded=[
+                rpb.SupersededSteps(below_step=bound.below_step, below_session=bound.below_session)
+                for bound in job.superseded
+            ],
+            newest_load=job.newest_load.session,
+            newest_load_rank=job.newest_load.rank,
+        )
+    for proposer, results in state.seen.items():
+        made.seen.add(
+            proposer=proposer,
+            results=[log_pb2.NumberedResult(seq=seq, result=result) for seq, result in results.items()],
+        )
+    return made
+
+
+def restore(snapshot: log_pb2.RegistrySnapshot) -> State:
+    """Inverse of `snapshot`. Copies: a part that is kept would keep all of the snapshot in memory.
+
+    Raises:
+        ValueError: it has a schema that this version does not know.
+    """
+    if snapshot.schema not in range(model.SCHEMA_OLDEST, model.SCHEMA + 1):
+        raise ValueError(
+            f"registry snapshot has schema {snapshot.schema}, this version reads "
+            f"{model.SCHEMA_OLDEST} to {model.SCHEMA}"
+        )
+    state = State(
+        schema=snapshot.schema,
+        epoch=snapshot.epoch,
+        version=snapshot.version,
+        holders_version=snapshot.holders_version,
+        next_incarnation=snapshot.next_incarnation,
+        session_floor=snapshot.session_floor,
+        nodes={node.node_id: _copy(node) for node in snapshot.nodes},
+        history=list(map(_copy, snapshot.history)),
+        voters=list(map(_copy, snapshot.voters)),
+        seen={
+            each.proposer: {numbered.seq: _copy(numbered.result) for numbered in each.results}
+            for each in snapshot.seen
+        },
+    )
+    for job in snapshot.jobs:
+        state.jobs[job.job] = Job(
+            name=job.job,
+            next_session=job.next_session,
+            owner=job.owner,
+            newest=job.newest if job.HasField("newest") else -1,
+            world_size=job.world_size,
+            ranks={seat.rank: _copy(seat) for seat in job.ranks},
+            steps=list(map(_copy, job.steps)),
+            recent=[(each.step, each.next_session) for each in job.recent],
+            void=job.void_below_session,
+            superseded=[Bound(each.below_step, each.below_session) for each in job.superseded],
+            newest_load=Load(job.newest_load, job.newest_load_rank),
+        )
+    return state
+
+
+def _copy(message: M) -> M:
+    made = type(message)()
+    made.CopyFrom(message)
+    return made

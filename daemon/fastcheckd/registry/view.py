@@ -9,16 +9,9 @@ from fastcheck_proto.v1 import node_pb2, registry_pb2
 
 from ..config import Voter
 from ..health.detector import Life
-from .owners import owner_of
-from .records import Json
+from .model import UNKNOWN, UP, Job, Ref, State
 from .sessions import is_running, nodes_there
-
-_STATES = {
-    "UP": registry_pb2.NODE_STATE_UP,
-    "SUSPECT": registry_pb2.NODE_STATE_SUSPECT,
-    "DOWN": registry_pb2.NODE_STATE_DOWN,
-    "DRAINING": registry_pb2.NODE_STATE_DRAINING,
-}
+from .wire import voter_message
 
 
 @dataclass(frozen=True)
@@ -37,67 +30,56 @@ class Signs:
 NO_SIGNS = Signs()
 
 
-def state_value(state: str) -> registry_pb2.NodeState.ValueType:
-    """A node's state on the wire; the empty one of `history` is unspecified."""
-    return _STATES.get(state, registry_pb2.NODE_STATE_UNSPECIFIED)
-
-
-def voter_records(state: Json, voters: Sequence[Voter]) -> list[node_pb2.VoterRecord]:
+def voter_records(state: State, voters: Sequence[Voter]) -> list[node_pb2.VoterRecord]:
     """The voters that the registry names or, until it does, those of the engine."""
-    named = state["voters"]
-    if named is None:
-        named = [(voter.node_id, voter.registry_address, voter.raft_address) for voter in voters]
-    return [
-        node_pb2.VoterRecord(node_id=node_id, registry_address=registry, raft_address=raft)
-        for node_id, registry, raft in named
-    ]
+    return state.voters or list(map(voter_message, voters))
 
 
-def job_view(name: str, job: Json, there: Collection[str]) -> registry_pb2.JobView:
+def job_view(job: Job, there: Collection[str]) -> registry_pb2.JobView:
     """One job: its kept steps, oldest first. `there`: the nodes that are not DOWN."""
     return registry_pb2.JobView(
-        job=name,
-        kept_steps=[kept["step"] for kept in job["steps"]],
-        world_size=job["world_size"],
-        owner=owner_of(job),
-        void_below_session=job.get("void", 0),
-        next_session=job["next_session"],
-        running_ranks=sum(is_running(seat, there) for seat in job["ranks"].values()),
+        job=job.name,
+        kept_steps=job.kept,
+        world_size=job.world_size,
+        owner=job.owner,
+        void_below_session=job.void,
+        next_session=job.next_session,
+        running_ranks=sum(is_running(seat, there) for seat in job.ranks.values()),
         superseded=[
             registry_pb2.SupersededSteps(below_step=step, below_session=session)
-            for step, session in job.get("superseded", ())
+            for step, session in job.superseded
         ],
-        live_from_session=min((seat["session"] for seat in job["ranks"].values()), default=0),
-        committed_at_ms=job["steps"][-1].get("at_ms", 0) if job["steps"] else 0,
+        live_from_session=min((seat.session for seat in job.ranks.values()), default=0),
+        committed_at_ms=job.steps[-1].committed_at_ms if job.steps else 0,
     )
 
 
-def late_ranks(state: Json, name: str, ranks: Sequence[int]) -> list[registry_pb2.LateRank]:
+def late_ranks(state: State, name: str, ranks: Sequence[int]) -> list[registry_pb2.LateRank]:
     """Ranks that others wait for, with the nodes on which they took their places."""
-    job = state["jobs"].get(name, {"ranks": {}})
+    seats = state.jobs[name].ranks if name in state.jobs else {}
     late = []
     for rank in ranks:
-        seat = job["ranks"].get(str(rank))
-        node = None if seat is None else state["nodes"].get(seat["node"][0])
+        seat = seats.get(rank)
+        node = None if seat is None else state.nodes.get(seat.node.node_id)
         late.append(
             registry_pb2.LateRank(
                 rank=rank,
-                node_id="" if seat is None else seat["node"][0],
-                node_state=state_value("" if node is None else node["state"]),
-                closed=seat is not None and seat.get("closed", False),
+                node_id="" if seat is None else seat.node.node_id,
+                node_state=UNKNOWN if node is None else node.state,
+                closed=seat is not None and seat.closed,
             )
         )
     return late
 
 
-def job_views(state: Json) -> list[registry_pb2.JobView]:
+def job_views(state: State) -> list[registry_pb2.JobView]:
     """All jobs by name."""
     there = nodes_there(state)
-    return [job_view(name, job, there) for name, job in sorted(state["jobs"].items())]
+    return [job_view(job, there) for _, job in sorted(state.jobs.items())]
 
 
 def cluster_view(
-    state: Json,
+    state: State,
     *,
     cluster_id: str,
     leader: str,
@@ -121,37 +103,29 @@ def cluster_view(
     voting = {voter.node_id for voter in named}
     view = registry_pb2.ClusterView(
         cluster_id=cluster_id,
-        epoch=state["epoch"],
+        epoch=state.epoch,
         leader=leader,
-        version=state["version"],
+        version=state.version,
         voters=[voter.node_id for voter in named],
         voter_records=named,
         has_leader=bool(leader),
         jobs=job_views(state),
     )
-    for node_id, node in sorted(state["nodes"].items()):
-        life = (node_id, node["incarnation"])
+    for node_id, node in sorted(state.nodes.items()):
+        life = Ref.of(node)
         heard = signs.get(life, NO_SIGNS)
-        shown, reason = node["state"], node["reason"]
-        if shown == "UP":
-            reason = heard.reason or reason
+        shown = view.nodes.add()
+        shown.CopyFrom(node)
+        shown.ClearField("life_id")
+        shown.ClearField("draining")
+        shown.voter = node_id in voting
+        if node.state == UP:
+            shown.reason = heard.reason or node.reason
             if life in suspects:
-                shown = "SUSPECT"
-        view.nodes.add(
-            node_id=node_id,
-            incarnation=node["incarnation"],
-            state=_STATES[shown],
-            agent_address=node["agent_address"],
-            data_address=node["data_address"],
-            lane_address=node["lane_address"],
-            voter=node_id in voting,
-            ram_budget_bytes=node["ram_budget_bytes"],
-            ram_used_bytes=ram_used_bytes.get(node_id, 0),
-            labels=node["labels"],
-            reason=reason,
-            since_ms=node["since_ms"],
-            heard_ms_ago=heard.heard_ms_ago,
-            data=heard.data,
-            trouble=heard.trouble,
-        )
+                shown.state = registry_pb2.NODE_STATE_SUSPECT
+        shown.ram_used_bytes = ram_used_bytes.get(node_id, 0)
+        if heard.heard_ms_ago is not None:
+            shown.heard_ms_ago = heard.heard_ms_ago
+        shown.data = heard.data
+        shown.trouble = heard.trouble
     return view

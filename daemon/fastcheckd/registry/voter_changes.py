@@ -8,7 +8,8 @@ goes on from where it stopped.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Protocol, runtime_checkable
 
 from fastcheck_proto.v1 import registry_pb2
@@ -16,9 +17,9 @@ from fastcheck_proto.v1 import registry_pb2
 from ..config import Voter, split_address
 from ..errors import FastCheckdError, InvalidRequestError, UnsafeError
 from . import commands
+from .model import DOWN, UP, state_name
 from .raft.consensus import Consensus
-from .raft.membership import voter_from_list
-from .records import Json
+from .wire import voter
 
 CHANGE_TIMEOUT_S = 20.0
 #: A new voter's process takes a second or two to start.
@@ -60,20 +61,17 @@ async def replace_voter(
     """
     if not isinstance(engine, Replaceable):
         raise InvalidRequestError("the voters of this registry are those of its config")
-    named = engine.read(lambda state: state["voters"])
+    named = engine.read(lambda state: list(map(voter, state.voters)))
     # Until a first replacement the engine's are all there is to say; afterwards those may be between two.
-    voters = [voter_from_list(v) for v in named] if named else sorted(engine.voters, key=lambda v: v.node_id)
-    nodes: dict[str, Json] = engine.read(
-        lambda state: {n: dict(state["nodes"][n]) for n in (request.old_node_id, request.new_node_id)
-                       if n in state["nodes"]}
-    )  # fmt: skip
+    voters = named or sorted(engine.voters, key=lambda v: v.node_id)
+    nodes = engine.read(lambda state: deepcopy(state.nodes))
     old, new = plan(request, voters, nodes)
     after = [new if voter == old else voter for voter in voters]
     if new not in voters:
-        if named is None:
+        if not named:
             # So that nobody takes the voters for fewer while one is gone and the other not there yet.
             await _name(engine, voters, at_ms)
-        address = nodes[new.node_id]["agent_address"]
+        address = nodes[new.node_id].agent_address
         await ask(new.node_id, address, cluster_id, after, _version(engine), voters)
         await engine.replace_member(old, new, timeout_s=CHANGE_TIMEOUT_S)
         await _name(engine, after, at_ms)
@@ -100,7 +98,7 @@ async def add_voters(
         raise InvalidRequestError("the voters of this registry are those of its config")
     # The log's: what the registry names may be older, after an addition that broke off or a recovery.
     voters = sorted(engine.voters, key=lambda v: v.node_id)
-    nodes: dict[str, Json] = engine.read(lambda state: {n: dict(node) for n, node in state["nodes"].items()})
+    nodes = engine.read(lambda state: deepcopy(state.nodes))
     added = plan_added(request, voters, nodes)
     after = sorted({*voters, *added}, key=lambda v: v.node_id)
     if len(voters) % 2:
@@ -109,25 +107,25 @@ async def add_voters(
     if after == voters:
         return voters  # said again after it was done
     for new in added:
-        address = nodes[new.node_id]["agent_address"]
+        address = nodes[new.node_id].agent_address
         await ask(new.node_id, address, cluster_id, after, _version(engine), voters)
     for new in added:
         # Of two voters both are needed: one that cannot be reached would end the quorum.
-        await _until_it_answers(new, engine.read(lambda state: int(state["schema"])), knows_schema)
+        await _until_it_answers(new, engine.read(lambda state: state.schema), knows_schema)
         await engine.add_member(new, timeout_s=CHANGE_TIMEOUT_S)
     await _name(engine, after, at_ms)
     return after
 
 
 def _version(engine: Consensus) -> int:
-    return engine.read(lambda state: int(state["version"]))
+    return engine.read(lambda state: state.version)
 
 
 async def _name(engine: Consensus, voters: Sequence[Voter], at_ms: int) -> None:
     """Have the registry name its voters to everyone."""
     result = await engine.propose(commands.set_voters(voters, at_ms=at_ms))
-    if not result["ok"]:
-        raise FastCheckdError(f"the registry refused its new voters: {result.get('message')}")
+    if not result.ok:
+        raise FastCheckdError(f"the registry refused its new voters: {result.message}")
 
 
 async def _until_it_answers(voter: Voter, schema: int, knows_schema: KnowsSchema) -> None:
@@ -147,7 +145,9 @@ async def _until_it_answers(voter: Voter, schema: int, knows_schema: KnowsSchema
 
 
 def plan_added(
-    request: registry_pb2.AddVotersRequest, voters: Sequence[Voter], nodes: dict[str, Json]
+    request: registry_pb2.AddVotersRequest,
+    voters: Sequence[Voter],
+    nodes: Mapping[str, registry_pb2.NodeRecord],
 ) -> list[Voter]:
     """The voters that come. Pure.
 
@@ -164,9 +164,9 @@ def plan_added(
         if known is not None:
             added.append(known)
             continue
-        if node["state"] != "UP":
-            raise InvalidRequestError(f"{asked.node_id} is {node['state']}; a new voter must be UP")
-        host = split_address(node["agent_address"])[0]
+        if node.state != UP:
+            raise InvalidRequestError(f"{asked.node_id} is {state_name(node.state)}; a new voter must be UP")
+        host = split_address(node.agent_address)[0]
         new = Voter(
             node_id=asked.node_id,
             registry_address=asked.registry_address or _at(host, voters[0].registry_address),
@@ -190,7 +190,9 @@ def plan_added(
 
 
 def plan(
-    request: registry_pb2.ReplaceVoterRequest, voters: Sequence[Voter], nodes: dict[str, Json]
+    request: registry_pb2.ReplaceVoterRequest,
+    voters: Sequence[Voter],
+    nodes: Mapping[str, registry_pb2.NodeRecord],
 ) -> tuple[Voter, Voter]:
     """The voter that goes and the one that comes. Pure.
 
@@ -209,9 +211,9 @@ def plan(
         )
     if new_id not in nodes:
         raise InvalidRequestError(f"there is no node {new_id}; see 'fastcheck nodes'")
-    if nodes[new_id]["state"] != "UP":
-        raise InvalidRequestError(f"{new_id} is {nodes[new_id]['state']}; a new voter must be UP")
-    host = split_address(nodes[new_id]["agent_address"])[0]
+    if nodes[new_id].state != UP:
+        raise InvalidRequestError(f"{new_id} is {state_name(nodes[new_id].state)}; a new voter must be UP")
+    host = split_address(nodes[new_id].agent_address)[0]
     new = Voter(
         node_id=new_id,
         registry_address=request.registry_address or _at(host, old.registry_address),
@@ -222,9 +224,9 @@ def plan(
     if old_id != new_id:
         if any(voter.node_id == new_id for voter in others):
             raise InvalidRequestError(f"{new_id} is a voter already")
-        if old_id in nodes and nodes[old_id]["state"] != "DOWN":
+        if old_id in nodes and nodes[old_id].state != DOWN:
             raise UnsafeError(
-                f"{old_id} is {nodes[old_id]['state']}: only a voter that is DOWN is replaced; stop it first"
+                f"{old_id} is {state_name(nodes[old_id].state)}: only a voter that is DOWN is replaced; stop it first"
             )
     if new.raft_address == old.raft_address:
         raise InvalidRequestError(

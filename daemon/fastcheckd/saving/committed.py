@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from fastcheck_proto.v1 import common_pb2 as pb
-from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..store.replica_store import ReplicaStore
 from ..view import ViewFollower
@@ -46,11 +45,11 @@ class Committed:
         session, step = self._seen.get(job, (0, -1))
         return -1 if self._view.is_void(job, session) else step
 
-    def by_an_earlier_life(self, asked: tpb.WatchSaveRequest) -> bool:
+    def by_an_earlier_life(self, key: SaveKey, session: int) -> bool:
         """Whether an earlier life of this process had the step committed, and could not say so any more."""
-        return asked.step in self._view.kept_steps().get(asked.job, ()) and any(
+        return key.step in self._view.kept_steps().get(key.job, ()) and any(
             held.kind == pb.REPLICA_KIND_OWNER
-            and held.key.rank == asked.rank
-            and held.manifest.session == asked.session
-            for held in self._store.held(asked.job, asked.step)
+            and held.key.rank == key.rank
+            and held.manifest.session == session
+            for held in self._store.held(key.job, key.step)
         )

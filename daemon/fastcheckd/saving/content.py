@@ -1,22 +1,26 @@
-"""What a save's bytes are: cut into which chunks, made of what, lossy or not. Pure.
+"""What a save's bytes are: cut into which chunks and shards, made of what, lossy, shared with other ranks. Pure.
 
-A trainer says it with a `StateLayout`; without one the state is bytes without meaning. A step that an earlier
+A trainer says it when it seals; without a `StateLayout` the state is bytes without meaning. A step that an earlier
 life of this process had staged brings its chunks and shards along in its manifests, and nothing else.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import layout_pb2
+from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..chunks import ChunkTable
 from ..codec.chunk_plan import ChunkPlan, opaque, parse_layout
 from ..codec.lossy import quantise
-from .cut import cut
+from ..errors import InvalidRequestError
+from ..registry import model, records, shared_state
 
 #: (chunk, the base's chunk if there is one, plan): turns a chunk into what its coding can say, in place.
 Quantise: TypeAlias = Callable[[memoryview, memoryview | None, ChunkPlan], None]
@@ -68,3 +72,55 @@ def of_manifests(manifests: Sequence[pb.ShardManifest]) -> Content:
         plans += [opaque(length) for length in ChunkTable.of(manifest).lengths]
         shards.append(range(first, len(plans)))
     return Content(tuple(plans), listed=True, lossy=any(m.lossy for m in manifests), shards=tuple(shards))
+
+
+def cut(lengths: Sequence[int], count: int) -> tuple[range, ...]:
+    """The chunks of each shard: `count` stretches, ended at the chunk ends nearest to an even split.
+
+    The registry says how many shards there are and who holds them; only the owner knows which bytes must stay
+    together. It cuts at chunk ends, so that the parts of a unit never part. Equal chunks are cut alike, step after
+    step: a shard can be encoded against the one before only if it is the same stretch.
+
+    Args:
+        lengths: size of each chunk in bytes, at least one, all above 0.
+        count: shards wanted, above 0; with fewer chunks than that there are as many shards as chunks.
+
+    No stretch is empty. Of two ends equally near the earlier one is taken.
+    """
+    ends = list(accumulate(lengths))
+    count = min(count, len(ends))
+    cuts = [0]
+    for number in range(1, count):
+        target = ends[-1] * number / count
+        behind = bisect_left(ends, target)  # the first end at or behind the target
+        before = behind - 1
+        nearest = before if before >= 0 and target - ends[before] <= ends[behind] - target else behind
+        # At least one chunk for this shard, and one for each that follows.
+        cuts.append(min(max(nearest + 1, cuts[-1] + 1), len(ends) - (count - number)))
+    return tuple(range(start, stop) for start, stop in pairwise([*cuts, len(ends)]))
+
+
+@dataclass(frozen=True)
+class SharedClaim:
+    """A rank's part of a state that all ranks hold alike, and the digests that are compared with those of others."""
+
+    part: pb.SharedPart
+    digests: tuple[pb.PartDigest, ...]
+
+    @classmethod
+    def of(cls, sealed: tpb.Sealed, state_bytes: int) -> SharedClaim | None:
+        """As the trainer says when it seals; None if the state is the rank's own.
+
+        Raises:
+            InvalidRequestError: the part does not lie in the rank's state, or the digests are none. The registry would
+                refuse it after everything was sent.
+        """
+        if not sealed.HasField("shared"):
+            return None
+        claim = cls(sealed.shared, tuple(sealed.shared_digests))
+        try:
+            records.check_shared_part(claim.part, state_bytes)
+            shared_state.check_digests({each.part: each.digest for each in claim.digests})
+        except model.MalformedError as error:
+            raise InvalidRequestError(str(error)) from None
+        return claim

@@ -18,7 +18,7 @@ from ..registry.client import RegistryClient
 from ..store.replica_store import ReplicaStore
 from ..store.retention import Kept
 from ..view import ViewFollower
-from .of_rank import RankSaves
+from .rank_state import RankState
 from .without_quorum import Silence
 
 logger = logging.getLogger(__name__)
@@ -45,20 +45,20 @@ class GivenUp:
         self._view = view
         self._silence = silence
 
-    def rule_out_beside(self, saves: RankSaves, *, keep: int) -> None:
+    def rule_out_beside(self, saves: RankState, *, keep: int) -> None:
         """The same as `rule_out`, in a task of its own, unless one is at it."""
         if (saves.ruling_out is None or saves.ruling_out.done()) and saves.below_step(keep):
             saves.ruling_out = asyncio.create_task(
                 self.rule_out(saves, keep=keep), name=f"rule-out-{saves.job}-{saves.rank}"
             )
 
-    async def rule_out_for_room(self, saves: RankSaves) -> bool:
+    async def rule_out_for_room(self, saves: RankState) -> bool:
         """All of a rank whose trainer waits for memory. A registry that does not answer is not waited for."""
         if self._silence.lasts:
             return False
         return await self.rule_out(saves, keep=0)
 
-    async def rule_out(self, saves: RankSaves, *, keep: int) -> bool:
+    async def rule_out(self, saves: RankState, *, keep: int) -> bool:
         """Have the registry rule out a rank's given-up steps, but for the newest `keep`, and drop them here.
 
         Their holders follow the registry's view. Returns whether anything was dropped; without a registry nothing is.
@@ -92,7 +92,7 @@ class GivenUp:
         ruled_out = Kept(steps=frozenset(answer.kept_steps), superseded=((below_step, session + 1),))
         return await asyncio.to_thread(self._drop, saves.job, saves.rank, ruled_out)
 
-    async def drop_of_earlier_sessions(self, saves: RankSaves) -> bool:
+    async def drop_of_earlier_sessions(self, saves: RankState) -> bool:
         """Drop what earlier processes of a rank left here uncommitted; whether there was anything.
 
         As far as a view tells of it that is not older than the session of the present one.

@@ -76,8 +76,7 @@ class Outcomes:
         Args:
             why_waiting: what it waits for, asked when it has waited that long.
         """
-        if (rank := self._ranks.get((key.job, key.rank))) is None:
-            rank = self._ranks[key.job, key.rank] = _Rank((key.job, key.rank))
+        rank = self._lines(key)
         self._of(key.job).tried_at = self._clock()
         waited = False
 
@@ -105,8 +104,24 @@ class Outcomes:
         finally:
             timer.cancel()
 
-    def sealed(self, key: SaveKey) -> None:
-        """A trainer has handed a step over."""
+    def refused(self, key: SaveKey, error: FastCheckdError) -> None:
+        """A step that a trainer has handed over is not taken."""
+        self._of(key.job).tried_at = self._clock()
+        self._counters.add("saves_refused")
+        self._failed(key.job, error)
+        self._lines(key).refusals.again("step %d: %s", key.step, error)
+
+    def _lines(self, key: SaveKey) -> _Rank:
+        if (rank := self._ranks.get((key.job, key.rank))) is None:
+            rank = self._ranks[key.job, key.rank] = _Rank((key.job, key.rank))
+        return rank
+
+    def sealed(self, key: SaveKey, waited_s: float = 0.0) -> None:
+        """A trainer has handed a step over, after it had waited for so long."""
+        lines = self._lines(key)
+        lines.refusals.over()
+        if waited_s < WAIT_TOLD_S:
+            lines.waits.over()
         job = self._of(key.job)
         job.tried_at = self._clock()
         if job.unsettled_since is None:

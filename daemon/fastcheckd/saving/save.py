@@ -1,9 +1,9 @@
 """One step of one rank on its way to being committed.
 
-    RESERVED ──seal──▶ STAGED ──all holders──▶ REPLICATED ──registry──▶ COMMITTED
-        │                 │                     │      │                  ▲
-        │                 └─────(no registry)──▶ PROVISIONAL ─────────────┘
-        └─abandon         └───────── FAILED ◀──────────┘
+    sealed ──▶ STAGED ──all holders──▶ REPLICATED ──registry──▶ COMMITTED
+                 │                     │      │                  ▲
+                 └─────(no registry)──▶ PROVISIONAL ─────────────┘
+                 └───────── FAILED ◀──────────┘
 
 A save only moves forward; whoever watches it may miss a state but never the last one.
 Owned by the event loop's thread, but for `moved()`, which sending threads may call.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -23,8 +23,7 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 from ..errors import FastCheckdError, InvalidRequestError, ReplicasDisagreeError
 from ..rpc import detail
 from ..store.segments import Segment
-from .content import NOTHING, Content, of_layout
-from .shared import Shared
+from .content import NOTHING, Content, SharedClaim, of_layout
 
 State: TypeAlias = tpb.SaveState.ValueType
 FINAL: tuple[State, ...] = (tpb.SAVE_STATE_COMMITTED, tpb.SAVE_STATE_FAILED)
@@ -71,11 +70,9 @@ class Save:
     lean: bool = False
     #: Which part of a state that all ranks hold alike it is, and what this rank found in that state.
     shared: pb.SharedPart | None = None
-    shared_digests: tuple[pb.PartDigests, ...] = ()
+    shared_digests: tuple[pb.PartDigest, ...] = ()
     #: The step of this rank before it while that is under way: it is sent first, and is then this one's base.
     after: Save | None = None
-    #: What the trainer says of the state is being read and checked: see `describe`.
-    described: asyncio.Task[None] | None = None
     #: The registry may have heard that this rank is replicated: from then on the step may be committed.
     reported: bool = False
     #: How often ranks of the job had been taken over when it was placed; 0: not known.
@@ -83,7 +80,7 @@ class Save:
     #: All sessions of the job below it that load were open when this save was begun; 0: not known.
     begun_after: int = 0
 
-    #: By the monotonic clock.
+    #: By the monotonic clock; never later than the trainer began it.
     begun_at: float = field(default_factory=time.monotonic)
     #: Likewise.
     sealed_at: float = 0.0
@@ -111,8 +108,8 @@ class Save:
     obsolete: Callable[[], tuple[int, ...]] = lambda: ()
     #: Called when it has become provisional.
     on_provisional: Callable[[Save], None] = lambda _: None
-    #: Free segments that the trainer may warm up for its next saves.
-    spares: tuple[Segment, ...] = ()
+    #: Called after every change; the trainer's session is told by it.
+    on_change: Callable[[Save], None] = lambda _: None
     task: asyncio.Task[None] | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -131,28 +128,21 @@ class Save:
         """Replicated, and nobody there to commit it."""
         return self.state == tpb.SAVE_STATE_PROVISIONAL
 
-    def describe(self, said: tpb.SealSaveRequest | tpb.PushSeal, chunk_bytes: int) -> None:
-        """Begin to read what the trainer says of its state. `described` then ends with InvalidRequestError where
-        header, layout or shared part do not fit the state. What was said last counts.
-        """
-        if self.described is not None:
-            self.described.cancel()
-        self.described = asyncio.create_task(self._describe(said, chunk_bytes))
-        # The seal asks for the outcome. Without a seal nobody does.
-        self.described.add_done_callback(lambda done: done.cancelled() or done.exception())
+    async def describe(self, sealed: tpb.Sealed, chunk_bytes: int) -> None:
+        """Take over what the trainer says of its state.
 
-    async def _describe(self, said: tpb.SealSaveRequest | tpb.PushSeal, chunk_bytes: int) -> None:
-        if said.header_bytes == 0 or said.header_offset + said.header_bytes > self.state_bytes:
+        Raises:
+            InvalidRequestError: header, layout or shared part do not fit the state.
+        """
+        if sealed.header_bytes == 0 or sealed.header_offset + sealed.header_bytes > self.state_bytes:
             raise InvalidRequestError("the state header lies outside of the state")
-        shared = Shared.of(said)
-        if shared is not None:
-            shared.check(self.state_bytes)
-        layout = said.layout if said.HasField("layout") else None
+        claim = SharedClaim.of(sealed, self.state_bytes)
+        layout = sealed.layout if sealed.HasField("layout") else None
         # A large model's layout has a million runs.
         content = await asyncio.to_thread(of_layout, layout, self.state_bytes, chunk_bytes)
-        self.header_offset, self.header_bytes = said.header_offset, said.header_bytes
+        self.header_offset, self.header_bytes = sealed.header_offset, sealed.header_bytes
         self.content, self.lossy = content, content.lossy
-        self.shared, self.shared_digests = (shared.part, shared.digests) if shared is not None else (None, ())
+        self.shared, self.shared_digests = (claim.part, claim.digests) if claim is not None else (None, ())
 
     def moved(self, _amount: int = 0) -> None:
         """Something went forward: a byte was sent, a call was answered."""
@@ -181,15 +171,10 @@ class Save:
         if PROGRESS[state] > PROGRESS[self.state]:
             self.advance(state)
 
-    def offer(self, spares: tuple[Segment, ...]) -> None:
-        """Tell the watchers of segments for later saves."""
-        if spares != self.spares:
-            self.spares = spares
-            self._wake()
-
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_change(self)
 
     async def until_done(self) -> None:
         """Return when the save is committed or has failed."""
@@ -201,19 +186,11 @@ class Save:
         while not self.sent:
             await self._changed.wait()
 
-    async def watch(self) -> AsyncIterator[tpb.WatchSaveResponse]:
-        """Report how things stand now and after every change, the final state last."""
-        while True:
-            changed = self._changed
-            final = self.done
-            yield self.report()
-            if final:
-                return
-            await changed.wait()
-
-    def report(self) -> tpb.WatchSaveResponse:
+    def report(self) -> tpb.SaveProgress:
         """The save as the trainer sees it."""
-        return tpb.WatchSaveResponse(
+        return tpb.SaveProgress(
+            session=self.session,
+            step=self.key.step,
             state=self.state,
             error=None if self.error is None else detail(self.error),
             encoded_bytes=self.encoded_bytes,
@@ -225,5 +202,4 @@ class Save:
             encode_s=self.encode_s,
             lossy=self.lossy,
             disagreements=(self.error.disagreements if isinstance(self.error, ReplicasDisagreeError) else ()),
-            spares=[tpb.SegmentRef(path=str(s.path), bytes=s.size_bytes) for s in self.spares],
         )

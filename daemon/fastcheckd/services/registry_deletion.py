@@ -11,14 +11,14 @@ from typing import Any
 
 import grpc.aio
 
-from fastcheck_proto.conventions import RANK_MAX, STEP_MAX, check_name
+from fastcheck_proto.v1 import registry_log_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..config import Config
-from ..registry import commands, records, wire
 from ..registry.deletion import plan_deletion
 from ..registry.leader import Leader
 from ..registry.raft.consensus import Consensus
+from ..registry.records import check
 from ..registry.reports import Reports
 from ..registry.stubs import Stubs
 from .leader_calls import LeaderCalls, checking, decides
@@ -26,6 +26,7 @@ from .leader_calls import LeaderCalls, checking, decides
 logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Command = registry_log_pb2.RegistryCommand
 
 RUNNING_SHOWN_MAX = 64
 
@@ -42,40 +43,23 @@ class RegistryDeletion(LeaderCalls):
     @decides
     async def CloseRank(self, request: rpb.CloseRankRequest, context: Context) -> rpb.CloseRankResponse:
         """The process of a session is done."""
-        with checking():
-            check_name("job", request.job)
-            if request.rank >= RANK_MAX or request.session > STEP_MAX:
-                raise ValueError(f"rank {request.rank} or session {request.session} is none")
-        await self._need_leader(context)
-        await self._propose(commands.close_rank(request.job, request.rank, request.session))
+        await self._propose(Command(close_rank=request))
         return rpb.CloseRankResponse()
 
     @decides
     async def Supersede(self, request: rpb.SupersedeRequest, context: Context) -> rpb.SupersedeResponse:
         """Rule out steps that a rank has given up."""
-        with checking():
-            check_name("job", request.job)
-            if request.rank >= RANK_MAX or max(request.session, request.below_step) > STEP_MAX:
-                raise ValueError(
-                    f"rank {request.rank}, session {request.session} or step {request.below_step} is none"
-                )
-            owner = records.node_ref(wire.node_ref(request.owner), "the owner")
-        await self._need_leader(context)
-        result = await self._propose(
-            commands.supersede(request.job, request.rank, request.session, owner, request.below_step)
-        )
+        result = await self._propose(Command(supersede=request))
         self._reports.recheck()
-        return rpb.SupersedeResponse(kept_steps=result["kept"])
+        return rpb.SupersedeResponse(kept_steps=result.kept)
 
     @decides
     async def DeleteSteps(self, request: rpb.DeleteStepsRequest, context: Context) -> rpb.DeleteStepsResponse:
         """Keep a step, or all of a job, no more; or say what would come of it, current as of this call."""
         step = request.step if request.HasField("step") else None
+        command = Command(delete=request)
         with checking():
-            check_name("job", request.job)
-            if step is not None and step > STEP_MAX:
-                raise ValueError(f"step {step} is beyond {STEP_MAX}")
-        await self._need_leader(context)
+            check(command)
         if request.dry_run:
             await self._leader.confirm()
         plan = self._raft.read(lambda state: plan_deletion(state, request.job, step))
@@ -89,15 +73,13 @@ class RegistryDeletion(LeaderCalls):
         )
         if request.dry_run:
             return answer
-        result = await self._propose(
-            commands.delete(request.job, step, even_if_running=request.even_if_running)
-        )
-        if result["ends_sessions"]:
+        result = await self._propose(command)
+        if result.ends_sessions:
             self._reports.ended(request.job)
-        logger.info("registry: of job %s these steps were deleted: %s", request.job, result["deleted"])
+        logger.info("registry: of job %s these steps were deleted: %s", request.job, list(result.deleted))
         return rpb.DeleteStepsResponse(
-            deleted_steps=result["deleted"],
-            kept_steps=result["kept"],
-            ends_sessions=result["ends_sessions"],
+            deleted_steps=result.deleted,
+            kept_steps=result.kept,
+            ends_sessions=result.ends_sessions,
             running_ranks=answer.running_ranks,
         )

@@ -19,10 +19,10 @@ from ..health.detector import FailureDetector, Life
 from ..health.probe import bounded_timeout_s, to_wire
 from ..registry.arbiter import WITHHOLD_S
 from ..registry.leader import Leader
+from ..registry.model import DOWN, SCHEMA, State
 from ..registry.raft.consensus import Consensus
-from ..registry.records import ADDRESS_BYTES_MAX, Json
+from ..registry.records import ADDRESS_BYTES_MAX
 from ..registry.sessions import count_seats
-from ..registry.state import SCHEMA
 from ..registry.view import Signs, cluster_view
 from ..rpc import abort, answers
 
@@ -89,8 +89,8 @@ class RegistrySigns:
                 heard.heard_ms_ago(life, now), heard.data(life), reason, self._troubles.get(life, "")
             )
 
-        def build(state: Json) -> registry_pb2.ClusterView:
-            lives = [(node_id, node["incarnation"]) for node_id, node in state["nodes"].items()]
+        def build(state: State) -> registry_pb2.ClusterView:
+            lives = [(node.node_id, node.incarnation) for node in state.nodes.values()]
             known = {life: signs(life) for life in lives}
             suspects = self._leader.arbiter.suspects
             if leader is None:
@@ -176,7 +176,7 @@ class RegistrySigns:
 
         A follower's state may lag: only the leader's word ends a life.
         """
-        over, epoch = self._raft.read(lambda state: (_is_over(state, life), state["epoch"]))
+        over, epoch = self._raft.read(lambda state: (_is_over(state, life), state.epoch))
         if not over:
             self._detector.heard(life, now, request.data)
             self._ram_used_bytes[life[0]] = request.ram_used_bytes
@@ -233,9 +233,9 @@ class RegistrySigns:
         return asyncio.get_running_loop().time()
 
 
-def _is_over(state: Json, life: Life) -> bool:
-    node = state["nodes"].get(life[0])
-    return node is None or node["incarnation"] != life[1] or node["state"] == "DOWN"
+def _is_over(state: State, life: Life) -> bool:
+    node = state.nodes.get(life[0])
+    return node is None or node.incarnation != life[1] or node.state == DOWN
 
 
 class _StreamSlot:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fastcheck_proto.conventions import REQUEST_BYTES_MAX
+from fastcheck_proto.conventions import REQUEST_BYTES_MAX, STREAM_PIECE_BYTES
 from fastcheck_proto.v1 import layout_pb2
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
@@ -20,6 +20,9 @@ from . import roles
 
 #: Requests that trainers and operators make hold names and numbers, but for those below.
 SMALL_BYTES_MAX = 64 << 10
+#: Pieces of state that a sender may choose; ours are smaller. And of a message with one.
+PIECE_BYTES_MAX = 4 * STREAM_PIECE_BYTES
+UPLOAD_BYTES_MAX = PIECE_BYTES_MAX + 1024
 #: Chunks of 4 MiB of a state of 1 TiB, four runs in each, and the hyper-parameters of each of many parameter groups.
 CHUNKS_MAX = 1 << 18
 RUNS_MAX = 1 << 20
@@ -32,11 +35,15 @@ CALLER_BYTES_MAX = 128 << 20
 
 _TRAINER = "/fastcheck.v1.TrainerService/"
 
+_Counts = Iterator[tuple[str, int, int]]
+
 
 def bytes_max(method: str) -> int | None:
     """Of a request of that method; None: as much as its port takes, since only nodes make it."""
     if method in _COUNTED:
         return REQUEST_BYTES_MAX
+    if method == f"{_TRAINER}Upload":
+        return UPLOAD_BYTES_MAX
     return SMALL_BYTES_MAX if roles.is_for_others_than_nodes(method) else None
 
 
@@ -51,7 +58,16 @@ def too_many(method: str, request: Any) -> str:
 
     Not an error: whoever catches one keeps the request in memory by its traceback.
     """
-    for what, found, most in _COUNTED.get(method, _nothing)(request):
+    return _first_excess(_COUNTED.get(method, _nothing)(request))
+
+
+def too_many_of_a_seal(sealed: tpb.Sealed) -> str:
+    """The same of a seal that came another way."""
+    return _first_excess(_seal(sealed))
+
+
+def _first_excess(counts: _Counts) -> str:
+    for what, found, most in counts:
         if found > most:
             return f"{found} {what} are more than {most}"
     return ""
@@ -87,9 +103,6 @@ class InHand:
             del self._bytes[who]
 
 
-_Counts = Iterator[tuple[str, int, int]]
-
-
 def _nothing(_request: Any) -> _Counts:
     yield from ()
 
@@ -101,18 +114,13 @@ def _layout(layout: layout_pb2.StateLayout) -> _Counts:
     yield "runs of a layout", sum(len(chunk.runs) for chunk in layout.chunks), RUNS_MAX
 
 
-def _seal(seal: tpb.SealSaveRequest | tpb.PushSeal) -> _Counts:
-    yield "tables of digests", len(seal.shared_digests), PARTS_MAX
-    yield from _layout(seal.layout)
+def _seal(sealed: tpb.Sealed) -> _Counts:
+    yield "digests of parts", len(sealed.shared_digests), PARTS_MAX
+    yield from _layout(sealed.layout)
 
 
-def _begin(begin: tpb.BeginSaveRequest) -> _Counts:
-    yield from _seal(begin.ahead)
-
-
-def _push(request: tpb.PushRequest) -> _Counts:
-    yield from _begin(request.begin)
-    yield from _seal(request.seal)
+def _session(message: tpb.TrainerMessage) -> _Counts:
+    yield from _seal(message.sealed)
 
 
 def _read(request: tpb.ReadRequest) -> _Counts:
@@ -121,8 +129,6 @@ def _read(request: tpb.ReadRequest) -> _Counts:
 
 
 _COUNTED: dict[str, Callable[[Any], _Counts]] = {
-    f"{_TRAINER}BeginSave": _begin,
-    f"{_TRAINER}SealSave": _seal,
-    f"{_TRAINER}Push": _push,
+    f"{_TRAINER}Session": _session,
     f"{_TRAINER}Read": _read,
 }

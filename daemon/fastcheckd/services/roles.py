@@ -64,8 +64,7 @@ RULES: dict[str, dict[str, frozenset[str]]] = {
     ),
     "fastcheck.v1.TrainerService": dict.fromkeys(
         (
-            "OpenSession", "BeginSave", "SealSave", "AbandonSave", "WatchSave", "ListSteps", "Load",
-            "Push", "Pull", "Read", "CloseSession", "Delete",
+            "Session", "Upload", "ListSteps", "Load", "Pull", "Read", "Delete",
         ),
         _TRAINERS,
     ),
@@ -79,6 +78,12 @@ RULES: dict[str, dict[str, frozenset[str]]] = {
     "grpc.health.v1.Health": dict.fromkeys(("Check", "List", "Watch"), _ANY),
 }  # fmt: skip
 
+
+def _offering(request: Any) -> str | None:
+    """Who offers a shard: its first source. The leader orders repairs on behalf of others."""
+    return None if request.repair or not request.sources else str(request.sources[0].node.node_id)
+
+
 #: Calls in which a node says who it is: a node says that of itself alone.
 _SPEAKER: dict[str, Callable[[Any], str | None]] = {
     "/fastcheck.v1.RegistryService/Register": lambda request: request.node_id,
@@ -89,14 +94,9 @@ _SPEAKER: dict[str, Callable[[Any], str | None]] = {
     "/fastcheck.v1.RegistryService/Report": lambda request: request.record.owner.node_id,
     "/fastcheck.v1.RegistryService/Supersede": lambda request: request.owner.node_id,
     "/fastcheck.v1.RegistryService/ReportInventory": lambda request: request.node.node_id,
-    "/fastcheck.v1.PeerService/Replicate": lambda request: _offering(request),
+    "/fastcheck.v1.PeerService/Replicate": _offering,
     "/fastcheck.v1.PeerService/Open": lambda request: request.reader or None,
 }
-
-
-def _offering(request: Any) -> str | None:
-    """Who offers a shard: its first source. The leader orders repairs on behalf of others."""
-    return None if request.repair or not request.sources else str(request.sources[0].node.node_id)
 
 
 def names_a_speaker(method: str) -> bool:

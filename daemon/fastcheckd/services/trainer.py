@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from fastcheck_proto.conventions import HEADER_BYTES_MAX, RANK_MAX, STEP_MAX, STREAM_PIECE_BYTES, check_name
+from fastcheck_proto.conventions import (
+    HEADER_BYTES_MAX,
+    RANK_MAX,
+    REQUEST_BYTES_MAX,
+    STEP_MAX,
+    STREAM_PIECE_BYTES,
+    check_name,
+)
+from fastcheck_proto.seal_record import FOOTER_BYTES, read_record
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 from fastcheck_proto.v1 import trainer_pb2_grpc as tpb_grpc
 
-from ..errors import FastCheckdError, FencedError, InvalidRequestError, NoQuorumError
+from ..errors import FastCheckdError, InvalidRequestError, NoQuorumError
 from ..registry.client import RegistryClient
 from ..restore.following import Following
 from ..restore.room import RestoreRoom
 from ..restore.without_quorum import LOOKUP_TIMEOUT_S as PROVISIONAL_LOOKUP_TIMEOUT_S
 from ..rpc import abort, answers
-from ..saving.room import SavingRoom
-from ..saving.save import Save
+from ..saving.coordinator import SaveCoordinator
+from ..saving.session import TrainerSession
 from .admission import CALLER
 from .deletions import delete_steps
 from .owners import Owners
+from .request_limits import PIECE_BYTES_MAX, too_many_of_a_seal
 
-#: Pieces of state that a sender may choose; ours are smaller.
-PIECE_BYTES_MAX = 4 * STREAM_PIECE_BYTES
+logger = logging.getLogger(__name__)
+
+#: Of a state, as far as sums go: no machine has as much.
+STATE_BYTES_MAX = 1 << 50
+IN_FLIGHT_MAX = 1024
 LIST_TIMEOUT_S = 10.0
 #: A trainer that ends waits for it.
 CLOSE_TIMEOUT_S = 1.5
@@ -40,7 +55,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
 
     def __init__(
         self,
-        saving: SavingRoom,
+        saving: SaveCoordinator,
         restore: RestoreRoom,
         registry: RegistryClient,
         owners: Owners,
@@ -49,89 +64,146 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
         self._saving = saving
         self._restore = restore
         self._registry = registry
+        self._ending: set[asyncio.Task[None]] = set()
 
-    @answers
-    async def OpenSession(self, request: tpb.OpenSessionRequest, context: Context) -> tpb.OpenSessionResponse:
-        """Take a rank's place."""
+    # --- sessions --------------------------------------------------------------------------------
+
+    async def Session(
+        self, request_iterator: AsyncIterator[tpb.TrainerMessage], context: Context
+    ) -> AsyncIterator[tpb.DaemonMessage]:
+        """One process' tenure of one rank."""
+        session: TrainerSession | None = None
+        reading: asyncio.Task[None] | None = None
+        try:
+            session = await self._open(request_iterator)
+            reading = asyncio.create_task(self._read(session, request_iterator), name="session")
+            # Whatever ends the reading ends the stream.
+            reading.add_done_callback(lambda _: session.hang_up())
+            async for message in session.messages():
+                yield message
+            await reading
+        except FastCheckdError as error:
+            await abort(context, error)
+        except grpc.aio.BaseError:
+            raise  # ended by us, or the caller is gone
+        except Exception as error:
+            logger.exception("a session met a defect")
+            await abort(context, FastCheckdError(f"internal error: {error!r}"))
+        finally:
+            if reading is not None:
+                reading.cancel()
+            if session is not None:
+                # Apart from this call, which may have been cancelled.
+                ending = asyncio.create_task(self._end(session), name="session-end")
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
+
+    async def _open(self, messages: AsyncIterator[tpb.TrainerMessage]) -> TrainerSession:
+        first = await anext(messages, None)
+        if first is None or not first.HasField("open"):
+            raise InvalidRequestError("a session begins with what it is to be: open")
+        request = first.open
         _check_rank(request.job, request.rank, request.world_size)
         if not 1 <= len(request.client_id) <= 64:
             raise InvalidRequestError("client_id must have 1 to 64 characters")
+        if request.max_in_flight > IN_FLIGHT_MAX:
+            raise InvalidRequestError(f"at most {IN_FLIGHT_MAX} steps may be under way")
         await self._owners.check(request.job)
         self._restore.expect(request.job, request.rank)
-        return tpb.OpenSessionResponse(session=await self._saving.open_session(request, str(CALLER.get())))
+        return await self._saving.open(request, str(CALLER.get()))
 
-    @answers
-    async def CloseSession(
-        self, request: tpb.CloseSessionRequest, context: Context
-    ) -> tpb.CloseSessionResponse:
-        """The trainer is done with its rank."""
-        _check_job(request.job)
-        await self._owners.check(request.job)
-        await self._saving.close_session(request)
-        closing = rpb.CloseRankRequest(job=request.job, rank=request.rank, session=request.session)
-        await self._registry.close_rank(closing, timeout_s=CLOSE_TIMEOUT_S)
-        return tpb.CloseSessionResponse()
+    async def _read(self, session: TrainerSession, messages: AsyncIterator[tpb.TrainerMessage]) -> None:
+        """Act on what a trainer says, in its order, until it has no more to say or says that it is done."""
+        async for message in messages:
+            session.check_read()
+            kind = message.WhichOneof("message")
+            if kind == "reserve":
+                await self._owners.check(session.job)
+                self._reserve(session, message.reserve)
+            elif kind == "sealed":
+                await self._seal(session, message.sealed)
+            elif kind == "abandon":
+                self._saving.abandon(session, message.abandon.segment_id)
+            elif kind == "close":
+                closing = rpb.CloseRankRequest(job=session.job, rank=session.rank, session=session.number)
+                # Unheard, the job counts as running: then deleting its newest step takes an explicit word.
+                with contextlib.suppress(FastCheckdError):
+                    await self._registry.close_rank(closing, timeout_s=CLOSE_TIMEOUT_S)
+                await self._saving.close(session)
+                return
+            else:
+                raise InvalidRequestError("a session is one open, then reservations, seals and the like")
 
-    @answers
-    async def BeginSave(self, request: tpb.BeginSaveRequest, context: Context) -> tpb.BeginSaveResponse:
-        """Reserve a segment."""
-        save, waited_s = await self._begin(request)
-        return tpb.BeginSaveResponse(
-            save_id=save.save_id,
-            segment=tpb.SegmentRef(path=str(save.segment.path), bytes=save.segment.size_bytes),
-            waited_s=waited_s,
-            read_ahead=save.described is not None,
-        )
-
-    async def _begin(self, request: tpb.BeginSaveRequest) -> tuple[Save, float]:
-        _check_rank(request.job, request.rank, request.world_size)
-        await self._owners.check(request.job)
-        if not 0 <= request.step <= STEP_MAX:
-            raise InvalidRequestError(f"step {request.step} is not from 0 to {STEP_MAX}")
-        if request.state_bytes == 0:
-            raise InvalidRequestError("a state has at least its header")
-        if request.ahead.header_bytes > HEADER_BYTES_MAX:
-            raise InvalidRequestError(f"a state header may have at most {HEADER_BYTES_MAX} bytes")
-        return await self._saving.begin(request)
-
-    async def _check_save(self, save_id: str) -> None:
-        """Whoever begins a save may end it; one that is not known is for the room to answer."""
-        if (job := self._saving.job_of(save_id)) is not None:
-            await self._owners.check(job)
-
-    @answers
-    async def SealSave(self, request: tpb.SealSaveRequest, context: Context) -> tpb.SealSaveResponse:
-        """Start replicating."""
-        await self._check_save(request.save_id)
-        if request.as_begun:
-            await self._saving.seal(request.save_id, None)
+    def _reserve(self, session: TrainerSession, request: tpb.ReserveMemory) -> None:
+        step = request.step if request.HasField("step") else None
+        if step is not None and step > STEP_MAX:
+            error = InvalidRequestError(f"step {step} is not from 0 to {STEP_MAX}")
+            session.refuse(error, step)
+        elif not 0 < request.state_bytes <= STATE_BYTES_MAX:
+            session.refuse(InvalidRequestError(f"no state has {request.state_bytes} bytes"), step)
+        elif request.record_bytes > REQUEST_BYTES_MAX + FOOTER_BYTES:
+            session.refuse(InvalidRequestError(f"no seal has {request.record_bytes} bytes"), step)
         else:
-            await self._seal(request.save_id, request)
-        return tpb.SealSaveResponse()
+            self._saving.reserve(session, request)
 
-    async def _seal(self, save_id: str, seal: tpb.SealSaveRequest | tpb.PushSeal) -> None:
-        if seal.header_bytes > HEADER_BYTES_MAX:
-            raise InvalidRequestError(f"a state header may have at most {HEADER_BYTES_MAX} bytes")
-        await self._saving.seal(save_id, seal)
+    async def _seal(self, session: TrainerSession, sealed: tpb.Sealed) -> None:
+        try:
+            # The job may have become somebody's meanwhile.
+            await self._owners.check(session.job)
+            if sealed.step > STEP_MAX:
+                raise InvalidRequestError(f"step {sealed.step} is not from 0 to {STEP_MAX}")
+            if sealed.header_bytes > HEADER_BYTES_MAX:
+                raise InvalidRequestError(f"a state header may have at most {HEADER_BYTES_MAX} bytes")
+        except FastCheckdError as error:
+            self._saving.abandon(session, sealed.segment_id)
+            session.refuse(error, sealed.step)
+            return
+        await self._saving.sealed(session, sealed)
+
+    async def _end(self, session: TrainerSession) -> None:
+        """The stream is over. What the trainer sealed without being able to say so is found in its segments."""
+        try:
+            for segment_id, segment in [] if session.over else list(session.held.items()):
+                record = await asyncio.to_thread(read_record, segment.view, segment_id)
+                sealed = None if record is None else _parsed(record, segment_id)
+                if sealed is not None:
+                    await self._seal(session, sealed)
+        except FastCheckdError as error:
+            logger.info(
+                "what rank %d of job %s has sealed is not looked for: %s", session.rank, session.job, error
+            )
+        finally:
+            self._saving.leave(session)
 
     @answers
-    async def AbandonSave(self, request: tpb.AbandonSaveRequest, context: Context) -> tpb.AbandonSaveResponse:
-        """Give a segment back."""
-        await self._check_save(request.save_id)
-        self._saving.abandon(request.save_id)
-        return tpb.AbandonSaveResponse()
+    async def Upload(
+        self, request_iterator: AsyncIterator[tpb.UploadRequest], context: Context
+    ) -> tpb.UploadResponse:
+        """Bytes into a segment that a session of the caller holds."""
+        first = await anext(request_iterator, None)
+        if first is None or not first.HasField("target"):
+            raise InvalidRequestError("an upload begins with its target")
+        target = first.target
+        _check_job(target.job)
+        await self._owners.check(target.job)
+        position = 0
+        async for request in request_iterator:
+            # With each piece: the segment may have been taken back, and be another step's by now.
+            segment = self._saving.held(target.job, target.rank, target.session, target.segment_id)
+            piece = request.data
+            if not request.HasField("data") or len(piece) > PIECE_BYTES_MAX:
+                raise InvalidRequestError(
+                    f"an upload is one target, then pieces of at most {PIECE_BYTES_MAX} bytes"
+                )
+            if position + len(piece) > segment.size_bytes:
+                raise InvalidRequestError(
+                    f"the upload has more than the {segment.size_bytes} bytes of its segment"
+                )
+            segment.view[position : position + len(piece)] = piece
+            position += len(piece)
+        return tpb.UploadResponse(bytes=position)
 
-    async def WatchSave(
-        self, request: tpb.WatchSaveRequest, context: Context
-    ) -> AsyncIterator[tpb.WatchSaveResponse]:
-        """Follow a save."""
-        try:
-            _check_job(request.job)
-            await self._owners.check(request.job)
-            async for response in self._saving.watch(request):
-                yield response
-        except FastCheckdError as error:
-            await abort(context, error)
+    # --- steps -----------------------------------------------------------------------------------
 
     @answers
     async def ListSteps(self, request: tpb.ListStepsRequest, context: Context) -> tpb.ListStepsResponse:
@@ -188,47 +260,6 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
                 await following.close()
         except FastCheckdError as error:
             await abort(context, error)
-
-    @answers
-    async def Push(
-        self, request_iterator: AsyncIterator[tpb.PushRequest], context: Context
-    ) -> tpb.PushResponse:
-        """A save whose bytes come through the stream."""
-        save: Save | None = None
-        position = 0
-        waited_s = 0.0
-        sealed = False
-        try:
-            async for request in request_iterator:
-                part = request.WhichOneof("part")
-                if part == "begin" and save is None:
-                    save, waited_s = await self._begin(request.begin)
-                elif part == "data" and save is not None and not sealed:
-                    piece = request.data
-                    if not self._saving.is_reserved(save.save_id):
-                        raise FencedError(
-                            f"{save.key}: its memory was taken back, as another process took over the rank or this one "
-                            "began another save"
-                        )
-                    if len(piece) > PIECE_BYTES_MAX or position + len(piece) > save.state_bytes:
-                        raise InvalidRequestError("the stream holds more bytes than it announced")
-                    save.segment.view[position : position + len(piece)] = piece
-                    position += len(piece)
-                elif part == "seal" and save is not None and not sealed:
-                    # The job may have become somebody's meanwhile.
-                    await self._check_save(save.save_id)
-                    if position != save.state_bytes:
-                        raise InvalidRequestError(f"{position} of {save.state_bytes} announced bytes came")
-                    await self._seal(save.save_id, request.seal)
-                    sealed = True
-                else:
-                    raise InvalidRequestError("a push is one begin, then data, then one seal")
-            if not sealed:
-                raise InvalidRequestError("the push ended before its seal")
-        finally:
-            if save is not None and not sealed:
-                self._saving.abandon(save.save_id)
-        return tpb.PushResponse(waited_s=waited_s)
 
     async def Pull(self, request: tpb.PullRequest, context: Context) -> AsyncIterator[tpb.PullResponse]:
         """A load whose bytes go through the stream."""
@@ -296,3 +327,15 @@ def _check_rank(job: str, rank: int, world_size: int) -> None:
         raise InvalidRequestError(f"world size {world_size} is not from 1 to {RANK_MAX}")
     if rank >= world_size:
         raise InvalidRequestError(f"rank {rank} is not below the world size {world_size}")
+
+
+def _parsed(record: bytes, segment_id: str) -> tpb.Sealed | None:
+    """A seal that was found in a segment; None: it is none that a trainer could have sent."""
+    sealed = tpb.Sealed()
+    try:
+        sealed.ParseFromString(record)
+    except DecodeError:
+        return None
+    if sealed.segment_id != segment_id or sealed.session or too_many_of_a_seal(sealed):
+        return None
+    return sealed

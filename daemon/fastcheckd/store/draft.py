@@ -68,7 +68,7 @@ class Draft:
         """Chunks that are not here yet."""
         return tuple(index for index, chunk in enumerate(self.content) if chunk is None)
 
-    def begin(self, wait_s: float) -> None:
+    def begin(self, wait_s: float, *, lean: bool = False) -> None:
         """Take what is here, and the slots for what is not; raises as `ReplicaStore.draft`, and then holds nothing."""
         try:
             if self.base is not None:
@@ -86,7 +86,9 @@ class Draft:
                 self._index.hold(chunk for chunk in found if chunk is not None)
                 self.content = list(found)
             self._check_known()
-            self._reserve(wait_s)
+            self.lean = lean and self._turns_base
+            if not self.lean:
+                self._reserve(wait_s)
         except BaseException:
             self.abandon()
             raise

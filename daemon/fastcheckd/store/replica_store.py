@@ -283,6 +283,7 @@ class ReplicaStore:
         *,
         base: Replica | None = None,
         keep_base: bool = True,
+        lean: bool = False,
         wait_s: float = 0.0,
     ) -> Draft:
         """Begin a copy, of which what is here already is taken by digest. `publish` or `abandon` it.
@@ -290,6 +291,8 @@ class ReplicaStore:
         Args:
             base: an older step of the same shard, cut alike, against which chunks may come.
             keep_base: it is to be had when the copy is published: as reverse deltas, where they are smaller.
+            lean: with a base, take a slot for each chunk as it comes, though there is room for all of them now: the
+                room is needed for something else.
             wait_s: how long to wait for room.
 
         Raises:
@@ -305,7 +308,7 @@ class ReplicaStore:
         draft = Draft(self._index, own, base, keep_base=keep_base)
         if base is not None and base.chunks != draft.chunks:
             raise InvalidRequestError("a base is cut as the shard is")
-        draft.begin(wait_s)
+        draft.begin(wait_s, lean=lean)
         return draft
 
     def find(self, key: pb.ShardKey, kind: pb.ReplicaKind.ValueType) -> Replica | None:

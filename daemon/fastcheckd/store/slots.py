@@ -4,7 +4,8 @@ A slab without a slot in use is a free file of the pools: it is taken again befo
 the system when memory is short. Best fit, and neighbours that are free are one free stretch.
 
 Slots of two kinds come from slabs of their own as long as there is room: chunks, which are of nearly one size, and
-deltas, which are smaller and of every size. A delta in the place of a chunk would leave a rest that fits no other chunk.
+deltas, which are smaller and of every size. A delta in the place of a chunk would leave a rest that
+fits no other chunk.
 """
 
 from __future__ import annotations

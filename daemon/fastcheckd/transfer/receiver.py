@@ -160,6 +160,7 @@ class Receiver:
 
     Args:
         kept_steps: a job's committed steps by the newest view.
+        is_short: whether memory is short for a job's copies, so that they should come encoded.
         gate: paces the chunks of repairs.
         incoming: holds up the chunks of other copies while loads go first.
     """
@@ -174,6 +175,7 @@ class Receiver:
         counters: Counters,
         *,
         kept_steps: Callable[[str], Collection[int]],
+        is_short: Callable[[str], bool] = lambda _: False,
         gate: ChunkGate,
         incoming: ChunkGate,
     ) -> None:
@@ -185,6 +187,7 @@ class Receiver:
         self._fetcher = fetcher
         self._counters = counters
         self._kept_steps = kept_steps
+        self._is_short = is_short
         self._gate = gate
         self._incoming = incoming
         self._turns = FairTurns()
@@ -371,8 +374,13 @@ class Receiver:
             if request.provisional:
                 kept = self._kept_steps(manifest.key.job)
                 drop_obsolete(self._store, manifest, request.obsolete_steps, kept, self._counters)
-            keep_base = self._config.keep_steps > 1
-            return self._store.draft(manifest, base=base, keep_base=keep_base, wait_s=ROOM_WAIT_S)
+            return self._store.draft(
+                manifest,
+                base=base,
+                keep_base=self._config.keep_steps > 1,
+                lean=self._is_short(manifest.key.job),
+                wait_s=ROOM_WAIT_S,
+            )
 
         return await to_its_end(make, undo=lambda draft: draft.abandon())
 

@@ -312,7 +312,7 @@ class ShardManifest(google.protobuf.message.Message):
         """Unset: the rank's state is its own. Otherwise it is a part of one that all ranks hold alike."""
 
     @property
-    def shared_digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PartDigests]:
+    def shared_digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PartDigest]:
         """What the rank found of that state when it saved its part. In the owner's manifest of shard 0 only."""
 
     def __init__(
@@ -341,7 +341,7 @@ class ShardManifest(google.protobuf.message.Message):
         generation: builtins.int = ...,
         begun_after: builtins.int = ...,
         shared: Global___SharedPart | None = ...,
-        shared_digests: collections.abc.Iterable[Global___PartDigests] | None = ...,
+        shared_digests: collections.abc.Iterable[Global___PartDigest] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key", "shared", b"shared"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["begun_after", b"begun_after", "bytes", b"bytes", "chunk_bytes", b"chunk_bytes", "chunk_digests", b"chunk_digests", "chunk_lengths", b"chunk_lengths", "codecs", b"codecs", "digest", b"digest", "generation", b"generation", "header_bytes", b"header_bytes", "header_offset", b"header_offset", "key", b"key", "kind", b"kind", "lossy", b"lossy", "offset", b"offset", "owner", b"owner", "part", b"part", "provisional", b"provisional", "save_id", b"save_id", "session", b"session", "shard_count", b"shard_count", "shared", b"shared", "shared_digests", b"shared_digests", "state_bytes", b"state_bytes", "world_size", b"world_size"]) -> None: ...
@@ -381,40 +381,35 @@ class SharedPart(google.protobuf.message.Message):
 Global___SharedPart: typing_extensions.TypeAlias = SharedPart
 
 @typing.final
-class PartDigests(google.protobuf.message.Message):
-    """What a rank found in one part of the shared state, its own or another one's: 8 bytes for each tensor, or each run of
-    tensors, that has bytes there.
-    """
+class PartDigest(google.protobuf.message.Message):
+    """What a rank found in one part of the shared state, its own or another one's: 16 bytes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PART_FIELD_NUMBER: builtins.int
-    DIGESTS_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
     part: builtins.int
-    digests: builtins.bytes
+    digest: builtins.bytes
     def __init__(
         self,
         *,
         part: builtins.int = ...,
-        digests: builtins.bytes = ...,
+        digest: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digests", b"digests", "part", b"part"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "part", b"part"]) -> None: ...
 
-Global___PartDigests: typing_extensions.TypeAlias = PartDigests
+Global___PartDigest: typing_extensions.TypeAlias = PartDigest
 
 @typing.final
 class Disagreement(google.protobuf.message.Message):
-    """Tensors on which ranks disagree."""
+    """A part of the shared state on which ranks disagree."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PART_FIELD_NUMBER: builtins.int
-    ENTRY_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
     MINORITY_FIELD_NUMBER: builtins.int
     part: builtins.int
-    """Number of the part, and index into its digests."""
-    entry: builtins.int
     minority: builtins.bool
     """Whether `ranks` are a minority."""
     @property
@@ -425,11 +420,10 @@ class Disagreement(google.protobuf.message.Message):
         self,
         *,
         part: builtins.int = ...,
-        entry: builtins.int = ...,
         ranks: collections.abc.Iterable[builtins.int] | None = ...,
         minority: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entry", b"entry", "minority", b"minority", "part", b"part", "ranks", b"ranks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["minority", b"minority", "part", b"part", "ranks", b"ranks"]) -> None: ...
 
 Global___Disagreement: typing_extensions.TypeAlias = Disagreement
 

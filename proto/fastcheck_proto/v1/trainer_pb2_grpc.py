@@ -39,35 +39,15 @@ class TrainerServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.OpenSession = channel.unary_unary(
-                '/fastcheck.v1.TrainerService/OpenSession',
-                request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.OpenSessionRequest.SerializeToString,
-                response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.OpenSessionResponse.FromString,
+        self.Session = channel.stream_stream(
+                '/fastcheck.v1.TrainerService/Session',
+                request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerMessage.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.DaemonMessage.FromString,
                 _registered_method=True)
-        self.CloseSession = channel.unary_unary(
-                '/fastcheck.v1.TrainerService/CloseSession',
-                request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.CloseSessionRequest.SerializeToString,
-                response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.CloseSessionResponse.FromString,
-                _registered_method=True)
-        self.BeginSave = channel.unary_unary(
-                '/fastcheck.v1.TrainerService/BeginSave',
-                request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.BeginSaveRequest.SerializeToString,
-                response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.BeginSaveResponse.FromString,
-                _registered_method=True)
-        self.SealSave = channel.unary_unary(
-                '/fastcheck.v1.TrainerService/SealSave',
-                request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.SealSaveRequest.SerializeToString,
-                response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.SealSaveResponse.FromString,
-                _registered_method=True)
-        self.AbandonSave = channel.unary_unary(
-                '/fastcheck.v1.TrainerService/AbandonSave',
-                request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.AbandonSaveRequest.SerializeToString,
-                response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.AbandonSaveResponse.FromString,
-                _registered_method=True)
-        self.WatchSave = channel.unary_stream(
-                '/fastcheck.v1.TrainerService/WatchSave',
-                request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.WatchSaveRequest.SerializeToString,
-                response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.WatchSaveResponse.FromString,
+        self.Upload = channel.stream_unary(
+                '/fastcheck.v1.TrainerService/Upload',
+                request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.UploadRequest.SerializeToString,
+                response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.UploadResponse.FromString,
                 _registered_method=True)
         self.ListSteps = channel.unary_unary(
                 '/fastcheck.v1.TrainerService/ListSteps',
@@ -84,11 +64,6 @@ class TrainerServiceStub(object):
                 request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.LoadRequest.SerializeToString,
                 response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.LoadResponse.FromString,
                 _registered_method=True)
-        self.Push = channel.stream_unary(
-                '/fastcheck.v1.TrainerService/Push',
-                request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.PushRequest.SerializeToString,
-                response_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.PushResponse.FromString,
-                _registered_method=True)
         self.Pull = channel.unary_stream(
                 '/fastcheck.v1.TrainerService/Pull',
                 request_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.PullRequest.SerializeToString,
@@ -104,44 +79,16 @@ class TrainerServiceStub(object):
 class TrainerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def OpenSession(self, request, context):
-        """Takes a rank's place in a job. An older process in that place is fenced.
+    def Session(self, request_iterator, context):
+        """One process' tenure of one rank: opened by the first message, over when the stream ends. What was sealed by then goes on.
+        A process that lost its stream opens another one with the same client_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CloseSession(self, request, context):
-        """The trainer is done with the rank. Its saves under way go on; its steps may now be deleted without further ado.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def BeginSave(self, request, context):
-        """Reserves a staging segment. Waits while too many steps are in flight.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def SealSave(self, request, context):
-        """The segment is complete: from here on the step is the daemon's.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def AbandonSave(self, request, context):
-        """Gives a segment back that will not be sealed.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def WatchSave(self, request, context):
-        """Follows a sealed save until it is committed or has failed. A message may repeat a state when
-        something else in it has changed.
+    def Upload(self, request_iterator, context):
+        """The bytes of a state into a segment that the caller's session holds, for a trainer without a daemon on its node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,13 +116,6 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Push(self, request_iterator, context):
-        """BeginSave, the bytes and SealSave in one stream, for a trainer without a daemon on its node.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Pull(self, request, context):
         """Load for a trainer without a daemon on its node.
         """
@@ -194,35 +134,15 @@ class TrainerServiceServicer(object):
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'OpenSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.OpenSession,
-                    request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.OpenSessionRequest.FromString,
-                    response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.OpenSessionResponse.SerializeToString,
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerMessage.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.DaemonMessage.SerializeToString,
             ),
-            'CloseSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.CloseSession,
-                    request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.CloseSessionRequest.FromString,
-                    response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.CloseSessionResponse.SerializeToString,
-            ),
-            'BeginSave': grpc.unary_unary_rpc_method_handler(
-                    servicer.BeginSave,
-                    request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.BeginSaveRequest.FromString,
-                    response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.BeginSaveResponse.SerializeToString,
-            ),
-            'SealSave': grpc.unary_unary_rpc_method_handler(
-                    servicer.SealSave,
-                    request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.SealSaveRequest.FromString,
-                    response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.SealSaveResponse.SerializeToString,
-            ),
-            'AbandonSave': grpc.unary_unary_rpc_method_handler(
-                    servicer.AbandonSave,
-                    request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.AbandonSaveRequest.FromString,
-                    response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.AbandonSaveResponse.SerializeToString,
-            ),
-            'WatchSave': grpc.unary_stream_rpc_method_handler(
-                    servicer.WatchSave,
-                    request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.WatchSaveRequest.FromString,
-                    response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.WatchSaveResponse.SerializeToString,
+            'Upload': grpc.stream_unary_rpc_method_handler(
+                    servicer.Upload,
+                    request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.UploadRequest.FromString,
+                    response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.UploadResponse.SerializeToString,
             ),
             'ListSteps': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSteps,
@@ -238,11 +158,6 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.Load,
                     request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.LoadRequest.FromString,
                     response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.LoadResponse.SerializeToString,
-            ),
-            'Push': grpc.stream_unary_rpc_method_handler(
-                    servicer.Push,
-                    request_deserializer=fastcheck__proto_dot_v1_dot_trainer__pb2.PushRequest.FromString,
-                    response_serializer=fastcheck__proto_dot_v1_dot_trainer__pb2.PushResponse.SerializeToString,
             ),
             'Pull': grpc.unary_stream_rpc_method_handler(
                     servicer.Pull,
@@ -265,7 +180,7 @@ class TrainerService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def OpenSession(request,
+    def Session(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -275,12 +190,12 @@ class TrainerService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/fastcheck.v1.TrainerService/OpenSession',
-            fastcheck__proto_dot_v1_dot_trainer__pb2.OpenSessionRequest.SerializeToString,
-            fastcheck__proto_dot_v1_dot_trainer__pb2.OpenSessionResponse.FromString,
+            '/fastcheck.v1.TrainerService/Session',
+            fastcheck__proto_dot_v1_dot_trainer__pb2.TrainerMessage.SerializeToString,
+            fastcheck__proto_dot_v1_dot_trainer__pb2.DaemonMessage.FromString,
             options,
             channel_credentials,
             insecure,
@@ -292,7 +207,7 @@ class TrainerService(object):
             _registered_method=True)
 
     @staticmethod
-    def CloseSession(request,
+    def Upload(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -302,120 +217,12 @@ class TrainerService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_unary(
+            request_iterator,
             target,
-            '/fastcheck.v1.TrainerService/CloseSession',
-            fastcheck__proto_dot_v1_dot_trainer__pb2.CloseSessionRequest.SerializeToString,
-            fastcheck__proto_dot_v1_dot_trainer__pb2.CloseSessionResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def BeginSave(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fastcheck.v1.TrainerService/BeginSave',
-            fastcheck__proto_dot_v1_dot_trainer__pb2.BeginSaveRequest.SerializeToString,
-            fastcheck__proto_dot_v1_dot_trainer__pb2.BeginSaveResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SealSave(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fastcheck.v1.TrainerService/SealSave',
-            fastcheck__proto_dot_v1_dot_trainer__pb2.SealSaveRequest.SerializeToString,
-            fastcheck__proto_dot_v1_dot_trainer__pb2.SealSaveResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AbandonSave(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fastcheck.v1.TrainerService/AbandonSave',
-            fastcheck__proto_dot_v1_dot_trainer__pb2.AbandonSaveRequest.SerializeToString,
-            fastcheck__proto_dot_v1_dot_trainer__pb2.AbandonSaveResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WatchSave(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/fastcheck.v1.TrainerService/WatchSave',
-            fastcheck__proto_dot_v1_dot_trainer__pb2.WatchSaveRequest.SerializeToString,
-            fastcheck__proto_dot_v1_dot_trainer__pb2.WatchSaveResponse.FromString,
+            '/fastcheck.v1.TrainerService/Upload',
+            fastcheck__proto_dot_v1_dot_trainer__pb2.UploadRequest.SerializeToString,
+            fastcheck__proto_dot_v1_dot_trainer__pb2.UploadResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -497,33 +304,6 @@ class TrainerService(object):
             '/fastcheck.v1.TrainerService/Load',
             fastcheck__proto_dot_v1_dot_trainer__pb2.LoadRequest.SerializeToString,
             fastcheck__proto_dot_v1_dot_trainer__pb2.LoadResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Push(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/fastcheck.v1.TrainerService/Push',
-            fastcheck__proto_dot_v1_dot_trainer__pb2.PushRequest.SerializeToString,
-            fastcheck__proto_dot_v1_dot_trainer__pb2.PushResponse.FromString,
             options,
             channel_credentials,
             insecure,

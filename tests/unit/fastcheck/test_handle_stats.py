@@ -19,7 +19,7 @@ def test_ratio_and_codecs_are_those_of_the_last_report():
         common_pb2.CodecUse(codec="adam", raw_bytes=80, encoded_bytes=20),
         common_pb2.CodecUse(codec="raw", raw_bytes=20, encoded_bytes=20),
     ]
-    update = pb.WatchSaveResponse(encoded_bytes=40, codecs=uses, encode_s=0.5, lossy=True)
+    update = pb.SaveProgress(encoded_bytes=40, codecs=uses, encode_s=0.5, lossy=True)
     handle._absorb(update)
     handle._absorb(update)
     stats = handle.stats

@@ -7,7 +7,7 @@ import torch
 from fake_daemon import FakeDaemon
 
 from fastcheck import Checkpointer, InvalidArgumentError, LoadFailedError, LossyCheckpointError
-from fastcheck.precision import parse_precision
+from fastcheck.config import parse_precision
 from fastcheck_proto.v1 import layout_pb2 as pb
 
 

@@ -11,13 +11,14 @@ import torch
 from fake_daemon import FakeDaemon
 from test_checkpointer import wait_until
 
-from fastcheck import Checkpointer, UnsupportedStateError
+from fastcheck import Checkpointer, OutOfMemoryError, UnsupportedStateError
 from fastcheck import copying as copying_module
 from fastcheck import pages as pages_module
 from fastcheck import prefault as prefault_module
 from fastcheck.copying import Copier
 from fastcheck.segments import anonymous
 from fastcheck.state.flatten import flatten
+from fastcheck_proto.v1 import common_pb2
 
 
 @pytest.fixture
@@ -46,12 +47,13 @@ def train(state: dict) -> None:
 def test_the_first_save_finds_the_segment_that_prepare_had_touched(daemon, ckpt):
     state = make()
     ckpt.prepare(state)
-    assert daemon.memory.abandoned == ["save-0"]
     (segment,) = ckpt._transport._cache._segments.values()
-    wait_until(lambda: segment.warm)
+    assert segment.warm, "prepare returns when it is"
     train(state)
-    assert ckpt.save(1, state).result(timeout=60).committed
+    handle = ckpt.save(1, state).result(timeout=60)
+    assert handle.committed and handle.stats["waited_s"] == 0
     assert list(ckpt._transport._cache._segments.values()) == [segment]
+    assert len(daemon.memory.reserved) == 1
 
 
 @pytest.mark.parametrize(
@@ -70,12 +72,12 @@ def test_what_the_optimizer_will_keep_is_foreseen(daemon, ckpt, kind, settings):
     state = make(kind, **settings)
     ckpt.prepare(state)
     train(state)
-    prepared = daemon.memory.saves["save-0"].request.state_bytes
     needed = flatten(state).state_bytes
-    # What the daemon takes for a recycled segment.
-    assert needed <= prepared <= needed + needed // 4 + (1 << 20)
+    assert needed <= daemon.memory.reserved[0].state_bytes <= needed + needed // 4
+    handle = ckpt.save(1, state).result(timeout=60)
+    assert handle.stats["waited_s"] == 0
     ckpt.prepare(state)
-    assert daemon.memory.saves["save-1"].request.state_bytes == needed
+    assert daemon.memory.reserved[1].state_bytes == needed
 
 
 def test_a_daemon_that_is_away_or_refuses_is_no_error_of_prepare(tmp_path, caplog):
@@ -89,10 +91,18 @@ def test_a_daemon_that_is_away_or_refuses_is_no_error_of_prepare(tmp_path, caplo
             ckpt.prepare({"f": print})
 
 
-def test_disabled_and_elsewhere_prepare_does_nothing(daemon, monkeypatch):
+def test_what_does_not_fit_is_said_at_once_and_raises(daemon, ckpt):
+    daemon.refuse["reserve"] = (common_pb2.ERROR_CODE_OVER_BUDGET, "needs 5 of 3 bytes")
+    with pytest.raises(OutOfMemoryError, match="needs 5 of 3 bytes"):
+        ckpt.prepare(make())
+    daemon.refuse["reserve"] = (common_pb2.ERROR_CODE_NO_QUORUM, "nobody is there")
+    ckpt.prepare(make())
+
+
+def test_elsewhere_prepare_only_reserves(daemon):
     with Checkpointer(job="gpt", address=daemon.tcp_address) as ckpt:
         ckpt.prepare(make())
-        assert daemon.memory.saves == {}
+        assert len(daemon.memory.reserved) == 1 and not daemon.memory.all_sealed()
 
 
 def test_closing_does_not_wait_for_pages(daemon, ckpt, monkeypatch):
@@ -104,9 +114,12 @@ def test_closing_does_not_wait_for_pages(daemon, ckpt, monkeypatch):
 
     monkeypatch.setattr(prefault_module, "populate", slow)
     monkeypatch.setattr(prefault_module, "_SLICE_BYTES", 4096)
-    ckpt.prepare(make())
+    preparing = threading.Thread(target=ckpt.prepare, args=(make(),))
+    preparing.start()
     assert entered.wait(10)
     ckpt.close()
+    preparing.join(10)
+    assert not preparing.is_alive()
     wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("fastcheck")])
 
 

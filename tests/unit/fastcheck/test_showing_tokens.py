@@ -56,7 +56,7 @@ def test_every_call_shows_what_is_in_the_file_then(daemon: Listening, token_file
     with checkpointer(daemon) as ckpt:
         ckpt.save(1, STATE).result(timeout=30)
         first = dict(daemon.shown)
-        assert set(first) >= {"OpenSession", "BeginSave", "SealSave", "WatchSave"}
+        assert set(first) >= {"Session"}
         assert set(first.values()) == {"Bearer one.one.one"}
         daemon.shown.clear()
         token_file.write_text("two.two.two")
@@ -111,12 +111,16 @@ def test_a_file_that_goes_between_two_calls_fails_the_later(daemon: Listening, t
     with checkpointer(daemon) as ckpt:
         ckpt.save(1, STATE).result(timeout=30)
         token_file.unlink()
-        with pytest.raises(SaveFailedError, match=FILE_VARIABLE):
-            ckpt.save(2, STATE).result(timeout=30)
         with pytest.raises(InvalidArgumentError, match=FILE_VARIABLE):
             ckpt.load({"weights": torch.zeros(1000)})
+        # The session's stream showed its token when it was opened; the next one shows another.
+        ckpt.save(2, STATE).result(timeout=30)
+        ckpt._session._stream.cut()
+        with pytest.raises(SaveFailedError, match=FILE_VARIABLE):
+            while True:
+                ckpt.save(3, STATE).result(timeout=30)
         token_file.write_text("a.b.c")
-        ckpt.save(3, STATE).result(timeout=30)
+        ckpt.save(4, STATE).result(timeout=30)
 
 
 def test_a_token_never_goes_over_plaintext(
@@ -134,9 +138,9 @@ def test_a_token_never_goes_over_plaintext(
 
 
 def test_a_refusal_reaches_who_asked(daemon: Listening, token_file: Path) -> None:
-    daemon.refuse["OpenSession"] = (common_pb2.ERROR_CODE_DENIED, "this token does not pass: it has expired")
+    daemon.refuse["Session"] = (common_pb2.ERROR_CODE_DENIED, "this token does not pass: it has expired")
     with checkpointer(daemon) as ckpt:
         with pytest.raises(DeniedError, match="expired"):
             ckpt.save(1, STATE).result(timeout=30)
-        del daemon.refuse["OpenSession"]
+        del daemon.refuse["Session"]
         ckpt.save(2, STATE).result(timeout=30)

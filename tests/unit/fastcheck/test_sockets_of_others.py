@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.forks import run
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
 
@@ -57,15 +58,7 @@ def trainer(uid: int, home: Path, address: str = "") -> str:
     environment = {"PATH": os.environ["PATH"], "TMPDIR": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}
     if address:
         environment["FASTCHECK_ADDRESS"] = address
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINER, str(uid)],
-        env=environment,
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run(["-c", TRAINER, uid], env=environment, cwd=Path("/"))
     assert done.returncode == 0, done.stderr
     return done.stdout
 

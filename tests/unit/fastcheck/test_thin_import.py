@@ -1,5 +1,6 @@
 """`import fastcheck` brings neither the daemon's libraries nor other frameworks."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ FOREIGN = {
 DCP = {"torch.distributed.checkpoint", "fastcheck.dcp"}
 
 
+@functools.cache
 def added_by(code: str) -> set[str]:
     """Modules that are there after it and were not there after torch and grpc."""
     program = (

@@ -12,18 +12,18 @@ import pytest
 from click.shell_completion import get_completion_class
 from click.testing import CliRunner
 
-from fastcheck.cli import completing
+from fastcheck.cli import shell_completion
 from fastcheck.cli.app import cli
-from fastcheck.cli.completion_command import SHELLS
+from fastcheck.cli.offline_commands import SHELLS
 from fastcheck.local import LocalCluster
 
-PATIENCE_S = completing.PATIENCE_S
+PATIENCE_S = shell_completion.PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
 def nobody_by_default(monkeypatch, tmp_path):
     monkeypatch.setenv("FASTCHECK_ADDRESS", f"unix://{tmp_path}/no.sock")
-    monkeypatch.setattr(completing, "PATIENCE_S", 30.0)  # cores may be busy here
+    monkeypatch.setattr(shell_completion, "PATIENCE_S", 30.0)  # cores may be busy here
 
 
 def offered(line):
@@ -81,7 +81,7 @@ def test_nobody_there_is_nothing_to_offer(world, address, monkeypatch):
 
 def test_a_daemon_that_says_nothing_is_given_up_soon(monkeypatch):
     assert 0 < PATIENCE_S <= 2, "somebody is in the middle of a line"
-    monkeypatch.setattr(completing, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(shell_completion, "PATIENCE_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         began = time.monotonic()
         assert offered(f"fastcheck drain --address 127.0.0.1:{listener.getsockname()[1]} ") == []

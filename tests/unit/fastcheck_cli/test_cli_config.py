@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 from tests import schemas
 
-from fastcheck.cli import config_commands
+from fastcheck.cli import offline_commands
 from fastcheck.cli.app import cli
 
 
@@ -52,6 +52,6 @@ def test_without_the_daemon_it_says_what_to_install(monkeypatch):
     def is_missing(keys):
         raise ModuleNotFoundError("package fastcheckd is not installed", name="fastcheckd")
 
-    monkeypatch.setattr(config_commands, "daemon_environment", is_missing)
+    monkeypatch.setattr(offline_commands, "daemon_environment", is_missing)
     done = show()
     assert done.exit_code == 1 and "pip install 'fastcheck[daemon]'" in done.stderr

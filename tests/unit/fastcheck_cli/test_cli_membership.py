@@ -6,7 +6,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from fastcheck.cli import membership_commands, options
+from fastcheck.cli import maintenance_commands, options
 from fastcheck.cli.app import cli
 from fastcheck_proto.v1 import common_pb2, registry_pb2
 
@@ -100,7 +100,7 @@ def test_safe_to_stop_exits_0_when_safe_5_when_survivable_and_4_when_neither(run
 
 
 def test_drain_follows_until_the_node_may_be_stopped(run, world, monkeypatch):
-    monkeypatch.setattr(membership_commands, "POLL_S", 0.01)
+    monkeypatch.setattr(maintenance_commands, "POLL_S", 0.01)
     world.polls_until_safe = 3
     result = run("drain", "node-1", "--yes", "--wait", "60", "-o", "json")
     assert result.exit_code == 0
@@ -110,7 +110,7 @@ def test_drain_follows_until_the_node_may_be_stopped(run, world, monkeypatch):
 
 
 def test_a_drain_that_is_not_done_in_time_goes_on_and_says_so(run, world, monkeypatch):
-    monkeypatch.setattr(membership_commands, "POLL_S", 0.01)
+    monkeypatch.setattr(maintenance_commands, "POLL_S", 0.01)
     world.polls_until_safe = 1_000_000
     result = run("drain", "node-1", "--yes", "--wait", "0.05", "-o", "json")
     assert (result.exit_code, json.loads(result.stdout)["verdict"]["survivable"]) == (5, True)

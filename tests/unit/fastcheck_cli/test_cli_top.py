@@ -7,9 +7,9 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from fastcheck.cli import top_command
+from fastcheck.cli import top
 from fastcheck.cli.app import cli
-from fastcheck.cli.top_view import snapshot, view
+from fastcheck.cli.top import snapshot, view
 from fastcheck.errors import DaemonUnavailableError
 from fastcheck_proto.v1 import registry_pb2
 
@@ -104,8 +104,8 @@ def test_a_cluster_that_stops_to_answer_keeps_its_last_moment_on_the_screen():
     def is_silent(before):
         raise DaemonUnavailableError("nobody is there")
 
-    assert top_command._show_live(iter([answers, is_silent, answers]), screen)["health"] == "OK"
+    assert top._show_live(iter([answers, is_silent, answers]), screen)["health"] == "OK"
     assert "nobody is there" in screen.file.getvalue()
     assert seen[1] is not None  # rates go on from the last moment
     with pytest.raises(DaemonUnavailableError):
-        top_command._show_live(iter([is_silent]), screen)
+        top._show_live(iter([is_silent]), screen)

@@ -3,9 +3,9 @@
 import pytest
 from rich.console import Console
 
-from fastcheck.demo import view
+from fastcheck.demo import display
+from fastcheck.demo.display import DemoView, RunProgress, sparkline
 from fastcheck.demo.report import RunRecord, Timeline, compare, summary
-from fastcheck.demo.view import DemoView, RunProgress, sparkline
 
 RANKS, STEPS, RESTORED = 2, 6, 3
 
@@ -170,7 +170,7 @@ def test_the_ratio_is_that_of_all_committed_steps(runs):
     assert runs[0].ratio == 2.0
     runs[0].take(saved_event(9, 0) | {"bytes": 1000, "encoded_bytes": 50})
     assert runs[0].ratio == 1800 / 450
-    assert "times smaller" in text_of(view.summary(the_summary(runs)))
+    assert "times smaller" in text_of(display.summary(the_summary(runs)))
 
 
 def test_steps_that_were_not_committed_do_not_count_as_sent(runs):
@@ -185,9 +185,9 @@ def text_of(renderable):
 
 
 def test_the_summary_for_people_says_identical_only_when_it_is(runs):
-    assert "✔ identical bit for bit" in text_of(view.summary(the_summary(runs)))
+    assert "✔ identical bit for bit" in text_of(display.summary(the_summary(runs)))
     runs[1].final[1] = "other"
-    shown = text_of(view.summary(the_summary(runs)))
+    shown = text_of(display.summary(the_summary(runs)))
     assert "✘ NOT identical" in shown
     assert "rank 1" in shown
 
@@ -198,7 +198,7 @@ def test_the_screen_shows_nodes_runs_and_story():
     screen.nodes = [{"node_id": f"node-{i}", "state": "UP", **node} for i in range(2)]
     screen.runs.append(RunProgress("training", 20, step=7, committed=6, ratio=3.25, losses=[5.0, 4.0]))
     screen.story.append((1.5, "something happened", ""))
-    shown = text_of(view.render(screen))
+    shown = text_of(display.render(screen))
     for words in (
         "★ leader",
         "KILLED",

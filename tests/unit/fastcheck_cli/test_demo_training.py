@@ -1,15 +1,18 @@
 """The demo's training: the model's size, batches that depend on nothing but their place, and real ranks."""
 
+import subprocess
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.forks import popen
 
-from fastcheck.demo.data import batch, corpus
-from fastcheck.demo.model import GPT, parameter_count
+from fastcheck.demo import TrainSettings, ranks
+from fastcheck.demo.model import GPT, batch, corpus, parameter_count
 from fastcheck.demo.ranks import RankGroup
 from fastcheck.demo.report import RunRecord
-from fastcheck.demo.settings import TrainSettings
 
 SMALL = TrainSettings(steps=3, width=32, layers=2, heads=2, context=16, batch=1)
 
@@ -57,6 +60,12 @@ def test_settings_survive_the_command_line():
     assert TrainSettings.parse([*SMALL.arguments(), "--digest-at=4"]) == (SMALL, ["--digest-at=4"])
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Ranks that need not import torch once more."""
+    monkeypatch.setattr(ranks, "subprocess", SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE))
+
+
 def train(tmp_path, name, *, digest_at=None):
     run = RunRecord()
     with RankGroup(SMALL, None, 2, tmp_path, name=name, digest_at=digest_at) as group:
@@ -75,6 +84,7 @@ def train(tmp_path, name, *, digest_at=None):
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("forked")
 def test_two_ranks_train_the_same_bits_twice(tmp_path):
     one, two = train(tmp_path, "one", digest_at=2), train(tmp_path, "two", digest_at=3)
     assert len(one.losses) == 6

@@ -55,7 +55,7 @@ def until(condition, what, timeout_s=60):
 
 
 def of_cluster(folder):
-    """Processes that live and name the cluster's folder: daemons by their log, and the keeper by its command line."""
+    """Processes that live and name the cluster's folder: daemons by their log, and the reaper by its command line."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -93,7 +93,7 @@ def test_a_killed_owner_leaves_neither_daemons_nor_memory(tmp_path, ending):
         owner.send_signal(ending)
         owner.wait(10)
         assert_nothing_is_left(folder, pids, ram_dirs)
-    said = (folder / "keeper.log").read_text().splitlines()
+    said = (folder / "reaper.log").read_text().splitlines()
     assert said == [f"process {owner.pid} ended without taking its cluster down", "the cluster is down"]
 
 
@@ -104,7 +104,7 @@ def test_an_owner_that_ends_in_order_needs_nobody(tmp_path):
         owner.stdin.close()
         assert owner.wait(30) == 0
     assert of_cluster(folder) == []
-    assert not (folder / "keeper.log").exists()
+    assert not (folder / "reaper.log").exists()
 
 
 def test_a_command_killed_halfway_leaves_no_half_cluster(tmp_path):
@@ -142,7 +142,7 @@ def test_what_local_up_started_stays_up_without_it(tmp_path):
     try:
         with running(sys.executable, *command) as up:
             (node,) = json.loads(up.communicate(timeout=60)[0])["nodes"]
-        assert sorted(of_cluster(folder)) == sorted(node["pids"]), "a keeper would take it down"
+        assert sorted(of_cluster(folder)) == sorted(node["pids"]), "a reaper would take it down"
         with AdminClient(node["address"]) as client:
             assert client.nodes()["nodes"][0]["state"] == "UP"
     finally:

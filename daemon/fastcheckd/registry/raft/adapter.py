@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import secrets
 import socket
@@ -27,12 +26,15 @@ from pysyncobj import SyncObjConf, SyncObjConsumer, replicated
 from pysyncobj.config import FAIL_REASON
 from pysyncobj.syncobj import SyncObjException
 
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
+
 from ...config import Config, Voter, split_address
 from ...durations import REGISTRY, Durations
 from ...errors import ConfigError, InvalidRequestError, NoQuorumError, RegistryError, UnsafeError
 from ...log import Complaints
-from ..records import Json
-from ..state import apply, new_state, snapshot
+from ..model import State, refusal
+from ..state import COMMAND_BYTES_MAX, apply
 from . import snapshots, unpickler
 from .engine import Engine, change_in
 from .journal import ADVICE, LOG, Entry, Journal
@@ -46,9 +48,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: A commit of about 20,000 ranks. Commands stay below the engine's batch size, whose code for larger
-#: ones cuts them wrongly at some sizes.
-COMMAND_BYTES_MAX = 8 << 20
 #: The log is compacted when it is larger, not only when it has many entries.
 LOG_BYTES_MAX = 64 << 20
 COMPACTION_INTERVAL_S = 5.0
@@ -80,17 +79,16 @@ class _Machine(SyncObjConsumer):  # type: ignore[misc]  # pysyncobj has no types
         super().__init__()
         # Reentrant: a reader may ask something that reads.
         self.lock = threading.RLock()
-        self.state = new_state()
+        self.state = State()
 
     @replicated  # type: ignore[untyped-decorator]
     def apply(self, data: bytes) -> bytes:
         """Apply one command."""
         try:
-            command = json.loads(data)
             with self.lock:
-                return json.dumps(apply(self.state, command)).encode()
+                return apply(self.state, data).SerializeToString()
         except Exception as error:  # noqa: BLE001  raising here would wedge every voter for good
-            return json.dumps({"ok": False, "code": "INTERNAL", "message": repr(error)}).encode()
+            return refusal(pb.ERROR_CODE_INTERNAL, repr(error)).SerializeToString()
 
 
 class Ticking(Protocol):
@@ -330,7 +328,7 @@ class Raft:
         """Open the log; returns the snapshot that it begins with, whose state is in use then."""
         try:
             found = self._snapshots.load()
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the registry snapshot {self._folder.disk.path(SNAPSHOT)} cannot be used: {error}. Nothing was "
                 f"changed. What it held is on the other voters' disks. {ADVICE}"
@@ -359,15 +357,16 @@ class Raft:
     def _use(self, found: Snapshot) -> None:
         with self._machine.lock:
             self._machine.state = found.state
-        self._schema_on_disk = found.state["schema"]
+        self._schema_on_disk = found.state.schema
         self._committed = found.voters
 
     def _save_snapshot(self, last: Entry, before: Entry) -> None:
         """Have the state after an entry on disk; the log begins with the two then."""
         with self._machine.lock:
-            state, schema = snapshot(self._machine.state), self._machine.state["schema"]
-        # Not the voters that the engine gives: those may be in the log only, and go again.
-        self._snapshots.keep(snapshots.to_bytes(last, before, state, self._committed))
+            schema = self._machine.state.schema
+            # Not the voters that the engine gives: those may be in the log only, and go again.
+            data = snapshots.to_bytes(last, before, self._machine.state, self._committed)
+        self._snapshots.keep(data)
         self._schema_on_disk = schema
 
     def _snapshot_came(self, data: bytes) -> Snapshot:
@@ -407,7 +406,7 @@ class Raft:
         """
         self._on_tick()
         seen = (
-            self._machine.state["version"],
+            self._machine.state.version,
             self._engine._isLeader(),
             self._engine._getLeader(),
             self._engine.voters,
@@ -420,7 +419,7 @@ class Raft:
             self._joining = False
         now = self._ground.clock()
         is_large = self._journal.size_bytes > LOG_BYTES_MAX
-        is_newer = self._machine.state["schema"] > self._schema_on_disk
+        is_newer = self._machine.state.schema > self._schema_on_disk
         if (is_large or is_newer) and now - self._compacted_at > COMPACTION_INTERVAL_S:
             self._compacted_at = now
             self._engine.forceLogCompaction()
@@ -470,12 +469,14 @@ class Raft:
         """All voters, this one included."""
         return self._engine.voters
 
-    def read(self, reader: Callable[[Json], T]) -> T:
+    def read(self, reader: Callable[[State], T]) -> T:
         """Call `reader` with the state as applied here. It must be quick and keep nothing of it."""
         with self._machine.lock:
             return reader(self._machine.state)
 
-    async def propose(self, command: Json, *, timeout_s: float = 4.0) -> Json:
+    async def propose(
+        self, command: log_pb2.RegistryCommand, *, timeout_s: float = 4.0
+    ) -> log_pb2.RegistryResult:
         """Commit a command and return the state machine's result.
 
         The command is applied at most once, however many attempts it takes.
@@ -486,11 +487,12 @@ class Raft:
             InvalidRequestError: the command is too large.
         """
         self._seq += 1
-        numbered = {**command, "client_id": self._client_id, "seq": self._seq}
-        data = json.dumps(numbered, separators=(",", ":")).encode()
+        numbered = log_pb2.RegistryCommand(proposer=self._client_id, seq=self._seq)
+        numbered.MergeFrom(command)
+        data = numbered.SerializeToString()
         if len(data) > COMMAND_BYTES_MAX:
             raise InvalidRequestError(
-                f"a {command['type']} command of {len(data)} bytes is too large for the registry, which "
+                f"a {command.WhichOneof('kind')} command of {len(data)} bytes is too large for the registry, which "
                 f"takes {COMMAND_BYTES_MAX}: use fewer ranks, or a smaller 'spread'"
             )
         began = self._loop.time()
@@ -510,7 +512,7 @@ class Raft:
                     continue
                 if reason == FAIL_REASON.SUCCESS and result is not None:
                     self._durations.add("registry_commit", self._loop.time() - began)
-                    return dict(json.loads(result))
+                    return log_pb2.RegistryResult.FromString(result)
                 if reason in _NOT_COMMITTED:
                     problem = _NOT_COMMITTED[reason]
                     break

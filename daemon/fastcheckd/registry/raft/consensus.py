@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
+
 from ...config import Voter
-from ..records import Json
+from ..model import State
 
 T = TypeVar("T")
 
@@ -38,10 +40,12 @@ class Consensus(Protocol):
     def voters(self) -> tuple[Voter, ...]:
         """All voters, this one included."""
 
-    def read(self, reader: Callable[[Json], T]) -> T:
+    def read(self, reader: Callable[[State], T]) -> T:
         """Call `reader` with the state as applied here. It must be quick and keep nothing of it."""
 
-    async def propose(self, command: Json, *, timeout_s: float = 4.0) -> Json:
+    async def propose(
+        self, command: log_pb2.RegistryCommand, *, timeout_s: float = 4.0
+    ) -> log_pb2.RegistryResult:
         """Commit a command, at most once however often it is tried, and return the state machine's result.
 
         Raises:

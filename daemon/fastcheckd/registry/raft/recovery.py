@@ -82,7 +82,7 @@ class Recovery:
             raise ConfigError(f"{self._folder.path} holds no registry: choose another voter")
         try:
             found = snapshots.from_bytes(disk.read(SNAPSHOT)) if disk.exists(SNAPSHOT) else None
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise ConfigError(
                 f"the registry snapshot {disk.path(SNAPSHOT)} cannot be used: {error}. Choose another voter"
             ) from None

@@ -4,34 +4,38 @@ That one renames what it received before it is synced, so that a power cut leave
 behind it; believes whatever came; goes on as if nothing were when it cannot write; and reads files while it
 sends. Here a snapshot is whole in memory, checked against its checksum, and durable before its name leads to it.
 
-    snapshot  JSON, sealed: the state, the entry that it is after and the one before, the voters at that point
+    snapshot  checksum, RaftSnapshot: the state, the entry that it is after and the one before, the voters at that point
 
-Used in the engine's thread. Knows of the state that it is bytes.
+Used in the engine's thread.
 """
 
 from __future__ import annotations
 
-import base64
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+from google.protobuf.message import DecodeError
 from pysyncobj.config import SERIALIZER_STATE
 
+from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
+
 from ...log import Complaints
-from ..records import Json
-from ..state import restore
-from . import checked_json
+from ..model import State
+from ..state import restore, snapshot
+from ..wire import voter, voter_message
 from .disk import Disk
 from .journal import Entry
-from .membership import Voters, voter_from_list, voter_to_list
+from .membership import Voters
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT = "snapshot"
-FORMAT = 2
+FORMAT = 3
+CHECKSUM_BYTES = 8
 #: 4096 jobs, and as much again for what grows with their ranks.
 SNAPSHOT_BYTES_MAX = 512 << 20
 #: Sent at a time; a voter's messages are no larger than `transport` says.
@@ -55,44 +59,48 @@ class Snapshot:
 
     last: Entry
     before: Entry
-    state: Json
+    state: State
     voters: Voters
 
 
-def to_bytes(last: Entry, before: Entry, state: bytes, voters: Voters) -> bytes:
-    """A snapshot as it is kept and sent."""
-    return checked_json.dumps(
-        {
-            "format": FORMAT,
-            "last": _entry_to_json(last),
-            "before": _entry_to_json(before),
-            "state": state.decode(),
-            "voters": [voter_to_list(voter) for voter in voters.values()],
-        }
-    )
+def to_bytes(last: Entry, before: Entry, state: State, voters: Voters) -> bytes:
+    """A snapshot as it is kept and sent: a message, and the checksum of its bytes before it."""
+    body = log_pb2.RaftSnapshot(
+        format=FORMAT,
+        last=_entry_message(last),
+        before=_entry_message(before),
+        state=snapshot(state),
+        voters=map(voter_message, voters.values()),
+    ).SerializeToString(deterministic=True)
+    return xxhash.xxh3_64_digest(body) + body
 
 
 def from_bytes(data: bytes) -> Snapshot:
-    """Inverse of `to_bytes`; raises ValueError, KeyError or TypeError when it is none or not what was written."""
-    document = checked_json.loads(data)
-    if document.get("format") != FORMAT:
-        raise ValueError(f"it has format {document.get('format')!r}, this version reads {FORMAT}")
+    """Inverse of `to_bytes`; raises ValueError when it is none or not what was written."""
+    checksum, body = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
+    if checksum != xxhash.xxh3_64_digest(body):
+        raise ValueError("its checksum is that of other bytes, or missing")
+    try:
+        read = log_pb2.RaftSnapshot.FromString(body)
+    except DecodeError as error:
+        raise ValueError(f"it is no snapshot: {error}") from None
+    if read.format != FORMAT:
+        raise ValueError(f"it has format {read.format}, this version reads {FORMAT}")
     return Snapshot(
-        _entry_from_json(document["last"]),
-        _entry_from_json(document["before"]),
-        restore(document["state"].encode()),
-        {v.raft_address: v for v in map(voter_from_list, document["voters"])},
+        _entry(read.last),
+        _entry(read.before),
+        restore(read.state),
+        {record.raft_address: voter(record) for record in read.voters},
     )
 
 
-def _entry_to_json(entry: Entry) -> list[Any]:
+def _entry_message(entry: Entry) -> log_pb2.RaftEntry:
     command, index, term = entry
-    return [base64.b64encode(command).decode(), index, term]
+    return log_pb2.RaftEntry(command=command, index=index, term=term)
 
 
-def _entry_from_json(value: Any) -> Entry:
-    command, index, term = value
-    return base64.b64decode(command, validate=True), int(index), int(term)
+def _entry(message: log_pb2.RaftEntry) -> Entry:
+    return message.command, message.index, message.term
 
 
 class Snapshots:
@@ -122,7 +130,7 @@ class Snapshots:
         return self._clock() < self._resting_until
 
     def load(self) -> Snapshot | None:
-        """The one on disk, if there is one; raises OSError, ValueError, KeyError or TypeError."""
+        """The one on disk, if there is one; raises OSError or ValueError."""
         return from_bytes(self._disk.read(SNAPSHOT)) if self._disk.exists(SNAPSHOT) else None
 
     def keep(self, data: bytes) -> None:

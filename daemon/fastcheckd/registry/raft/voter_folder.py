@@ -17,10 +17,10 @@ import os
 import secrets
 import stat
 from pathlib import Path
+from typing import Any
 
 from ...config import Config, Voter
 from ...errors import ConfigError
-from ..records import Json
 from .disk import Disk, FolderDisk, write_file
 from .journal import LOG
 from .seal import Seal, derive_key
@@ -77,7 +77,7 @@ class VoterFolder:
         """It has been added."""
         self.disk.remove(JOIN)
 
-    def _identity(self) -> Json:
+    def _identity(self) -> dict[str, Any]:
         return {
             "cluster_id": self._config.cluster_id,
             "node_id": self._voter.node_id,
@@ -150,7 +150,7 @@ def registry_folder(config: Config) -> Path:
     return config.state_dir / "registry"
 
 
-def read_marker(folder: Path) -> Json | None:
+def read_marker(folder: Path) -> dict[str, Any] | None:
     """Whose folder it is; None: nobody's yet, and an empty record if that cannot be read."""
     try:
         return _parse_marker((folder / MARKER).read_bytes())
@@ -158,7 +158,7 @@ def read_marker(folder: Path) -> Json | None:
         return None
 
 
-def _parse_marker(data: bytes) -> Json:
+def _parse_marker(data: bytes) -> dict[str, Any]:
     try:
         known = json.loads(data)
     except ValueError:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheck.dcp.description import Description, Item, read_description, write_description
+from fastcheck.dcp.metadata import Description, Item, read_description, write_description
 from fastcheck.errors import CorruptError, UnsupportedStateError
 
 ITEMS = (

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from fastcheck.dcp.families import held, together
+from fastcheck.dcp.save_plans import group_families, savable_tensors
 
 RANKS = 4
 
@@ -30,7 +30,7 @@ def plans_of(state, **options):
     for rank, planner in enumerate(planners):
         planner.set_up_planner(state, None, rank == 0)
         plan = planner.create_local_plan()
-        local.append(dataclasses.replace(plan, storage_data=held(plan)))
+        local.append(dataclasses.replace(plan, storage_data=savable_tensors(plan)))
     return planners[0].create_global_plan(local)[0]
 
 
@@ -58,7 +58,7 @@ def ranks_of(plans):
 def test_a_parameter_and_its_moments_are_on_one_rank_and_nothing_is_lost(flat):
     state = state_of(flat=flat)
     before = plans_of(state)
-    after = together(before)
+    after = group_families(before)
     was, now = ranks_of(before), ranks_of(after)
     assert now.keys() == was.keys()
     assert all(len(ranks) == 1 for ranks in now.values())
@@ -74,20 +74,20 @@ def test_a_parameter_and_its_moments_are_on_one_rank_and_nothing_is_lost(flat):
 
 
 def test_every_step_is_dealt_out_alike(state):
-    one, other = (ranks_of(together(plans_of(state))) for _ in range(2))
+    one, other = (ranks_of(group_families(plans_of(state))) for _ in range(2))
     assert one == other
     assert list(one) == list(other)
 
 
 def test_what_is_together_stays_where_it_is(state):
     lowest = plans_of(state, dedup_save_to_lowest_rank=True)
-    assert together(lowest) == lowest
-    assert {rank for ranks in ranks_of(together(lowest)).values() for rank in ranks} == {0}
+    assert group_families(lowest) == lowest
+    assert {rank for ranks in ranks_of(group_families(lowest)).values() for rank in ranks} == {0}
 
 
 def test_a_planner_that_loses_what_ranks_say_keeps_its_own_way(state):
     plans = [dataclasses.replace(plan, storage_data=None) for plan in plans_of(state)]
-    assert together(plans) == plans
+    assert group_families(plans) == plans
 
 
 def test_a_tensor_goes_only_to_a_rank_that_has_it(state):
@@ -104,8 +104,8 @@ def test_a_tensor_goes_only_to_a_rank_that_has_it(state):
     for rank, planner in enumerate(planners):
         planner.set_up_planner(stages[rank // 2], None, rank == 0)
         plan = planner.create_local_plan()
-        local.append(dataclasses.replace(plan, storage_data=held(plan)))
-    dealt = together(planners[0].create_global_plan(local)[0])
+        local.append(dataclasses.replace(plan, storage_data=savable_tensors(plan)))
+    dealt = group_families(planners[0].create_global_plan(local)[0])
     for rank, plan in enumerate(dealt):
         assert {item.index.fqn for item in plan.items} <= set(local[rank].storage_data.fqns)
     assert ranks_of(dealt).keys() == {fqn for plan in local for fqn in plan.storage_data.fqns}
@@ -113,7 +113,9 @@ def test_a_tensor_goes_only_to_a_rank_that_has_it(state):
 
 def test_moments_by_number_are_together():
     model, optimizer = model_and_optimizer()
-    now = ranks_of(together(plans_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()})))
+    now = ranks_of(
+        group_families(plans_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+    )
     for number in range(len(model.state_dict())):
         assert (
             len({now[f"optimizer.state.{number}.{slot}"][0] for slot in ("exp_avg", "exp_avg_sq", "step")})

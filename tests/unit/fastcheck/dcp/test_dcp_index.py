@@ -11,9 +11,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from fastcheck.dcp.description import Item, write_description
-from fastcheck.dcp.index import index_of
-from fastcheck.dcp.writer import Place, _describe
+from fastcheck.dcp.metadata import Item, index_of, write_description
+from fastcheck.dcp.writer import Assignment, _describe
 from fastcheck.errors import CorruptError, LoadFailedError, SaveTimeoutError, StateMismatchError
 from fastcheck.handle import SaveHandle
 from fastcheck.state.flatten import flatten
@@ -119,14 +118,14 @@ def test_errors_survive_the_way_between_ranks():
     error = pickle.loads(pickle.dumps(StateMismatchError(["a is not b", "c is not d"])))
     assert error.mismatches == ("a is not b", "c is not d")
     assert str(error) == str(StateMismatchError(["a is not b", "c is not d"]))
-    assert pickle.loads(pickle.dumps(Place(1, 4))) == Place(1, 4)
+    assert pickle.loads(pickle.dumps(Assignment(1, 4))) == Assignment(1, 4)
 
 
 def test_waiting_for_copies_is_not_waiting_for_the_commit():
     handle = SaveHandle(7)
     with pytest.raises(SaveTimeoutError, match="not replicated"):
         handle.wait_replicated(timeout=0.01)
-    handle._absorb(pb.WatchSaveResponse(state=pb.SAVE_STATE_REPLICATED))
+    handle._absorb(pb.SaveProgress(state=pb.SAVE_STATE_REPLICATED))
     assert handle.wait_replicated(timeout=0) is handle
     assert not handle.done
 

@@ -3,17 +3,18 @@
 import pytest
 
 from fastcheck import InvalidArgumentError
-from fastcheck.dcp.filesystem import FastCheckFileSystem, Place, parse_path
+from fastcheck.dcp.checkpoint_id import StepPath, parse_path
+from fastcheck.dcp.filesystem import FastCheckFileSystem
 
 
 @pytest.mark.parametrize(
     ("path", "place"),
     [
-        ("", Place()),
-        ("gpt", Place("gpt")),
-        ("gpt/", Place("gpt")),
-        ("gpt/step-3", Place("gpt", 3)),
-        ("gpt/step-3/.metadata", Place("gpt", 3, ".metadata")),
+        ("", StepPath()),
+        ("gpt", StepPath("gpt")),
+        ("gpt/", StepPath("gpt")),
+        ("gpt/step-3", StepPath("gpt", 3)),
+        ("gpt/step-3/.metadata", StepPath("gpt", 3, ".metadata")),
     ],
 )
 def test_what_a_path_names(path, place):

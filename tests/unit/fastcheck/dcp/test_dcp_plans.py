@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from fastcheck import InvalidArgumentError
-from fastcheck.dcp.plans import check_complete, whole
+from fastcheck.dcp.save_plans import check_complete, complete_plans
 
 
 def planned(state):
@@ -23,11 +23,11 @@ def test_a_plan_as_before_that_was_never_seen_is_refused():
     plans, _ = planned({"a": torch.ones(3)})
     as_before = [SavePlan([], usable=False)] * 2
     with pytest.raises(InvalidArgumentError, match="plan of rank 0 .* enable_plan_caching"):
-        whole("never-seen", as_before)
+        complete_plans("never-seen", as_before)
     two = [plans[0], dataclasses.replace(plans[0], items=[])]
-    assert whole("seen", two) == two
-    assert whole("seen", as_before) == two
-    assert whole("seen", [two[1], as_before[1]]) == [two[1], two[1]]
+    assert complete_plans("seen", two) == two
+    assert complete_plans("seen", as_before) == two
+    assert complete_plans("seen", [two[1], as_before[1]]) == [two[1], two[1]]
 
 
 def test_what_metadata_names_and_nobody_writes_is_refused_by_name():

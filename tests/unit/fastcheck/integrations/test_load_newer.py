@@ -16,8 +16,8 @@ from fastcheck import (
     RegistryUnavailableError,
     StateMismatchError,
 )
-from fastcheck.integrations import keeping
-from fastcheck.integrations.keeping import Kept, load_newer
+from fastcheck.integrations import disk_fallback
+from fastcheck.integrations.disk_fallback import PlainState, load_newer
 
 OUT_OF_REACH = [
     DaemonUnavailableError("no daemon"),
@@ -59,7 +59,7 @@ def decide(monkeypatch):
             except (FastCheckError, threading.BrokenBarrierError) as error:
                 return error
 
-        monkeypatch.setattr(keeping, "from_all", from_all)
+        monkeypatch.setattr(disk_fallback, "from_all", from_all)
         with ThreadPoolExecutor(len(ranks)) as threads:
             return list(threads.map(one, range(len(ranks))))
 
@@ -104,7 +104,7 @@ def test_a_rank_whose_state_does_not_fit_raises_and_so_do_all_others(decide, fai
 
 def test_one_rank_with_a_daemon_and_then_without_it(tmp_path, caplog):
     """The same with a real load: what it fills, and what it says when nobody is there."""
-    state, loaded = {"model": Kept({"w": torch.arange(5)})}, {"model": Kept()}
+    state, loaded = {"model": PlainState({"w": torch.arange(5)})}, {"model": PlainState()}
     with FakeDaemon(tmp_path) as daemon, Checkpointer("gpt", address=daemon.address) as ckpt:
         assert load_newer(ckpt, loaded, None) is None and not caplog.text
         ckpt.save(7, state).result(timeout=60)
@@ -112,7 +112,7 @@ def test_one_rank_with_a_daemon_and_then_without_it(tmp_path, caplog):
         assert load_newer(ckpt, loaded, 7) == 7
         assert torch.equal(loaded["model"].value["w"], torch.arange(5))
         with pytest.raises(StateMismatchError):
-            load_newer(ckpt, {"other": Kept()}, 5)
+            load_newer(ckpt, {"other": PlainState()}, 5)
     with Checkpointer("gpt", address=f"unix://{tmp_path}/nobody.sock", timeout_s=0.1) as ckpt:
         assert load_newer(ckpt, loaded, 5) is None
     assert "the newest checkpoint on disk counts" in caplog.text

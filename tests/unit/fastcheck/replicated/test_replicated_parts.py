@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcheck.replicated.parts import ENTRIES_MAX, cut, partner, share
+from fastcheck.replicated.parts import cut, partner, share
 from fastcheck.state.layout import Extent, Group, Member, arrange
 from fastcheck_proto.v1 import layout_pb2
 
@@ -96,18 +96,3 @@ def test_in_pairs_each_part_is_looked_at_by_its_own_rank_and_one_other(ranks, st
 def test_partners_change_so_that_everybody_is_looked_at_whatever_the_interval_between_saves():
     for interval in (1, 4, 100, 1000):
         assert {partner(0, 4, interval * save) for save in range(1, 40)} == {1, 2, 3}
-
-
-def test_of_very_many_tensors_neighbours_have_one_digest_and_no_table_is_too_large():
-    extents = [Extent("float32", (3,), True)] * 50_000
-    sharing = share(arrange(extents, []), extents, 4)
-    tables = [-(-len(part) // sharing.grouped) for part in sharing.entries]
-    assert sum(tables) <= ENTRIES_MAX
-    told = [
-        slot
-        for part, count in enumerate(tables)
-        for number in range(count)
-        for slot in sharing.slots(part, number)
-    ]
-    assert told == list(range(50_000))
-    assert sharing.slots(0, tables[0]) == [] and sharing.slots(9, 0) == []

@@ -92,20 +92,14 @@ def test_all_dtypes_can_be_summed():
         assert summed(torch.ones((), dtype=dtype)) != summed(torch.zeros((), dtype=dtype))
 
 
-def test_sums_of_a_run_together_are_as_many_bytes_as_runs():
-    found = sums.digests([torch.arange(n + 1) for n in range(10)])
-    alone = sums.combined(found, 1)
-    assert len(alone) == 80 and len(sums.combined(found, 4)) == 24
-    assert alone[:8] == int(found[0]).to_bytes(8, "little", signed=True)
-    found[9] += 1
-    assert (
-        sums.combined(found, 4)[:16]
-        == sums.combined(sums.digests([torch.arange(n + 1) for n in range(10)]), 4)[:16]
-    )
-    assert (
-        sums.combined(found, 4)[16:]
-        != sums.combined(sums.digests([torch.arange(n + 1) for n in range(10)]), 4)[16:]
-    )
+def test_the_digest_of_a_row_of_tensors_depends_on_each_and_on_their_order():
+    tensors = [torch.arange(n + 1) for n in range(10)]
+    alone = sums.combined(sums.digests(tensors))
+    assert len(alone) == 16 and alone == sums.combined(sums.digests([t.clone() for t in tensors]))
+    assert alone != sums.combined(sums.digests(tensors[::-1]))
+    tensors[9][3] += 1
+    assert alone != sums.combined(sums.digests(tensors))
+    assert sums.combined(sums.digests([])) != alone
 
 
 def test_what_the_sum_of_known_bytes_is_never_changes():

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcheckd.errors import PlacementError
@@ -223,6 +223,7 @@ def test_a_rack_that_is_called_like_a_node_is_not_that_node():
     assert not plan.domains_short
 
 
+@settings(max_examples=12)  # of 42 that there are
 @given(st.integers(4, 24), st.integers(1, 2))
 def test_holders_in_a_group_get_about_the_same(count, tolerate):
     members, load = named(count), Counter()

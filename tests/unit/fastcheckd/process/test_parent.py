@@ -272,6 +272,7 @@ def test_a_registry_process_runs_while_the_agent_asks_for_one_and_outlives_the_a
     assert ends == ["agent", "data", "registry"]
 
 
+@pytest.mark.alone
 def test_a_registry_process_that_makes_no_progress_is_ended_and_started_anew(start):
     node = start(VOTING)
     (registry, _) = node.hear("registry runs", "agent knows")
@@ -282,6 +283,7 @@ def test_a_registry_process_that_makes_no_progress_is_ended_and_started_anew(sta
     assert node.log.count("has made no progress") == 1
 
 
+@pytest.mark.alone
 def test_an_agent_that_makes_no_progress_is_ended_and_started_anew(start):
     node = start("""
         config["data_hung_after_s"] = 0.5

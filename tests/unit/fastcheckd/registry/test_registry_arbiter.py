@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from small_cluster import register
+from small_cluster import apply, register
 
 from fastcheck_proto.v1 import node_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
@@ -18,7 +18,7 @@ from fastcheckd.config import Config, Voter
 from fastcheckd.errors import NoQuorumError
 from fastcheckd.health.detector import FailureDetector, Finding
 from fastcheckd.registry.arbiter import ASKERS_MAX, Arbiter
-from fastcheckd.registry.state import apply, new_state
+from fastcheckd.registry.model import State, state_name
 
 VOTERS = tuple(Voter(node_id=f"n{i}", registry_address=f"h:{i}1", raft_address=f"h:{i}2") for i in range(3))
 
@@ -29,7 +29,7 @@ class OneProcess:
     failure, is_leader, term, leader, voters = None, True, 1, VOTERS[0], VOTERS
 
     def __init__(self, nodes: int) -> None:
-        self.state = new_state()
+        self.state = State()
         self.quorum = True
         self.proposed = 0
         for i in range(nodes):
@@ -98,7 +98,7 @@ class Office:
         self.changes += 1
 
     def lives(self) -> list[tuple[str, int]]:
-        return [(node_id, node["incarnation"]) for node_id, node in self.engine.state["nodes"].items()]
+        return [(node.node_id, node.incarnation) for node in self.engine.state.nodes.values()]
 
     async def judge_until(self, done: Callable[[], Any], within_s: float = 60.0) -> None:
         loop = asyncio.get_running_loop()
@@ -123,7 +123,7 @@ class Office:
         self.world.silence_s = 5.0
 
     def state_of(self, node_id: str) -> str:
-        return str(self.engine.state["nodes"][node_id]["state"])
+        return state_name(self.engine.state.nodes[node_id].state)
 
 
 def test_nobody_is_asked_anything_while_everybody_is_heard():
@@ -142,8 +142,8 @@ def test_a_dead_node_is_proposed_as_down_with_the_reason_after_asking_voters_and
         await office.settle()
         office.falls_silent("n5", Finding.REFUSED)
         await office.judge_until(lambda: office.state_of("n5") == "DOWN")
-        node = office.engine.state["nodes"]["n5"]
-        assert node["reason"].startswith("ended: ") and node["since_ms"] == 7
+        node = office.engine.state.nodes["n5"]
+        assert node.reason.startswith("ended: ") and node.since_ms == 7
         asked = set(office.world.asked)
         assert {("probe", "n5"), ("n1", "n5"), ("n2", "n5")} <= asked
         through = {who for who, _ in asked} - {"probe", "n0", "n1", "n2"}

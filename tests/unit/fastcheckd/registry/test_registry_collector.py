@@ -2,6 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastcheck_proto.v1 import common_pb2
+from fastcheck_proto.v1.registry_pb2 import RankRecord
 from fastcheckd.registry.collector import (
     ABSENT_SHOWN_MAX,
     SHOWN_S,
@@ -10,13 +12,17 @@ from fastcheckd.registry.collector import (
     Collector,
     WorldSizeConflictError,
 )
+from fastcheckd.registry.model import Ref, refusal
 
 
-def record(rank, session=1, mark="x"):
-    return {"rank": rank, "session": session, "state_bytes": 10, "shards": mark}
+def record(rank, session=1, mark=10):
+    return RankRecord(rank=rank, session=session, state_bytes=mark)
 
 
-def report(collector, step, rank, now=0.0, session=1, *, world_size=2, mark="x"):
+LOST = refusal(common_pb2.ERROR_CODE_HOLDER_LOST, "lost")
+
+
+def report(collector, step, rank, now=0.0, session=1, *, world_size=2, mark=10):
     return collector.report("gpt", step, world_size, record(rank, session, mark), now)
 
 
@@ -36,12 +42,12 @@ def test_a_step_is_ready_when_its_last_rank_is_in():
 
 def test_the_newest_report_of_a_rank_wins_but_not_one_of_an_older_session():
     c = Collector()
-    report(c, 1, 0, session=2, mark="new")
-    report(c, 1, 0, session=1, mark="old")
+    report(c, 1, 0, session=2, mark=2)
+    report(c, 1, 0, session=1, mark=1)
     report(c, 1, 1)
-    assert c.next_commit("gpt", 0).reports[0]["shards"] == "new"
-    report(c, 1, 0, session=2, mark="newer")
-    assert c.next_commit("gpt", 0).reports[0]["shards"] == "newer"
+    assert c.next_commit("gpt", 0).reports[0].state_bytes == 2
+    report(c, 1, 0, session=2, mark=3)
+    assert c.next_commit("gpt", 0).reports[0].state_bytes == 3
 
 
 def test_a_newer_step_waits_for_an_older_one_that_makes_progress():
@@ -60,7 +66,7 @@ def test_a_newer_step_waits_for_an_older_one_that_makes_progress():
 
 def test_a_placed_step_without_reports_holds_nobody_up():
     c = Collector()
-    c.placed("gpt", 1, world_size=2, rank=0, node=["n", 1], state_bytes=7, oldest_step=1, now=0)
+    c.placed("gpt", 1, world_size=2, rank=0, node=Ref("n", 1), state_bytes=7, oldest_step=1, now=0)
     for rank in (0, 1):
         report(c, 2, rank)
     assert ready(c) == 2
@@ -88,9 +94,9 @@ def test_refused_ranks_have_to_report_again():
     assert ready(c) is None
     report(c, 1, 1)
     assert ready(c) == 1
-    gone = c.recheck("gpt", lambda step, world_size, r: {"code": "HOLDER_LOST"} if r["rank"] == 0 else None)
-    assert gone == [(1, 0, {"code": "HOLDER_LOST"})] and ready(c) is None
-    assert c.recheck("other", lambda *_: {"code": "HOLDER_LOST"}) == []
+    gone = c.recheck("gpt", lambda step, world_size, r: LOST if r.rank == 0 else None)
+    assert gone == [(1, 0, LOST)] and ready(c) is None
+    assert c.recheck("other", lambda *_: LOST) == []
 
 
 def test_world_sizes_do_not_mix():
@@ -126,7 +132,7 @@ def test_commits_come_in_order_and_only_from_current_sessions(events):
             session[rank] = max(session.values()) + 1
             c.opened("gpt", rank, session[rank])
         while (plan := c.next_commit("gpt", now)) is not None:
-            assert {r: rec["session"] for r, rec in plan.reports.items()} == session
+            assert {r: rec.session for r, rec in plan.reports.items()} == session
             assert all(old < plan.step for old in committed)
             assert all(old < plan.step for old in c.committed("gpt", plan.step))
             committed.append(plan.step)
@@ -134,7 +140,7 @@ def test_commits_come_in_order_and_only_from_current_sessions(events):
 
 def place(c, step, rank, oldest_step, node=("n", 1)):
     c.placed(
-        "gpt", step, world_size=3, rank=rank, node=list(node), state_bytes=1, oldest_step=oldest_step, now=0
+        "gpt", step, world_size=3, rank=rank, node=Ref(*node), state_bytes=1, oldest_step=oldest_step, now=0
     )
 
 
@@ -145,14 +151,14 @@ def test_absent_is_who_neither_reported_nor_is_at_work():
     assert c.absent("gpt", 1, is_live=bool) == [1, 2]
     place(c, 1, rank=1, oldest_step=1, node=("m", 4))
     assert c.absent("gpt", 1, is_live=bool) == [2]
-    assert c.absent("gpt", 1, is_live=lambda node: node != ["m", 4]) == [1, 2]
+    assert c.absent("gpt", 1, is_live=lambda node: node != ("m", 4)) == [1, 2]
 
 
 def test_a_rank_whose_data_process_ended_is_absent_until_the_next_one_goes_on():
     c = Collector()
     for rank, node in enumerate((("n", 1), ("m", 4), ("m", 4))):
         place(c, 1, rank, oldest_step=1, node=node)
-    c.stopped(["m", 4])
+    c.stopped(Ref("m", 4))
     assert c.absent("gpt", 1, is_live=bool) == [1, 2]
     place(c, 1, rank=1, oldest_step=1, node=("m", 4))
     assert c.absent("gpt", 1, is_live=bool) == [2]

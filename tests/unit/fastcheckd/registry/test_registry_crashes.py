@@ -7,20 +7,21 @@ last sync of the folder. From either, a start must find every acknowledged entry
 """
 
 import dataclasses
-import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+import xxhash
 
+from fastcheck_proto.v1.registry_log_pb2 import RaftSnapshot
 from fastcheckd.config import Voter
-from fastcheckd.registry.raft import checked_json, snapshots
+from fastcheckd.registry.model import State
+from fastcheckd.registry.raft import snapshots
 from fastcheckd.registry.raft.disk import FolderDisk
 from fastcheckd.registry.raft.journal import Journal
 from fastcheckd.registry.raft.snapshots import Snapshots
 from fastcheckd.registry.raft.voter_folder import make_private
-from fastcheckd.registry.state import new_state
 
 VOTER = Voter(node_id="a", registry_address="h:1", raft_address="h:2")
 
@@ -131,7 +132,7 @@ def work(folder, said):
         journal.setRaftCommitIndex(index)
         journal.onOneSecondTimer()
         # The state after the third entry from the end, as the engine stores it; then the log before is dropped.
-        state = json.dumps(new_state()).encode()
+        state = State()
         kept.keep(snapshots.to_bytes(journal[-3], journal[-4], state, {"h:2": VOTER}))
         journal.deleteEntriesTo(len(journal) - 4)
         say()
@@ -220,10 +221,10 @@ def test_the_folder_and_its_files_are_nobody_elses(tmp_path):
 
 
 def test_a_snapshot_of_another_format_is_refused_with_both_versions():
-    kept = snapshots.to_bytes((b"b", 2, 1), (b"a", 1, 1), json.dumps(new_state()).encode(), {"h:2": VOTER})
+    kept = snapshots.to_bytes((b"b", 2, 1), (b"a", 1, 1), State(), {"h:2": VOTER})
     assert snapshots.from_bytes(kept).last == (b"b", 2, 1)
-    newer = checked_json.dumps(
-        {key: value for key, value in checked_json.loads(kept).items() if key != "checksum"} | {"format": 3}
-    )
-    with pytest.raises(ValueError, match="has format 3, this version reads 2"):
+    body = RaftSnapshot.FromString(kept[snapshots.CHECKSUM_BYTES :])
+    body.format += 1
+    newer = xxhash.xxh3_64_digest(body.SerializeToString()) + body.SerializeToString()
+    with pytest.raises(ValueError, match="has format 4, this version reads 3"):
         snapshots.from_bytes(newer)

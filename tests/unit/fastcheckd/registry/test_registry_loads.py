@@ -1,64 +1,34 @@
 """What a placement goes by: bytes by node from the state, what is under way, and the holders before."""
 
+from tests.unit.fastcheckd.registry.small_cluster import DIGEST, apply, open_rank, record, register, set_state
+from tests.unit.fastcheckd.registry.small_cluster import commit as made_commit
+
 from fastcheckd.placement import Plan, PlannedShard
 from fastcheckd.registry.loads import Loads, committed_bytes, committed_holders, domain_label
-from fastcheckd.registry.state import apply, new_state
-
-DIGEST = "00" * 16
+from fastcheckd.registry.model import Ref, State
 
 
 def cluster(count=5, label=None):
-    state = new_state()
+    state = State()
     for n in range(count):
-        address = {f"{kind}_address": f"{kind}:{n}" for kind in ("agent", "data", "lane")}
-        node = {"node_id": f"n{n}", "voter": n == 0, "ram_budget_bytes": 1 << 30, **address}
-        assert apply(state, {"type": "register", "node": node, "life_id": f"life-{n}", "at_ms": 1})["ok"]
-        if label:
-            state["nodes"][f"n{n}"]["labels"] = {"rack": label(n)}
+        assert apply(state, register(f"n{n}", labels={"rack": label(n)} if label else {})).ok
     return state
 
 
 def ref(state, node_id):
-    return [node_id, state["nodes"][node_id]["incarnation"]]
+    return Ref.of(state.nodes[node_id])
 
 
 def commit(state, step, holders, shard_bytes=10, job="gpt"):
     """One rank of node n0, a shard for each entry of `holders`."""
-    opened = apply(
-        state,
-        {
-            "type": "open_rank",
-            "job": job,
-            "rank": 0,
-            "world_size": 1,
-            "client": "c",
-            "node": ref(state, "n0"),
-        },
-    )
-    shards = [
-        {
-            "offset": i * shard_bytes,
-            "bytes": shard_bytes,
-            "digest": DIGEST,
-            "holders": [ref(state, holder) for holder in names],
-        }
-        for i, names in enumerate(holders)
-    ]
-    record = {
-        "rank": 0,
-        "session": opened["session"],
-        "owner": ref(state, "n0"),
-        "state_bytes": shard_bytes * len(holders),
-        "shards": shards,
-    }
-    result = apply(
-        state,
-        {
-            "type": "commit", "job": job, "step": step, "world_size": 1, "epoch": state["epoch"],
-            "tolerate": 1, "keep_steps": 2, "ranks": [record],
-        },
-    )  # fmt: skip
-    assert result["ok"], result
+    session = apply(state, open_rank(job, 0, 1, "c", ref(state, "n0"))).session
+    made = record(0, session, ref(state, "n0"), [], shard_bytes * len(holders))
+    del made.shards[:]
+    for i, names in enumerate(holders):
+        lives = [ref(state, holder).message() for holder in names]
+        made.shards.add(shard=i, offset=i * shard_bytes, bytes=shard_bytes, digest=DIGEST, holders=lives)
+    result = apply(state, made_commit(step, [made], 1, job))
+    assert result.ok, result
 
 
 def plan(*holders, size=10):
@@ -98,7 +68,7 @@ def test_what_is_under_way_counts_until_it_is_committed_and_not_twice():
     sums = loads.by_node(state)
     assert (sums["n1"], sums["n2"]) == (10, 0), "the holder before gets nothing new"
     loads.placed(state, "gpt", 0, 1, 2, plan(("n3",)))
-    state["version"] += 1
+    state.version += 1
     assert loads.by_node(state)["n3"] == 10, "still under way"
     commit(state, 2, [["n3"]])
     assert loads.by_node(state)["n3"] == 10, "committed, and counted once"
@@ -131,10 +101,8 @@ def test_groups_are_kept_for_an_epoch_and_a_draining_node_stays_in_them():
     first = loads.groups(state, "rack", 3)
     assert loads.groups(state, "rack", 3) is first
     assert loads.groups(state, "", 3) is not first
-    assert domain_label(state["nodes"]["n1"], "rack") == "r1" and domain_label(state["nodes"]["n1"], "") == ""
-    apply(
-        state, {"type": "set_state", "node": ref(state, "n7"), "state": "DRAINING", "reason": "", "at_ms": 1}
-    )
+    assert domain_label(state.nodes["n1"], "rack") == "r1" and domain_label(state.nodes["n1"], "") == ""
+    apply(state, set_state(ref(state, "n7"), "DRAINING"))
     assert "n7" in loads.groups(state, "rack", 3)
-    apply(state, {"type": "set_state", "node": ref(state, "n7"), "state": "DOWN", "reason": "", "at_ms": 1})
+    apply(state, set_state(ref(state, "n7"), "DOWN"))
     assert "n7" not in loads.groups(state, "rack", 3)

@@ -3,13 +3,23 @@
 import asyncio
 
 import pytest
+from tests.unit.fastcheckd.registry.small_cluster import (
+    DIGEST,
+    apply,
+    commit,
+    open_rank,
+    record,
+    register,
+    set_state,
+)
 
+from fastcheck_proto.v1 import registry_pb2
 from fastcheckd.config import Config, Voter
 from fastcheckd.errors import PlacementError
 from fastcheckd.health.detector import FailureDetector
 from fastcheckd.registry.leader import Leader
+from fastcheckd.registry.model import Ref, State
 from fastcheckd.registry.reports import Reports
-from fastcheckd.registry.state import apply, new_state
 
 
 class OneProcess:
@@ -22,7 +32,7 @@ class OneProcess:
     voters = (leader,)
 
     def __init__(self):
-        self.state = new_state()
+        self.state = State()
 
     def read(self, reader):
         return reader(self.state)
@@ -47,68 +57,48 @@ class Registry:
         return self.engine.state
 
     def register(self, node_id, rack=""):
-        address = {f"{kind}_address": f"{node_id}:{i}" for i, kind in enumerate(("agent", "data", "lane"), 1)}
-        node = {"node_id": node_id, "voter": False, "ram_budget_bytes": 1 << 30, "labels": {}, **address}
-        life_id = f"{node_id}-{self.state['next_incarnation']}"
-        assert apply(self.state, {"type": "register", "node": node, "life_id": life_id, "at_ms": 1})["ok"]
-        self.state["nodes"][node_id]["labels"] = {"rack": rack} if rack else {}
+        life_id = f"{node_id}-{self.state.next_incarnation}"
+        assert apply(self.state, register(node_id, life_id, labels={"rack": rack} if rack else {})).ok
 
     def ref(self, node_id):
-        return [node_id, self.state["nodes"][node_id]["incarnation"]]
+        return Ref.of(self.state.nodes[node_id])
 
     def becomes(self, node_id, state):
-        command = {
-            "type": "set_state",
-            "node": self.ref(node_id),
-            "state": state,
-            "reason": "test",
-            "at_ms": 1,
-        }
-        assert apply(self.state, command)["ok"]
+        assert apply(self.state, set_state(self.ref(node_id), state, "test")).ok
 
     def open(self, owner="n0"):
-        command = {
-            "type": "open_rank", "job": "gpt", "rank": 0, "world_size": 1, "client": "c", "node": self.ref(owner),
-        }  # fmt: skip
-        return apply(self.state, command)["session"]
+        return apply(self.state, open_rank("gpt", 0, 1, "c", self.ref(owner))).session
 
     def place(self, owner="n0", avoid=(), state_bytes=30 << 20):
         self.step += 1
 
-        async def on_a_loop():
-            return self.leader.place(**request)
+        request = registry_pb2.PlaceRequest(
+            job="gpt", step=self.step, rank=0, world_size=1, session=self.open(owner),
+            owner=self.ref(owner).message(), state_bytes=state_bytes, chunk_bytes=1 << 20,
+            avoid=avoid, oldest_step=self.step,
+        )  # fmt: skip
 
-        request = {
-            "job": "gpt", "step": self.step, "rank": 0, "world_size": 1, "session": self.open(owner),
-            "owner": self.ref(owner), "state_bytes": state_bytes, "chunk_bytes": 1 << 20,
-            "avoid": avoid, "oldest_step": self.step,
-        }  # fmt: skip
+        async def on_a_loop():
+            return self.leader.place(request)
+
         return asyncio.run(on_a_loop())
 
     def commit(self, placement, owner="n0"):
-        shards = [
-            {
-                "offset": p.offset,
-                "bytes": p.size_bytes,
-                "digest": "00" * 16,
-                "holders": [self.ref(h) for h in p.holders],
-            }
-            for p in placement.shards
-        ]
-        record = {
-            "rank": 0, "session": self.open(owner), "owner": self.ref(owner),
-            "state_bytes": sum(p.size_bytes for p in placement.shards), "shards": shards,
-        }  # fmt: skip
-        command = {
-            "type": "commit", "job": "gpt", "step": self.step, "world_size": 1, "epoch": self.state["epoch"],
-            "tolerate": self.config.tolerate, "keep_steps": 2, "ranks": [record],
-        }  # fmt: skip
-        result = apply(self.state, command)
-        assert result["ok"], result
+        made = record(0, self.open(owner), self.ref(owner), [], sum(p.bytes for p in placement.shards))
+        del made.shards[:]
+        for p in placement.shards:
+            nodes = [holder.node for holder in p.holders]
+            made.shards.add(shard=p.shard, offset=p.offset, bytes=p.bytes, digest=DIGEST, holders=nodes)
+        result = apply(self.state, commit(self.step, [made], 1, tolerate=self.config.tolerate))
+        assert result.ok, result
+
+
+def names_of(shard):
+    return tuple(holder.node.node_id for holder in shard.holders)
 
 
 def holders(placement):
-    return [planned.holders for planned in placement.shards]
+    return [names_of(planned) for planned in placement.shards]
 
 
 def plain(count):
@@ -131,7 +121,7 @@ def test_a_holder_that_is_down_or_draining_is_replaced_and_it_alone(state):
     registry = Registry(plain(8))
     first = registry.place()
     registry.commit(first)
-    lost = first.shards[1].holders[0]
+    lost = names_of(first.shards[1])[0]
     registry.becomes(lost, state)
     second = registry.place()
     for old, new in zip(holders(first), holders(second), strict=True):
@@ -142,8 +132,8 @@ def test_a_suspect_or_an_avoided_holder_gets_nothing_while_others_can():
     registry = Registry(plain(8))
     first = registry.place()
     registry.commit(first)
-    suspect, avoided = first.shards[0].holders[0], first.shards[1].holders[0]
-    registry.leader.arbiter.avoided = frozenset({tuple(registry.ref(suspect))})
+    suspect, avoided = names_of(first.shards[0])[0], names_of(first.shards[1])[0]
+    registry.leader.arbiter.avoided = frozenset({registry.ref(suspect)})
     second = registry.place(avoid=[avoided])
     assert not {suspect, avoided} & {h for names in holders(second) for h in names}
     assert second.shards[2].holders == first.shards[2].holders
@@ -175,7 +165,7 @@ def test_copies_lie_in_other_racks_where_the_nodes_allow_it_and_else_it_is_said(
 
 def test_too_few_nodes_that_are_up_is_an_error():
     registry = Registry(plain(3), tolerate=2)
-    assert len((registry.place()).shards[0].holders) == 2
+    assert len(registry.place().shards[0].holders) == 2
     registry.becomes("n2", "DRAINING")
     with pytest.raises(PlacementError, match="only 1"):
         registry.place()

@@ -18,7 +18,7 @@ def test_one_voter_goes_on_alone_with_all_that_its_log_holds(tmp_path, compact):
                 await h.commit(register(f"n{i}"))
             left = h.follower()
             raft = h.running[left]
-            await eventually(lambda: "n4" in raft.read(lambda state: state["nodes"]))
+            await eventually(lambda: "n4" in raft.read(lambda state: state.nodes))
             if compact:
                 raft._engine.forceLogCompaction()
                 await eventually(lambda: len(raft._engine.journal) <= 3)
@@ -43,7 +43,7 @@ def test_one_voter_goes_on_alone_with_all_that_its_log_holds(tmp_path, compact):
             alone = h.start(left)
             await h.commit(register("later"))
             assert alone.voters == (left,)
-            assert set(alone.read(lambda state: state["nodes"])) == {*(f"n{i}" for i in range(5)), "later"}
+            assert set(alone.read(lambda state: state.nodes)) == {*(f"n{i}" for i in range(5)), "later"}
             # The others come back from their old disks all the same: this voter does not hear them.
             term = alone.term
             for who in h.first:
@@ -51,11 +51,11 @@ def test_one_voter_goes_on_alone_with_all_that_its_log_holds(tmp_path, compact):
                     h.start(who)
             await eventually(lambda: any(r.is_leader for r in h.running.values() if r is not alone))
             assert alone.is_leader and alone.term == term and alone.voters == (left,)
-            assert (await alone.propose(register("last")))["ok"]
+            assert (await alone.propose(register("last"))).ok
             h.stop(left)
             again = h.start(left)
             await eventually(lambda: again.is_leader)
-            assert "last" in again.read(lambda state: state["nodes"]) and again.voters == (left,)
+            assert "last" in again.read(lambda state: state.nodes) and again.voters == (left,)
 
     asyncio.run(scenario())
 

@@ -3,50 +3,57 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheckd.registry.audit import claims_of
-from fastcheckd.registry.redundancy import Claim, Ref, ShardId, Survey, survey
+from fastcheck_proto.v1.registry_pb2 import NodeRecord, NodeState, RankRecord, ShardRecord, StepRecord
+from fastcheckd.registry.audit import recorded_at
+from fastcheckd.registry.model import DOWN, DRAINING, UP, Job, Ref, ShardId, State
+from fastcheckd.registry.redundancy import RecordedReplica, Survey, find_shard, survey
 from fastcheckd.registry.safe_stop import stop_verdict
 
 NAMES = [f"n{i}" for i in range(6)]
 
 
-def node(state: str = "UP", incarnation: int = 1, rack: str = "") -> dict[str, Any]:
-    return {
-        "incarnation": incarnation,
-        "state": state,
-        "draining": state == "DRAINING",
-        "labels": {"rack": rack} if rack else {},
-        "data_address": "127.0.0.1:1",
-        "lane_address": "127.0.0.1:2",
-        "ram_budget_bytes": 1 << 40,
-    }
+def node(state: str = "UP", incarnation: int = 1, rack: str = "") -> NodeRecord:
+    return NodeRecord(
+        incarnation=incarnation,
+        state=NodeState.Value(f"NODE_STATE_{state}"),
+        draining=state == "DRAINING",
+        labels={"rack": rack} if rack else {},
+        data_address="127.0.0.1:1",
+        lane_address="127.0.0.1:2",
+        ram_budget_bytes=1 << 40,
+    )
 
 
-def shard(*holders: tuple[str, int], size: int = 10) -> dict[str, Any]:
-    return {"offset": 0, "bytes": size, "digest": "ab" * 16, "holders": [list(ref) for ref in holders]}
+def shard(*holders: tuple[str, int], size: int = 10) -> ShardRecord:
+    return ShardRecord(bytes=size, digest=b"\xab" * 16, holders=[Ref(*ref).message() for ref in holders])
 
 
-def rank(number: int, owner: tuple[str, int], *shards: dict[str, Any]) -> dict[str, Any]:
-    return {"rank": number, "session": 1, "owner": list(owner), "state_bytes": 10, "shards": list(shards)}
+def rank(number: int, owner: tuple[str, int], *shards: ShardRecord) -> RankRecord:
+    return RankRecord(rank=number, session=1, owner=Ref(*owner).message(), state_bytes=10, shards=shards)
 
 
-def step(number: int, *ranks: dict[str, Any]) -> dict[str, Any]:
-    return {"step": number, "world_size": len(ranks), "copies": 1, "ranks": list(ranks)}
+def step(number: int, *ranks: RankRecord) -> StepRecord:
+    return StepRecord(step=number, world_size=len(ranks), copies=1, ranks=ranks)
 
 
-def make(nodes: dict[str, dict[str, Any]], **jobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "version": 1,
-        "epoch": 1,
-        "nodes": nodes,
-        "jobs": {name: {"steps": steps, "newest": steps[-1]["step"]} for name, steps in jobs.items()},
-    }
+def make(nodes: dict[str, NodeRecord], **jobs: list[StepRecord]) -> State:
+    for name, each in nodes.items():
+        each.node_id = name
+    return State(
+        version=1,
+        epoch=1,
+        nodes=nodes,
+        jobs={
+            name: Job(name, next_session=2, newest=steps[-1].step, steps=steps)
+            for name, steps in jobs.items()
+        },
+    )
 
 
 REFS = st.tuples(st.sampled_from(NAMES), st.integers(1, 2))
@@ -54,7 +61,7 @@ SHARDS = st.lists(REFS, max_size=4, unique_by=lambda ref: ref[0])
 
 
 @st.composite
-def states(draw: st.DrawFn) -> dict[str, Any]:
+def states(draw: st.DrawFn) -> State:
     nodes = {
         name: node(
             draw(st.sampled_from(["UP", "UP", "UP", "DRAINING", "DOWN"])),
@@ -81,46 +88,56 @@ def states(draw: st.DrawFn) -> dict[str, Any]:
     return make(nodes, **jobs)
 
 
-def all_shards(state: dict[str, Any]) -> list[tuple[ShardId, list[Ref], int]]:
+def all_shards(state: State) -> list[tuple[ShardId, list[Ref], int]]:
     return [
         (
-            ShardId(job, kept["step"], record["rank"], index),
-            [Ref(*record["owner"]), *(Ref(*h) for h in one["holders"])],
-            one["bytes"],
+            ShardId(job, kept.step, record.rank, index),
+            [Ref.of(record.owner), *map(Ref.of, one.holders)],
+            one.bytes,
         )
-        for job, entry in state["jobs"].items()
-        for kept in entry["steps"]
-        for record in kept["ranks"]
-        for index, one in enumerate(record["shards"])
+        for job, entry in state.jobs.items()
+        for kept in entry.steps
+        for record in kept.ranks
+        for index, one in enumerate(record.shards)
     ]
 
 
-def counting(state: dict[str, Any], refs: list[Ref], *kinds: str) -> set[str]:
+def counting(state: State, refs: list[Ref], *kinds: int) -> set[str]:
     return {
         ref.node_id
         for ref in refs
-        if (found := state["nodes"].get(ref.node_id)) is not None
-        and found["incarnation"] == ref.incarnation
-        and found["state"] in kinds
+        if (found := state.nodes.get(ref.node_id)) is not None
+        and found.incarnation == ref.incarnation
+        and found.state in kinds
     }
 
 
-def denials(state: dict[str, Any], data: st.DataObject) -> frozenset[Claim]:
-    claims = [Claim(name, ref) for name, refs, _ in all_shards(state) for ref in refs]
-    return frozenset(data.draw(st.lists(st.sampled_from(claims), max_size=3))) if claims else frozenset()
+def lose(state: State, replicas: Iterable[RecordedReplica]) -> None:
+    """Have these replicas LOST, as the state machine marks them."""
+    for replica in replicas:
+        found = find_shard(state, replica.shard)
+        assert found is not None
+        found[1].lost.append(replica.ref.message())
+
+
+def lose_some(state: State, data: st.DataObject) -> frozenset[RecordedReplica]:
+    replicas = [RecordedReplica(name, ref) for name, refs, _ in all_shards(state) for ref in refs]
+    lost = frozenset(data.draw(st.lists(st.sampled_from(replicas), max_size=3))) if replicas else frozenset()
+    lose(state, lost)
+    return lost
 
 
 @given(states(), st.integers(1, 3), st.data())
 def test_every_shard_with_too_few_copies_is_found_and_no_other(
-    state: dict[str, Any], tolerate: int, data: st.DataObject
+    state: State, tolerate: int, data: st.DataObject
 ) -> None:
-    denied = denials(state, data)
-    found = survey(state, tolerate=tolerate, denied=denied)
+    lost = lose_some(state, data)
+    found = survey(state, tolerate=tolerate)
     expected = {}
     for name, refs, size in all_shards(state):
-        believed = [ref for ref in refs if Claim(name, ref) not in denied]
-        if (missing := tolerate + 1 - len(counting(state, believed, "UP"))) > 0:
-            expected[name] = (missing, size, counting(state, believed, "UP", "DRAINING"))
+        believed = [ref for ref in refs if RecordedReplica(name, ref) not in lost]
+        if (missing := tolerate + 1 - len(counting(state, believed, UP))) > 0:
+            expected[name] = (missing, size, counting(state, believed, UP, DRAINING))
     assert {s.id: (s.missing, s.bytes) for s in found.shortages} == {k: v[:2] for k, v in expected.items()}
     assert found.short_shards == len(expected)
     assert found.short_bytes == sum(missing * size for missing, size, _ in expected.values())
@@ -131,12 +148,10 @@ def test_every_shard_with_too_few_copies_is_found_and_no_other(
 
 @given(states(), st.integers(1, 3))
 def test_the_newest_steps_come_first_and_then_those_with_the_fewest_copies(
-    state: dict[str, Any], tolerate: int
+    state: State, tolerate: int
 ) -> None:
     def urgency(found: Survey) -> list[tuple[int, int]]:
-        newest = {
-            job: [kept["step"] for kept in entry["steps"]][::-1] for job, entry in state["jobs"].items()
-        }
+        newest = {job: entry.kept[::-1] for job, entry in state.jobs.items()}
         return [(newest[s.id.job].index(s.id.step), len(s.live)) for s in found.shortages]
 
     order = urgency(survey(state, tolerate=tolerate))
@@ -144,15 +159,13 @@ def test_the_newest_steps_come_first_and_then_those_with_the_fewest_copies(
 
 
 @given(states(), st.integers(1, 2))
-def test_copies_in_one_domain_are_found_where_there_are_domains_enough(
-    state: dict[str, Any], tolerate: int
-) -> None:
+def test_copies_in_one_domain_are_found_where_there_are_domains_enough(state: State, tolerate: int) -> None:
     found = survey(state, tolerate=tolerate, domain_key="rack")
-    racks = {name: entry["labels"]["rack"] for name, entry in state["nodes"].items()}
-    enough = len({racks[n] for n, entry in state["nodes"].items() if entry["state"] == "UP"}) > tolerate
+    racks = {name: entry.labels["rack"] for name, entry in state.nodes.items()}
+    enough = len({racks[n] for n, entry in state.nodes.items() if entry.state == UP}) > tolerate
     expected = set()
     for name, refs, _ in all_shards(state):
-        good = counting(state, refs, "UP")
+        good = counting(state, refs, UP)
         if enough and len({racks[n] for n in good}) < min(len(good), tolerate + 1):
             expected.add(name)
     assert {s.id for s in found.shortages if s.domains_short} == expected
@@ -161,20 +174,20 @@ def test_copies_in_one_domain_are_found_where_there_are_domains_enough(
 
 @given(states(), st.integers(1, 2), st.sampled_from(NAMES), st.data())
 def test_stopping_a_node_is_judged_by_what_the_others_hold(
-    state: dict[str, Any], tolerate: int, leaving: str, data: st.DataObject
+    state: State, tolerate: int, leaving: str, data: st.DataObject
 ) -> None:
-    denied = denials(state, data)
+    gone = lose_some(state, data)
     voters = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True))
-    verdict = stop_verdict(state, leaving, tolerate=tolerate, voters=voters, denied=denied)
+    verdict = stop_verdict(state, leaving, tolerate=tolerate, voters=voters)
     short = lost = 0
     for name, refs, _ in all_shards(state):
-        rest = [ref for ref in refs if ref.node_id != leaving and Claim(name, ref) not in denied]
-        short += len(counting(state, rest, "UP")) < tolerate + 1
-        lost += not counting(state, rest, "UP", "DRAINING")
+        rest = [ref for ref in refs if ref.node_id != leaving and RecordedReplica(name, ref) not in gone]
+        short += len(counting(state, rest, UP)) < tolerate + 1
+        lost += not counting(state, rest, UP, DRAINING)
     up = [
         voter
         for voter in voters
-        if voter != leaving and state["nodes"].get(voter, {"state": "DOWN"})["state"] != "DOWN"
+        if voter != leaving and voter in state.nodes and state.nodes[voter].state != DOWN
     ]
     quorum = 2 * len(up) > len(voters)
     assert (verdict.short_shards, verdict.lost_shards) == (short, lost)
@@ -208,15 +221,15 @@ def test_a_suspected_node_counts_for_nothing_when_another_is_to_be_stopped() -> 
 
 
 @given(states())
-def test_the_claims_of_a_life_are_all_that_records_name_it_for(state: dict[str, Any]) -> None:
-    lives = [Ref(name, entry["incarnation"]) for name, entry in state["nodes"].items()]
-    found = claims_of(state, lives)
+def test_the_replicas_of_a_life_are_all_that_records_name_it_for(state: State) -> None:
+    lives = [Ref(name, entry.incarnation) for name, entry in state.nodes.items()]
+    found = recorded_at(state, lives)
     expected = {ref: set() for ref in lives}
     for name, refs, _ in all_shards(state):
         for ref in refs:
             if ref in expected:
-                expected[ref].add(Claim(name, ref))
-    assert {ref: set(claims) for ref, claims in found.items()} == expected
+                expected[ref].add(RecordedReplica(name, ref))
+    assert {ref: set(replicas) for ref, replicas in found.items()} == expected
 
 
 @pytest.mark.timeout(60)
@@ -227,7 +240,7 @@ def test_a_thousand_nodes_are_looked_at_quickly() -> None:
         for r in range(8000)
     ]
     state = make({name: node() for name in names}, gpt=[step(1, *ranks), step(2, *ranks)])
-    state["nodes"]["node-7"]["state"] = "DOWN"
+    state.nodes["node-7"].state = DOWN
     began = time.process_time()
     found = survey(state, tolerate=1)
     took_s = time.process_time() - began

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from small_cluster import apply, register, rehold, set_state
+from test_registry_redundancy import lose, make, node, rank, shard, step
 
-from test_registry_redundancy import make, node, rank, shard, step
-
-from fastcheckd.registry.redundancy import Claim, Ref, ShardId, survey
+from fastcheck_proto.v1.registry_pb2 import NodeRecord
+from fastcheckd.registry.model import DOWN, UP, Job, Ref, ShardId, State
+from fastcheckd.registry.redundancy import RecordedReplica, survey
 from fastcheckd.registry.repair_orders import Order, Planner
 from fastcheckd.registry.repair_waits import GONE_GRACE_S, RETURN_GRACE_S, Absences
-from fastcheckd.registry.state import apply, new_state
 
 A, B, C, D, E = (Ref(name, 1) for name in "abcde")
 
@@ -20,30 +20,31 @@ def planner(*, tolerate: int = 1, domain_key: str = "", orders_max: int = 32) ->
 
 def orders(
     plan: Planner,
-    state: dict[str, Any],
+    state: State,
     *,
-    denied: frozenset[Claim] = frozenset(),
     spared: frozenset[Ref] = frozenset(),
     unwell: frozenset[str] = frozenset(),
     under_way: dict[ShardId, Order] | None = None,
     now: float = 0.0,
 ) -> list[Order]:
-    found = survey(state, tolerate=plan.tolerate, domain_key=plan.domain_key, denied=denied)
+    found = survey(state, tolerate=plan.tolerate, domain_key=plan.domain_key)
     return plan.orders(state, found, spared=spared, unwell=unwell, under_way=under_way or {}, now=now)
 
 
-def five(**states: str) -> dict[str, dict[str, Any]]:
+def five(**states: str) -> dict[str, NodeRecord]:
     return {name: node(states.get(name, "UP")) for name in "abcde"}
 
 
-def one_shard(nodes: dict[str, dict[str, Any]], owner: Ref, *holders: Ref) -> dict[str, Any]:
-    return make(nodes, gpt=[step(1, rank(0, owner, shard(*holders)))])
+def one_shard(nodes: dict[str, NodeRecord], owner: Ref, *holders: Ref, lost: Ref | None = None) -> State:
+    state = make(nodes, gpt=[step(1, rank(0, owner, shard(*holders)))])
+    lose(state, [RecordedReplica(ShardId("gpt", 1, 0, 0), lost)] if lost else [])
+    return state
 
 
 def test_the_copy_of_a_dead_holder_goes_to_another_node_and_takes_its_place_in_the_record() -> None:
     (order,) = orders(planner(), one_shard(five(b="DOWN"), A, B))
     assert order.target.node_id in "cde" and order.sources == (A,) and order.replaces == B
-    assert order.changes()[0]["add"] == list(order.target) and order.changes()[0]["remove"] == ["b", 1]
+    assert Ref.of(order.change().add) == order.target and Ref.of(order.change().remove) == ("b", 1)
 
 
 def test_copies_of_a_dead_owner_become_one_more_holder() -> None:
@@ -101,7 +102,7 @@ def test_suspects_get_nothing_and_are_asked_last() -> None:
 def test_a_full_node_gets_nothing() -> None:
     nodes = five(b="DOWN")
     for name in "cd":
-        nodes[name]["ram_budget_bytes"] = 5
+        nodes[name].ram_budget_bytes = 5
     (order,) = orders(planner(), one_shard(nodes, A, B))
     assert order.target == E
 
@@ -114,10 +115,10 @@ def test_after_a_failure_another_target_is_tried_and_the_first_again_later() -> 
     plan.attempts.failed(order.shortage.id, "c", 10.0)
     assert orders(plan, state, now=10.5) == []
     plan.attempts.membership_changed()
-    state["nodes"]["d"]["state"] = "UP"
+    state.nodes["d"].state = UP
     (order,) = orders(plan, state, now=10.6)
     assert order.target == D
-    state["nodes"]["d"]["state"] = "DOWN"
+    state.nodes["d"].state = DOWN
     (order,) = orders(plan, state, now=20.0)
     assert order.target == C
 
@@ -140,16 +141,14 @@ def test_a_node_back_in_a_new_life_takes_its_own_earlier_ones_place() -> None:
 
 
 def test_a_copy_that_its_node_lost_is_made_elsewhere_and_there_again_if_nobody_else_is_left() -> None:
-    lost = frozenset({Claim(ShardId("gpt", 1, 0, 0), B)})
-    (order,) = orders(planner(), one_shard(five(), A, B), denied=lost)
+    (order,) = orders(planner(), one_shard(five(), A, B, lost=B))
     assert order.target.node_id in "cde" and order.replaces == B and not order.refill
-    (order,) = orders(planner(), one_shard({"a": node(), "b": node()}, A, B), denied=lost)
-    assert order.target == B and order.refill and order.changes() == []
+    (order,) = orders(planner(), one_shard({"a": node(), "b": node()}, A, B, lost=B))
+    assert order.target == B and order.refill
 
 
 def test_bytes_that_the_owner_lost_are_kept_by_one_more_holder() -> None:
-    lost = frozenset({Claim(ShardId("gpt", 1, 0, 0), A)})
-    (order,) = orders(planner(), one_shard(five(), A, B), denied=lost)
+    (order,) = orders(planner(), one_shard(five(), A, B, lost=A))
     assert order.target.node_id in "cde" and order.sources == (B,) and order.replaces is None
 
 
@@ -157,7 +156,7 @@ def test_copies_in_one_rack_are_brought_apart_when_there_are_racks() -> None:
     nodes = {"a": node(rack="x"), "b": node(rack="x"), "c": node(rack="x"), "d": node(rack="y")}
     (order,) = orders(planner(domain_key="rack"), one_shard(nodes, A, B))
     assert order.target == D and order.replaces == B
-    nodes["d"]["state"] = "DOWN"
+    nodes["d"].state = DOWN
     assert orders(planner(domain_key="rack"), one_shard(nodes, A, B)) == []
 
 
@@ -187,21 +186,13 @@ def test_who_is_back_and_has_told_all_is_waited_for_no_more() -> None:
 
 
 def test_the_state_machine_takes_what_an_order_proposes() -> None:
-    state = new_state()
+    state = State()
     for name in "abcd":
-        fields = {
-            "node_id": name, "agent_address": "x:1", "data_address": "x:2", "lane_address": "x:3",
-            "voter": False, "ram_budget_bytes": 1 << 30,
-        }  # fmt: skip
-        assert apply(state, {"type": "register", "node": fields, "life_id": name, "at_ms": 1})["ok"]
-    refs = {name: Ref(name, state["nodes"][name]["incarnation"]) for name in "abcd"}
-    state["jobs"]["gpt"] = {
-        "newest": 1, "world_size": 1, "next_session": 2, "ranks": {}, "recent": [[1, 2]],
-        "steps": [step(1, rank(0, refs["a"], shard(refs["b"])))],
-    }  # fmt: skip
-    down = {"type": "set_state", "node": list(refs["b"]), "state": "DOWN", "reason": "", "at_ms": 1}
-    assert apply(state, down)["ok"]
+        assert apply(state, register(name)).ok
+    refs = {name: Ref.of(state.nodes[name]) for name in "abcd"}
+    steps = [step(1, rank(0, refs["a"], shard(refs["b"])))]
+    state.jobs["gpt"] = Job("gpt", next_session=2, newest=1, world_size=1, recent=[(1, 2)], steps=steps)
+    assert apply(state, set_state(refs["b"], "DOWN")).ok
     (order,) = orders(planner(), state)
-    assert apply(state, {"type": "rehold", "changes": order.changes()})["done"] == [True]
+    assert apply(state, rehold(order.change())).why == [""]
     assert survey(state, tolerate=1).shortages == ()
-    assert state["jobs"]["gpt"]["steps"][0]["ranks"][0]["shards"][0]["holders"] == [list(order.target)]

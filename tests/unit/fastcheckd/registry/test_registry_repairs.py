@@ -7,19 +7,16 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from small_cluster import RANKS, cluster, commit, register, set_state
+from small_cluster import DIGEST, RANKS, apply, cluster, commit, register, set_state
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
 from fastcheckd.config import Config, Voter
 from fastcheckd.errors import NoQuorumError, PeerError
 from fastcheckd.registry import repair_waits
-from fastcheckd.registry.redundancy import Claim, Ref, ShardId
+from fastcheckd.registry.model import Ref, ShardId, State
+from fastcheckd.registry.redundancy import RecordedReplica, is_lost
 from fastcheckd.registry.repairs import Repairs
-from fastcheckd.registry.state import apply
-
-#: What the shards of `RANKS` have.
-DIGEST = bytes.fromhex("ab" * 16)
 
 
 class OneVoter:
@@ -31,15 +28,15 @@ class OneVoter:
     leader: Voter | None = None
     voters: tuple[Voter, ...] = ()
 
-    def __init__(self, state: dict[str, Any]) -> None:
+    def __init__(self, state: State) -> None:
         self.state = state
         self.cut = False
-        self.proposed: list[dict[str, Any]] = []
+        self.proposed: list[Any] = []
 
-    def read(self, reader: Callable[[dict[str, Any]], Any]) -> Any:
+    def read(self, reader: Callable[[State], Any]) -> Any:
         return reader(self.state)
 
-    async def propose(self, command: dict[str, Any], *, timeout_s: float = 4.0) -> dict[str, Any]:
+    async def propose(self, command: Any, *, timeout_s: float = 4.0) -> Any:
         if self.cut:
             raise NoQuorumError("cut")
         self.proposed.append(command)
@@ -90,22 +87,20 @@ def _no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repair_waits, "BACKOFF_S_MIN", 0.05)
 
 
-def committed() -> dict[str, Any]:
+def committed() -> State:
     """n0 and n1 own a rank of two shards each, n2 holds all of it; n3 and n4 have nothing."""
     state = cluster()
-    assert apply(state, commit(5, RANKS))["ok"]
+    assert apply(state, commit(5, RANKS)).ok
     for name in ("n3", "n4"):
-        assert apply(state, register(name))["ok"]
+        assert apply(state, register(name)).ok
     return state
 
 
-def down(state: dict[str, Any], name: str) -> None:
-    assert apply(state, set_state([name, state["nodes"][name]["incarnation"]], "DOWN"))["ok"]
+def down(state: State, name: str) -> None:
+    assert apply(state, set_state(Ref.of(state.nodes[name]), "DOWN")).ok
 
 
-def play(
-    state: dict[str, Any], story: Callable[[Repairs, OneVoter, Nodes], Coroutine[Any, Any, None]]
-) -> None:
+def play(state: State, story: Callable[[Repairs, OneVoter, Nodes], Coroutine[Any, Any, None]]) -> None:
     async def whole() -> None:
         engine, nodes = OneVoter(state), Nodes()
         repairs = Repairs(Config(node_id="n0"), engine, nodes, unwell=frozenset)  # type: ignore[arg-type]
@@ -127,9 +122,9 @@ async def eventually(repairs: Repairs, condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def holders(state: dict[str, Any]) -> set[str]:
-    (kept,) = state["jobs"]["gpt"]["steps"]
-    return {holder[0] for record in kept["ranks"] for one in record["shards"] for holder in one["holders"]}
+def holders(state: State) -> set[str]:
+    (kept,) = state.jobs["gpt"].steps
+    return {holder.node_id for record in kept.ranks for one in record.shards for holder in one.holders}
 
 
 def test_all_that_a_dead_node_held_is_made_elsewhere_and_committed() -> None:
@@ -201,14 +196,15 @@ def test_a_node_that_says_it_lost_a_shard_is_replaced_as_its_holder() -> None:
 
     async def story(repairs: Repairs, engine: OneVoter, nodes: Nodes) -> None:
         lost = ShardId("gpt", 5, 0, 1)
-        await repairs.deny([Claim(lost, Ref("n2", 3)), Claim(lost, Ref("n2", 2)), Claim(lost, Ref("n4", 5))])
-        assert repairs.denied == {Claim(lost, Ref("n2", 3))}  # the others are no claims of the record
+        lives = [Ref("n2", 3), Ref("n2", 2), Ref("n4", 5)]
+        await repairs.mark_lost(RecordedReplica(lost, ref) for ref in lives)
+        # The record names the first one alone.
+        assert [is_lost(state, RecordedReplica(lost, ref)) for ref in lives] == [True, None, None]
         assert repairs.redundancy().short_shards == 1
         await eventually(repairs, lambda: repairs.redundancy().short_shards == 0)
         assert [shard for _, shard in nodes.fetched] == [lost]
-        left = state["jobs"]["gpt"]["steps"][0]["ranks"][0]["shards"][1]["holders"]
-        assert [holder[0] for holder in left] != ["n2"] and len(left) == 1
-        await eventually(repairs, lambda: repairs.denied == frozenset())
+        left = state.jobs["gpt"].steps[0].ranks[0].shards[1].holders
+        assert [holder.node_id for holder in left] != ["n2"] and len(left) == 1
 
     play(state, story)
 

@@ -2,12 +2,11 @@
 
 import asyncio
 
-from tests.unit.fastcheckd.registry.small_cluster import cluster, open_rank, record
+from tests.unit.fastcheckd.registry.small_cluster import apply, cluster, open_rank, record
 
 from fastcheck_proto.v1 import common_pb2, registry_pb2
 from fastcheckd.config import Config
 from fastcheckd.registry.reports import Reports
-from fastcheckd.registry.state import apply
 
 HOLDERS = [("n2", 3)]
 
@@ -34,7 +33,7 @@ def test_a_predecessors_refused_commit_says_nothing_about_the_new_process():
 
     async def scenario():
         state = cluster()
-        session = apply(state, open_rank("solo", 0, 1, "old", ("n0", 1)))["session"]
+        session = apply(state, open_rank("solo", 0, 1, "old", ("n0", 1))).session
         engine = SlowEngine(state)
         reports = Reports(engine, Config(node_id="n0"))
         first = asyncio.create_task(
@@ -42,7 +41,7 @@ def test_a_predecessors_refused_commit_says_nothing_about_the_new_process():
         )
         await engine.proposed.wait()
         # The commit that was proposed is decided after this one.
-        newer = apply(state, open_rank("solo", 0, 1, "new", ("n1", 2)))["session"]
+        newer = apply(state, open_rank("solo", 0, 1, "new", ("n1", 2))).session
         reports.opened("solo", 0, newer)
         second = asyncio.create_task(
             reports.report("solo", 7, 1, record(0, newer, ("n1", 2), HOLDERS), wait_s=10)
@@ -52,8 +51,8 @@ def test_a_predecessors_refused_commit_says_nothing_about_the_new_process():
         async with asyncio.timeout(5):
             assert (await first).error.code == common_pb2.ERROR_CODE_FENCED
             assert (await second).state == registry_pb2.REPORT_STATE_COMMITTED
-        (kept,) = state["jobs"]["solo"]["steps"]
-        assert [rank["session"] for rank in kept["ranks"]] == [newer]
+        (kept,) = state.jobs["solo"].steps
+        assert [rank.session for rank in kept.ranks] == [newer]
 
     asyncio.run(scenario())
 
@@ -63,8 +62,8 @@ def test_a_rank_left_over_from_a_run_with_more_ranks_is_not_told_that_its_step_w
 
     async def scenario():
         state = cluster()
-        old = apply(state, open_rank("job", 1, 2, "old", ("n1", 2)))["session"]
-        new = apply(state, open_rank("job", 0, 1, "new", ("n0", 1)))["session"]
+        old = apply(state, open_rank("job", 1, 2, "old", ("n1", 2))).session
+        new = apply(state, open_rank("job", 0, 1, "new", ("n0", 1))).session
         engine = SlowEngine(state)
         engine.decide.set()
         reports = Reports(engine, Config(node_id="n0"))
@@ -76,7 +75,7 @@ def test_a_rank_left_over_from_a_run_with_more_ranks_is_not_told_that_its_step_w
             mine = await reports.report("job", 7, 1, record(0, new, ("n0", 1), HOLDERS), wait_s=10)
             assert mine.state == registry_pb2.REPORT_STATE_COMMITTED
             assert (await left_over).error.code == common_pb2.ERROR_CODE_SUPERSEDED
-        (kept,) = state["jobs"]["job"]["steps"]
-        assert [rank["rank"] for rank in kept["ranks"]] == [0]
+        (kept,) = state.jobs["job"].steps
+        assert [rank.rank for rank in kept.ranks] == [0]
 
     asyncio.run(scenario())

@@ -3,13 +3,13 @@
 import asyncio
 
 import pytest
+from tests.unit.fastcheckd.registry.small_cluster import apply
 
 from fastcheckd.config import Voter
 from fastcheckd.errors import UnsafeError
-from fastcheckd.registry import schema
-from fastcheckd.registry import state as state_module
+from fastcheckd.registry import model, schema
+from fastcheckd.registry.model import SCHEMA, State
 from fastcheckd.registry.schema import agree, agree_in_time, is_agreed
-from fastcheckd.registry.state import SCHEMA, apply, new_state
 
 NEWER = SCHEMA + 1
 
@@ -17,14 +17,14 @@ NEWER = SCHEMA + 1
 @pytest.fixture(autouse=True)
 def _newer_version(monkeypatch):
     """This process knows a schema that voters of the version before don't."""
-    monkeypatch.setattr(state_module, "SCHEMA", NEWER)
+    monkeypatch.setattr(model, "SCHEMA", NEWER)
 
 
 class Engine:
     """A leader's engine with one state."""
 
     def __init__(self):
-        self.state = new_state()
+        self.state = State()
         self.proposed = []
         self.voters = tuple(
             Voter(node_id=n, registry_address=f"{n}:5", raft_address=f"{n}:6") for n in ("a", "b", "c")
@@ -34,7 +34,7 @@ class Engine:
         return question(self.state)
 
     async def propose(self, command):
-        self.proposed.append(command["type"])
+        self.proposed.append(command.WhichOneof("kind"))
         return apply(self.state, command)
 
 
@@ -71,7 +71,7 @@ def test_one_that_does_not_know_it_or_is_silent_holds_it_up_and_is_named(known, 
     engine = Engine()
     with pytest.raises(UnsafeError, match=words):
         asyncio.run(agree(engine, "a", Outward(**known), NEWER))
-    assert engine.proposed == [] and engine.state["schema"] == SCHEMA
+    assert engine.proposed == [] and engine.state.schema == SCHEMA
 
 
 def test_it_is_tried_again_until_the_last_voter_is_upgraded(monkeypatch):

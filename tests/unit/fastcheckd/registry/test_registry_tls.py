@@ -15,10 +15,12 @@ import zlib
 import pytest
 from tests.certificates import Authority
 from tests.sockets import ends, free_address
+from tests.unit.fastcheckd.registry.small_cluster import large
 
 from fastcheckd.certificates import Certificates
 from fastcheckd.config import Config, Voter, split_address
 from fastcheckd.errors import ConfigError
+from fastcheckd.registry.commands import noop
 from fastcheckd.registry.raft import transport
 from fastcheckd.registry.raft.adapter import Raft
 from fastcheckd.registry.raft.tls import Tls, named_node, node_uri
@@ -62,7 +64,7 @@ class Voters:
 
     async def commit(self):
         await eventually(lambda: self.leader)
-        while not (await self.leader.propose({"type": "noop"}, timeout_s=10))["ok"]:
+        while not (await self.leader.propose(noop(), timeout_s=10)).ok:
             pass
 
 
@@ -101,8 +103,8 @@ async def be_patient(voters):
 def test_three_voters_elect_commit_and_survive_their_leader(voters):
     async def scenario():
         async with three(voters):
-            big = {"type": "noop", "x": "x" * (5 << 20)}
-            assert (await voters.leader.propose(big, timeout_s=20))["ok"]
+            big = large(5 << 20)
+            assert (await voters.leader.propose(big, timeout_s=20)).ok
             first = next(i for i, raft in voters.running.items() if raft.is_leader)
             voters.stop(first)
             await voters.commit()
@@ -517,7 +519,7 @@ def test_a_seal_is_not_accepted_where_certificates_are_asked_for(voters, tmp_pat
             odd = voters.start(2, raft_key_file=key, **plain)
             for _ in range(3):
                 await voters.commit()
-            assert odd.leader is None and odd.read(lambda s: s["version"]) == 0
+            assert odd.leader is None and odd.read(lambda s: s.version) == 0
             assert voters.leader.term == term
         finally:
             for i in list(voters.running):

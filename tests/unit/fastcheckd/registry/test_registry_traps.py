@@ -16,13 +16,16 @@ import psutil
 import pytest
 from pysyncobj.monotonic import monotonic
 from tests.sockets import free_address
+from tests.unit.fastcheckd.registry.small_cluster import forget
 
+from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheckd.config import Config, Voter, split_address
 from fastcheckd.log import COMPLAINTS_MAX
+from fastcheckd.registry.commands import noop
+from fastcheckd.registry.model import SCHEMA
 from fastcheckd.registry.raft import adapter as raft_module
 from fastcheckd.registry.raft.adapter import Raft
 from fastcheckd.registry.raft.seal import Seal, derive_key
-from fastcheckd.registry.state import SCHEMA
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -67,7 +70,7 @@ def test_a_command_that_raises_is_answered_and_wedges_nobody(tmp_path, monkeypat
     real = raft_module.apply
 
     def broken(state, command):
-        if command["type"] == "bomb":
+        if b"bomb" in command:
             raise RuntimeError("a bug in the state machine")
         return real(state, command)
 
@@ -75,13 +78,13 @@ def test_a_command_that_raises_is_answered_and_wedges_nobody(tmp_path, monkeypat
 
     async def scenario():
         async with voters(tmp_path) as (raft,):
-            answer = await raft.propose({"type": "bomb"})
-            assert not answer["ok"] and answer["code"] == "INTERNAL" and "a bug" in answer["message"]
-            assert (await raft.propose({"type": "noop"}))["ok"]
+            answer = await raft.propose(forget("bomb"))
+            assert not answer.ok and answer.code == pb.ERROR_CODE_INTERNAL and "a bug" in answer.message
+            assert (await raft.propose(noop())).ok
             raft.close()
             raft.start()  # the log is read anew, bomb included
             await eventually(lambda: raft.is_leader)
-            assert (await raft.propose({"type": "noop"}))["ok"]
+            assert (await raft.propose(noop())).ok
 
     asyncio.run(scenario())
 
@@ -110,7 +113,7 @@ def test_compaction_forks_nothing(tmp_path, monkeypatch):
     async def scenario():
         async with voters(tmp_path) as (raft,):
             for _ in range(10):
-                await raft.propose({"type": "noop"})
+                await raft.propose(noop())
             raft._engine.forceLogCompaction()
             await eventually(lambda: len(raft._engine.journal) <= 3)
             assert raft._folder.disk.exists("snapshot")
@@ -130,7 +133,7 @@ def test_a_commit_waits_for_no_company(tmp_path):
             for raft in running:
                 raft._engine.conf.raftMinTimeout = raft._engine.conf.raftMaxTimeout = 3600.0
             for _ in range(20):
-                assert (await leader.propose({"type": "noop"}, timeout_s=30))["ok"]
+                assert (await leader.propose(noop(), timeout_s=30)).ok
 
     asyncio.run(scenario())
 
@@ -162,7 +165,7 @@ def test_there_is_one_replicated_method_and_it_has_no_versions(tmp_path):
         async with voters(tmp_path) as (raft,):
             methods = raft._engine._idToMethod.values()
             assert [method.__name__ for method in methods] == ["apply_v0"]
-            assert raft.read(lambda state: state["schema"]) == SCHEMA
+            assert raft.read(lambda state: state.schema) == SCHEMA
 
     asyncio.run(scenario())
 

@@ -1,11 +1,17 @@
 """What a voter shows: the replicated state, and what it alone knows beside it."""
 
-from tests.unit.fastcheckd.registry.small_cluster import AT_MS, cluster, register, set_draining, set_state
+from tests.unit.fastcheckd.registry.small_cluster import (
+    AT_MS,
+    apply,
+    cluster,
+    register,
+    set_draining,
+    set_state,
+)
 
 from fastcheck_proto.v1 import registry_pb2
 from fastcheckd.config import Voter
 from fastcheckd.registry import commands, wire
-from fastcheckd.registry.state import apply
 from fastcheckd.registry.view import Signs, cluster_view
 
 

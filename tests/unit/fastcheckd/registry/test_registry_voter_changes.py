@@ -5,21 +5,23 @@ import contextlib
 
 import pytest
 from tests.sockets import free_address
+from tests.unit.fastcheckd.registry import small_cluster
+from tests.unit.fastcheckd.registry.small_cluster import set_state
 
 from fastcheck_proto.v1 import node_pb2, registry_pb2
 from fastcheckd.config import Config, Voter
 from fastcheckd.errors import ConfigError, InvalidRequestError, NoQuorumError, UnsafeError
-from fastcheckd.registry import commands
+from fastcheckd.registry import commands, wire
+from fastcheckd.registry.model import SCHEMA
 from fastcheckd.registry.raft import adapter as raft_module
 from fastcheckd.registry.raft.adapter import Raft
 from fastcheckd.registry.raft.membership import (
     Change,
     enough_without,
-    voter_from_list,
     voter_to_list,
     voters_after,
 )
-from fastcheckd.registry.state import SCHEMA, snapshot
+from fastcheckd.registry.state import snapshot
 from fastcheckd.registry.voter_changes import add_voters, plan, plan_added, replace_voter
 
 
@@ -77,7 +79,7 @@ class House:
         while True:
             await eventually(lambda: self.leader)
             try:
-                return await self.leader.propose(command or {"type": "noop"})
+                return await self.leader.propose(command or commands.noop())
             except NoQuorumError:
                 assert asyncio.get_running_loop().time() < end
 
@@ -109,16 +111,7 @@ async def house(folder, count=3):
 
 
 def register(node_id):
-    node = {
-        "node_id": node_id,
-        "agent_address": "127.0.0.1:1",
-        "data_address": "a:2",
-        "lane_address": "a:3",
-        "voter": False,
-        "ram_budget_bytes": 1,
-        "labels": {},
-    }
-    return {"type": "register", "node": node, "life_id": "x" * 8, "at_ms": 1}
+    return small_cluster.register(node_id, agent_address="127.0.0.1:1")
 
 
 @pytest.mark.parametrize(("compact", "leader_goes"), [(False, True), (True, False)])
@@ -148,7 +141,7 @@ def test_a_voter_is_replaced_and_the_new_one_counts(tmp_path, compact, leader_go
             # Now the new one is needed for a majority.
             h.stop(next(w for w in h.running if w != new))
             await h.commit(register("later"))
-            await eventually(lambda: late.read(lambda s: "later" in s["nodes"]))
+            await eventually(lambda: late.read(lambda s: "later" in s.nodes))
 
             # All stop, and start with the config of the first day.
             for who in list(h.running):
@@ -306,7 +299,9 @@ def request(old, new, **addresses):
 
 
 def node(state, host="10.0.0.9"):
-    return {"state": state, "agent_address": f"{host}:7450"}
+    return registry_pb2.NodeRecord(
+        state=registry_pb2.NodeState.Value(f"NODE_STATE_{state}"), agent_address=f"{host}:7450"
+    )
 
 
 VOTERS = [
@@ -351,11 +346,9 @@ def test_a_node_that_refuses_changes_nothing(tmp_path):
             old = h.follower()
             h.stop(old)
             for name, state in ((old.node_id, "DOWN"), ("d", "UP")):
-                incarnation = (await h.commit(register(name)))["incarnation"]
+                incarnation = (await h.commit(register(name))).incarnation
                 life = [name, incarnation]
-                await h.commit(
-                    {"type": "set_state", "node": life, "state": state, "reason": "test", "at_ms": 1}
-                )
+                await h.commit(set_state(life, state, "test"))
             asked = []
 
             async def refuse(node_id, address, cluster_id, voters, version, named):
@@ -419,11 +412,11 @@ def test_voters_are_added_to_one_that_was_left_and_named_to_everyone(tmp_path):
         async with house(tmp_path, 1) as h:
             left = h.first[0]
             for name in ("d", "e"):
-                life = [name, (await h.commit(register(name)))["incarnation"]]
-                await h.commit({"type": "set_state", "node": life, "state": "UP", "reason": "", "at_ms": 1})
+                life = [name, (await h.commit(register(name))).incarnation]
+                await h.commit(set_state(life, "UP"))
             # What the registry named before most of them were lost.
             lost = [left, voter("x"), voter("y")]
-            assert (await h.commit(commands.set_voters(lost, at_ms=1)))["ok"]
+            assert (await h.commit(commands.set_voters(lost, at_ms=1))).ok
             asked = {}
 
             async def ask(node_id, address, cluster_id, voters, version, _named):
@@ -453,4 +446,4 @@ def test_voters_are_added_to_one_that_was_left_and_named_to_everyone(tmp_path):
 
 
 def named(h):
-    return [voter_from_list(v) for v in h.leader.read(lambda state: state["voters"])]
+    return list(map(wire.voter, h.leader.read(lambda state: state.voters)))

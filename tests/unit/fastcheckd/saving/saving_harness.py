@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,11 +19,13 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 from fastcheckd.counters import Counters
 from fastcheckd.durations import DATA, Durations
-from fastcheckd.errors import NoQuorumError, PlacementError
+from fastcheckd.errors import NoQuorumError, PlacementError, from_code
+from fastcheckd.saving.coordinator import SaveCoordinator
 from fastcheckd.saving.replicate import Replicator
-from fastcheckd.saving.room import SavingRoom
-from fastcheckd.saving.save import Save
+from fastcheckd.saving.save import Save, SaveKey
+from fastcheckd.saving.session import TrainerSession
 from fastcheckd.store.replica_store import ReplicaStore
+from fastcheckd.store.segments import Segment
 from fastcheckd.transfer.lane_meter import LaneMeter
 from fastcheckd.transfer.policy import ReplicationPolicy
 from fastcheckd.transfer.replication_pacing import ReplicationPacing
@@ -97,12 +100,41 @@ class Registry:
 
 
 class Node:
-    """The saving side of a data process."""
+    """The saving side of a data process, and the trainers that it has."""
 
-    def __init__(self, room: SavingRoom, store: ReplicaStore, counters: Counters) -> None:
-        self.room = room
+    def __init__(
+        self, coordinator: SaveCoordinator, store: ReplicaStore, counters: Counters, registry: Registry
+    ) -> None:
+        self.coordinator = coordinator
         self.store = store
         self.counters = counters
+        self.registry = registry
+        self.sessions: dict[tuple[str, int, int], TrainerSession] = {}
+
+    async def session(
+        self, job: str = "gpt", rank: int = 0, number: int = 1, **more: object
+    ) -> TrainerSession:
+        """A trainer's session, opened at its first use."""
+        if (job, rank, number) not in self.sessions:
+            self.registry.session = number
+            more = {"world_size": 2, "client_id": f"c{number}", **more}
+            asked = tpb.OpenSession(job=job, rank=rank, **more)
+            self.sessions[job, rank, number] = await self.coordinator.open(asked)
+        return self.sessions[job, rank, number]
+
+    async def segment(
+        self, session: TrainerSession, state_bytes: int, step: int | None = None
+    ) -> tuple[str, Segment]:
+        """A segment that the trainer may fill, waited for if it has none; raises what it is refused with."""
+        while True:
+            for segment_id, segment in list(session.held.items()):
+                if segment.size_bytes >= state_bytes:
+                    return segment_id, segment
+                self.coordinator.abandon(session, segment_id)
+            self.coordinator.reserve(session, tpb.ReserveMemory(state_bytes=state_bytes, step=step))
+            assert session.reserving is not None
+            await asyncio.wait({session.reserving})
+            refused(session, step)
 
     async def stage(
         self,
@@ -113,14 +145,27 @@ class Node:
         job: str = "gpt",
         session: int = 1,
     ) -> Save:
-        """What a trainer does: begin, fill, seal."""
-        request = tpb.BeginSaveRequest(
-            job=job, rank=rank, world_size=2, session=session, step=step, state_bytes=len(state)
+        """What a trainer does: take a segment, fill it, seal it."""
+        stream = await self.session(job, rank, session)
+        began_s = time.monotonic()
+        segment_id, segment = await self.segment(stream, len(state), step)
+        segment.view[: len(state)] = state
+        sealed = tpb.Sealed(
+            segment_id=segment_id,
+            step=step,
+            state_bytes=len(state),
+            header_offset=len(state) - 10,
+            header_bytes=10,
+            layout=layout,
+            begun_s=began_s,
         )
-        save, _ = await self.room.begin(request)
-        save.segment.view[: len(state)] = state
-        seal = tpb.SealSaveRequest(header_offset=len(state) - 10, header_bytes=10, layout=layout)
-        return await self.room.seal(save.save_id, seal)
+        return await self.seal(stream, sealed)
+
+    async def seal(self, stream: TrainerSession, sealed: tpb.Sealed) -> Save:
+        """Seal a segment; raises what it is refused with."""
+        await self.coordinator.sealed(stream, sealed)
+        refused(stream, sealed.step)
+        return await self.coordinator.find(SaveKey(stream.job, stream.rank, sealed.step), stream.number)
 
     async def save(
         self, step: int, state: bytes, layout: layout_pb2.StateLayout | None = None, job: str = "gpt"
@@ -136,6 +181,13 @@ class Node:
             await save.until_done()
         if save.error is not None:
             raise save.error
+
+
+def refused(session: TrainerSession, step: int | None) -> None:
+    """Raise what the trainer was told of a step, if it was refused."""
+    message = session._outbox.pop(("refused", session.number, step), None)
+    if message is not None:
+        raise from_code(message.refused.error.code, message.refused.error.message)
 
 
 @contextlib.asynccontextmanager
@@ -162,13 +214,13 @@ async def running_node(directory: Path, registry: Registry, **settings: object) 
             **common, client=there.client, view=view, counters=counters, codec=there.pool,
             encoders=there.encoders, policy=ReplicationPolicy(config.codec, config.codec_threads), pacing=pacing,
         )  # fmt: skip
-        room = SavingRoom(
+        coordinator = SaveCoordinator(
             **common, view=view, counters=counters, durations=Durations(DATA), replicator=replicator
         )
         try:
-            yield Node(room, there.store, counters)
+            yield Node(coordinator, there.store, counters, registry)
         finally:
-            await room.stop()
+            await coordinator.stop()
 
 
 @contextlib.asynccontextmanager

@@ -9,14 +9,14 @@ from tests.unit.fastcheckd.saving import saving_harness
 from tests.unit.fastcheckd.saving.saving_harness import CHUNK, next_step, noise, running_world
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheck_proto.v1 import trainer_pb2 as tpb
 from fastcheckd.errors import FencedError, JobBudgetError
-from fastcheckd.saving import room as room_module
+from fastcheckd.saving import coordinator as coordinator_module
+from fastcheckd.saving.save import SaveKey
 from fastcheckd.store.segments import rounded
 
 STATE = noise(8 * CHUNK)
-#: Of one rank's steps: room for two of them as they are.
-LIMIT = 2 * len(STATE) + 4 * CHUNK
+#: Of two ranks' steps: room for the two segments that each needs at least.
+LIMIT = 4 * len(STATE) + 4 * CHUNK
 
 
 def drop_older(store, job, step):
@@ -26,8 +26,8 @@ def drop_older(store, job, step):
             store.drop(held)
 
 
-async def until_idle(room):
-    for saves in list(room._ranks.values()):
+async def until_idle(coordinator):
+    for saves in list(coordinator._ranks.values()):
         while saves.busy():
             await asyncio.sleep(0.01)
 
@@ -49,8 +49,9 @@ def test_a_job_at_its_limit_does_not_stop_anothers_commits(tmp_path):
             while ranks < 10:
                 await node.done(await node.stage(1 + ranks, STATE, rank=ranks, job="greedy"))
                 ranks += 1
-        assert ranks == LIMIT // rounded(len(STATE))
+        assert ranks == LIMIT // (2 * rounded(len(STATE)))
         told = str(refused.value)
+        assert "needs 2 segments" in told
         assert "job 'greedy' has" in told and f"of the {LIMIT} bytes" in told
         assert f"job 'greedy' on this node save {(ranks + 1) * len(STATE)} bytes" in told
         assert "job_budget_bytes should be at least" in told
@@ -73,7 +74,9 @@ def test_a_job_at_its_limit_does_not_stop_anothers_commits(tmp_path):
 def test_a_step_that_is_more_than_a_job_may_have_is_refused_before_anything_gives_way(tmp_path):
     async def body(node, registry, holders):
         await node.save(1, STATE)
-        with pytest.raises(JobBudgetError, match=f"{3 * len(STATE)} bytes, and one job may have {LIMIT}"):
+        with pytest.raises(JobBudgetError, match=f"{5 * len(STATE)} bytes, and one job may have {LIMIT}"):
+            await node.stage(2, 5 * STATE)
+        with pytest.raises(JobBudgetError, match="needs 2 segments"):
             await node.stage(2, 3 * STATE)
         assert [held.key.step for held in node.store.held("gpt")] == [1] * len(node.store.held("gpt"))
         assert node.counters.get("own_steps_dropped") == 0
@@ -93,8 +96,8 @@ def test_a_holder_that_is_full_for_one_job_holds_for_another(tmp_path):
         while not node.counters.get("peers_quarantined"):
             await asyncio.sleep(0.01)
         assert holder.counters.get("job_budget_refused")
-        assert node.room._replicator._quarantine.members("greedy") == ["node-1"]
-        assert node.room._replicator._quarantine.members("modest") == []
+        assert node.coordinator._replicator._quarantine.members("greedy") == ["node-1"]
+        assert node.coordinator._replicator._quarantine.members("modest") == []
         state = STATE[: 4 * CHUNK]
         for step in range(1, 4):
             state = next_step(state)
@@ -120,7 +123,7 @@ def test_a_job_that_is_short_is_lean_and_others_are_not(tmp_path):
         await node.done(other)
         assert first.lean and not other.lean
 
-    in_world(tmp_path, body, job_budget_bytes=LIMIT)
+    in_world(tmp_path, body, job_budget_bytes=2 * len(STATE) + 4 * CHUNK)
 
 
 def view_of(**void: int) -> rpb.ClusterView:
@@ -132,50 +135,51 @@ def view_of(**void: int) -> rpb.ClusterView:
 
 def test_ranks_of_deleted_jobs_are_forgotten_and_others_are_bounded(tmp_path, monkeypatch):
     async def body(node, registry, holders):
-        room = node.room
+        coordinator = node.coordinator
         for job in ("gone", "kept"):
             await node.save(1, STATE, job=job)
-        await until_idle(room)
-        room._view.view = view_of(gone=1, kept=1)  # sessions below 1: none
-        room.forget()
-        assert {job for job, _ in room._ranks} == {"gone", "kept"}
-        room._view.view = view_of(gone=9, kept=1)
-        room.forget()
-        for known in (room._ranks, room.memory._state_bytes, room.memory._overlaps):
-            assert {job for job, _ in known} == {"kept"}
-        assert set(room._committed.seen_at) == {"kept"}
-        assert room.seats == 1 and [job.job for job in room.progress()] == ["kept"]
+        await until_idle(coordinator)
+        coordinator._view.view = view_of(gone=1, kept=1)  # sessions below 1: none
+        coordinator.note_view()
+        assert {job for job, _ in coordinator._ranks} == {"gone", "kept"}
+        coordinator._view.view = view_of(gone=9, kept=1)
+        coordinator.note_view()
+        assert {job for job, _ in coordinator._ranks} == {"kept"}
+        assert node.sessions["gone", 0, 1].over, "its trainer is told"
+        assert set(coordinator._committed.seen_at) == {"kept"}
+        assert coordinator.seats == 1 and [job.job for job in coordinator.progress()] == ["kept"]
 
         # Who still follows a step of the deleted job is told so, and not that it may have been a restart.
         with pytest.raises(FencedError, match="were deleted"):
-            await room.find(tpb.WatchSaveRequest(job="gone", rank=0, session=1, step=2))
+            await coordinator.find(SaveKey("gone", 0, 2), 1)
 
         # A save under way is nobody's to forget, deleted or not.
         registry.waiting = True
         busy = await node.stage(2, STATE, job="kept")
-        room._view.view = view_of(kept=9)
-        room.forget()
-        assert ("kept", 0) in room._ranks
+        coordinator._view.view = view_of(kept=9)
+        coordinator.note_view()
+        assert ("kept", 0) in coordinator._ranks
         registry.waiting = False
         await node.done(busy)
-        await until_idle(room)
-        room.forget()
-        assert not room._ranks and not room._committed.seen_at
+        await until_idle(coordinator)
+        coordinator.note_view()
+        assert not coordinator._ranks and not coordinator._committed.seen_at
 
         # Jobs that nobody deletes: the ones that were taken first go.
-        monkeypatch.setattr(room_module, "RANKS_MAX", 3)
-        room._view.view = rpb.ClusterView()
+        monkeypatch.setattr(coordinator_module, "RANKS_MAX", 3)
+        coordinator._view.view = rpb.ClusterView()
         for number in range(6):
             await node.save(1, STATE[:CHUNK], job=f"j{number}")
             for held in node.store.held(f"j{number}"):
                 node.store.drop(held)
-        await until_idle(room)
-        room.forget()
-        assert [job for job, _ in room._ranks] == ["j3", "j4", "j5"]
-        assert set(room._committed.seen_at) == {"j3", "j4", "j5"}
+            coordinator.leave(node.sessions.pop((f"j{number}", 0, 1)))
+        await until_idle(coordinator)
+        coordinator.note_view()
+        assert [job for job, _ in coordinator._ranks] == ["j3", "j4", "j5"]
+        assert set(coordinator._committed.seen_at) == {"j3", "j4", "j5"}
         await node.save(2, STATE[:CHUNK], job="j0")  # who comes back is known again
 
     in_world(tmp_path, body)
 
 
-assert saving_harness.BUDGET > 8 * LIMIT  # the node's own budget is not what refuses
+assert saving_harness.BUDGET > 6 * LIMIT  # the node's own budget is not what refuses

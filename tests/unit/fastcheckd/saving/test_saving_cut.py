@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheckd.registry.records import rank_record
-from fastcheckd.saving.cut import cut
+from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheck_proto.v1 import registry_pb2 as rpb
+from fastcheckd.registry.records import check_rank_record
+from fastcheckd.saving.content import cut
 
 LENGTHS = st.lists(st.integers(1, 16 << 20), min_size=1, max_size=60)
 
@@ -51,10 +53,9 @@ def test_no_shard_is_longer_than_an_even_one_by_more_than_a_chunk_on_each_side(l
 @given(LENGTHS, st.integers(1, 64))
 def test_the_registry_takes_a_report_of_any_cut(lengths, count):
     ends = [0, *accumulate(lengths)]
-    holder = {"digest": "ab" * 16, "holders": [["n1", 1]]}
-    shards = [
-        {"offset": ends[r.start], "bytes": ends[r.stop] - ends[r.start], **holder}
-        for r in cut(lengths, count)
-    ]
-    record = {"rank": 0, "session": 1, "owner": ["n0", 1], "state_bytes": ends[-1], "shards": shards}
-    assert rank_record(record)["shards"] == shards
+    owner, holder = (pb.NodeRef(node_id=node_id, incarnation=1) for node_id in ("n0", "n1"))
+    record = rpb.RankRecord(session=1, owner=owner, state_bytes=ends[-1])
+    for index, r in enumerate(cut(lengths, count)):
+        start, stop = ends[r.start], ends[r.stop]
+        record.shards.add(shard=index, offset=start, bytes=stop - start, digest=bytes(16), holders=[holder])
+    check_rank_record(record)

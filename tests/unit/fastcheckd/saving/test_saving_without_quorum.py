@@ -169,7 +169,7 @@ def test_a_holder_lost_meanwhile_is_replaced_when_the_registry_is_back(tmp_path)
 
 def test_nobody_is_known_then_the_step_waits_as_before(tmp_path):
     async def body(node, registry, holders):
-        await node.room.open_session(tpb.OpenSessionRequest(job="gpt", rank=0, world_size=2, client_id="c"))
+        await node.session()
         registry.silent = True
         save = await node.stage(1, STATE)
         await eventually(lambda: save.stalled_because is not None, within_s=60)

@@ -12,18 +12,19 @@ from fastcheckd.services.request_limits import (
     CALLER_BYTES_MAX,
     CHUNKS_MAX,
     OPTIMIZER_STEPS_MAX,
+    PIECE_BYTES_MAX,
     RANGES_MAX,
     RUNS_MAX,
     SMALL_BYTES_MAX,
+    UPLOAD_BYTES_MAX,
     InHand,
     bytes_max,
     check_bytes,
     too_many,
+    too_many_of_a_seal,
 )
 
-BEGIN, SEAL, PUSH, READ = (
-    f"/fastcheck.v1.TrainerService/{name}" for name in ("BeginSave", "SealSave", "Push", "Read")
-)
+SESSION, UPLOAD, READ = (f"/fastcheck.v1.TrainerService/{name}" for name in ("Session", "Upload", "Read"))
 BOB = roles.Caller(roles.TRAINER, "bob")
 
 
@@ -34,7 +35,10 @@ def test_only_what_describes_a_state_may_be_large():
         for name in methods
         if bytes_max(method := f"/{service}/{name}") == REQUEST_BYTES_MAX
     }
-    assert large == {BEGIN, SEAL, PUSH, READ}
+    assert large == {SESSION, READ}
+    check_bytes(UPLOAD, PIECE_BYTES_MAX + 100)
+    with pytest.raises(InvalidRequestError):
+        check_bytes(UPLOAD, UPLOAD_BYTES_MAX + 1)
     with pytest.raises(InvalidRequestError, match="at most 65536 bytes"):
         check_bytes("/fastcheck.v1.TrainerService/ListSteps", SMALL_BYTES_MAX + 1)
     check_bytes("/fastcheck.v1.PeerService/FinishPut", REQUEST_BYTES_MAX)  # nodes': as their port says
@@ -47,6 +51,7 @@ def test_only_what_describes_a_state_may_be_large():
         (
             "optimizer steps",
             OPTIMIZER_STEPS_MAX,
+            PIECE_BYTES_MAX,
             lambda count: {"optimizer_steps": [layout_pb2.OptimizerStep()] * count},
         ),
         (
@@ -61,16 +66,13 @@ def test_only_what_describes_a_state_may_be_large():
 def test_a_layout_has_so_many_elements_wherever_it_comes(what, most, layout):
     for count, refused in ((most, False), (most + 1, True)):
         said = layout_pb2.StateLayout(**layout(count))
-        seal = trainer_pb2.PushSeal(layout=said)
-        begin = trainer_pb2.BeginSaveRequest(ahead=seal)
-        for method, request in (
-            (BEGIN, begin),
-            (SEAL, trainer_pb2.SealSaveRequest(layout=said)),
-            (PUSH, trainer_pb2.PushRequest(seal=seal)),
-            (PUSH, trainer_pb2.PushRequest(begin=begin)),
+        sealed = trainer_pb2.Sealed(layout=said)
+        for found in (
+            too_many(SESSION, trainer_pb2.TrainerMessage(sealed=sealed)),
+            too_many_of_a_seal(sealed),  # found in a segment
         ):
-            assert bool(too_many(method, request)) is refused, method
-            assert not refused or what in too_many(method, request)
+            assert bool(found) is refused
+            assert not refused or what in found
 
 
 def test_the_layout_of_a_huge_state_fits():
@@ -79,7 +81,7 @@ def test_the_layout_of_a_huge_state_fits():
     chunk = layout_pb2.ChunkLayout(bytes=4 << 20, runs=[run] * 4)
     layout = layout_pb2.StateLayout(schema=1, chunks=[chunk] * 25_000)
     assert layout.ByteSize() < LAYOUT_BYTES_MAX // 3
-    assert not too_many(SEAL, trainer_pb2.SealSaveRequest(layout=layout))
+    assert not too_many(SESSION, trainer_pb2.TrainerMessage(sealed={"layout": layout}))
 
 
 def test_a_read_has_so_many_ranges():

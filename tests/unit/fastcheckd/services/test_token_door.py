@@ -47,8 +47,11 @@ class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Load(self, request: Any, context: Any) -> AsyncIterator[Any]:
         yield trainer_pb2.LoadResponse(segment=trainer_pb2.LoadSegment(segment={"path": str(CALLER.get())}))
 
-    async def Push(self, request_iterator: Any, context: Any) -> Any:
-        return trainer_pb2.PushResponse(waited_s=len(str(CALLER.get())))
+    async def Upload(self, request_iterator: Any, context: Any) -> Any:
+        return trainer_pb2.UploadResponse(bytes=len(str(CALLER.get())))
+
+    async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        yield trainer_pb2.DaemonMessage(segment={"segment_id": str(CALLER.get())})
 
 
 class Admin(admin_pb2_grpc.AdminServiceServicer):
@@ -87,9 +90,12 @@ class Door:
                 if method == "Load":
                     stream = trainer.Load(trainer_pb2.LoadRequest(), timeout=10, metadata=metadata)
                     return (await stream.read()).segment.segment.path
-                if method == "Push":
-                    response = await trainer.Push(iter(()), timeout=10, metadata=metadata)
-                    return f"{response.waited_s:.0f} characters"
+                if method == "Upload":
+                    response = await trainer.Upload(iter(()), timeout=10, metadata=metadata)
+                    return f"{response.bytes} characters"
+                if method == "Session":
+                    stream = trainer.Session(iter(()), timeout=10, metadata=metadata)
+                    return (await stream.read()).segment.segment_id
                 answer = await trainer.ListSteps(
                     trainer_pb2.ListStepsRequest(), timeout=10, metadata=metadata
                 )
@@ -135,8 +141,9 @@ def test_a_token_says_who_calls_near_and_far(authority: Authority, issuer: Issue
         for certificate in ("", "trainer-x"):
             assert await door.asked(shown, certificate=certificate) == f"token/{ALICE}"
             assert await door.asked(shown, certificate=certificate, method="Load") == f"token/{ALICE}"
-            pushed = await door.asked(shown, certificate=certificate, method="Push")
-            assert pushed == f"{len('token/' + ALICE)} characters"
+            assert await door.asked(shown, certificate=certificate, method="Session") == f"token/{ALICE}"
+            sent = await door.asked(shown, certificate=certificate, method="Upload")
+            assert sent == f"{len('token/' + ALICE)} characters"
         assert await door.asked(f"bearer {issuer.token(BOB)}") == f"token/{BOB}"
 
     through(authority, issuer, tmp_path, story)
@@ -146,7 +153,7 @@ def test_near_trainers_need_a_token_and_operators_do_not(
     authority: Authority, issuer: Issuer, tmp_path: Path
 ) -> None:
     async def story(door: Door) -> None:
-        for method in ("ListSteps", "Load", "Push"):
+        for method in ("ListSteps", "Load", "Upload", "Session"):
             refused = await door.asked(method=method)
             assert refused.startswith("PERMISSION_DENIED: trainers show a token here")
             assert "FASTCHECK_TOKEN_FILE" in refused
