@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,27 @@ def test_without_keep_base_no_deltas_are_made(store):
     fill(draft, trained(data, 2), against_base=True)
     draft.publish()
     assert base.is_whole
+
+
+def test_only_an_older_step_of_the_same_copies_becomes_deltas(store):
+    """A copy made anew may come against a newer step, or against what this node owns: those stay as they are."""
+    data = weights(1)
+    newer, own = put(store, trained(data, 5), 5), stage(store, trained(data, 5), 5)
+    for step, base in ((3, newer), (4, own)):
+        draft = store.draft(manifest_of(trained(data, step), step), base=base)
+        fill(draft, trained(data, step), against_base=True)
+        assert read(store, draft.publish()) == trained(data, step)
+        assert base.is_whole
+
+
+def test_a_draft_waits_no_longer_than_it_may_for_all_of_its_slots(tmp_path):
+    store = open_store(tmp_path / "ram", budget_bytes=20 * CHUNK)
+    put(store, weights(1, 16 * CHUNK))
+    began = time.monotonic()
+    with pytest.raises(OverBudgetError):
+        store.draft(manifest_of(weights(2, 16 * CHUNK), 2), wait_s=0.3)
+    assert 0.3 <= time.monotonic() - began < 2
+    store.close()
 
 
 def test_a_reader_is_not_disturbed_by_a_drop_nor_by_a_change_of_form(store):
