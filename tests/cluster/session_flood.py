@@ -20,13 +20,16 @@ PAUSE_S = 0.2
 
 async def opener(job: str, trainer: trainer_pb2_grpc.TrainerServiceStub) -> None:
     while True:
-        request = trainer_pb2.OpenSessionRequest(job=job, rank=0, world_size=1, client_id=uuid.uuid4().hex)
+        opening = trainer_pb2.OpenSession(job=job, rank=0, world_size=1, client_id=uuid.uuid4().hex)
+        stream = trainer.Session(iter([trainer_pb2.TrainerMessage(open=opening)]), timeout=5)
         try:
-            await trainer.OpenSession(request, timeout=5)
+            await stream.read()
         except (
             grpc.aio.AioRpcError
         ):  # no registry, or no daemon, at this moment: it needs the cores to come back
             await asyncio.sleep(PAUSE_S)
+        finally:
+            stream.cancel()
 
 
 async def flood() -> None:

@@ -28,6 +28,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from tests import http2
 from tests.cluster.harness import Job, counters, leader, node_states, process_of, replicas_on_disk, until
+from tests.trainer_session import SpokenSession
 
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
@@ -303,7 +304,9 @@ def test_no_text_of_a_request_leaves_the_store(cluster: LocalCluster, tmp_path: 
         for job in (*texts, ".", "", "a/b"):
             for call, request in opening(ports["data"], job):
                 with pytest.raises(grpc.RpcError) as refused:
-                    call(request, timeout=60)
+                    answer = call(request, timeout=60)
+                    if hasattr(answer, "__next__"):
+                        next(answer)
                 assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, (job, request)
     assert asked > 200
     config = config_of(cluster)
@@ -325,8 +328,8 @@ def opening(port: int, job: str) -> list[tuple[Any, Any]]:
     rank = {"job": job, "rank": 0, "world_size": 1}
     key = common_pb2.ShardKey(job=job)
     return [
-        (trainer.OpenSession, trainer_pb2.OpenSessionRequest(**rank, client_id="x")),
-        (trainer.BeginSave, trainer_pb2.BeginSaveRequest(**rank, session=1, step=1, state_bytes=4096)),
+        (trainer.Session, iter([trainer_pb2.TrainerMessage(open={**rank, "client_id": "x"})])),
+        (trainer.Upload, iter([trainer_pb2.UploadRequest(target={"job": job})])),
         (peer.ReportCorrupt, peer_pb2.ReportCorruptRequest(key=key)),
     ]
 
@@ -360,15 +363,15 @@ def test_huge_sizes_are_refused_before_there_is_memory_for_them(cluster: LocalCl
                 key=common_pb2.ShardKey(job="giant", step=1), digest=bytes(16), bytes=huge,
                 sources=[common_pb2.Holder(node=owner)],
             )  # fmt: skip
-            save = trainer_pb2.BeginSaveRequest(
-                job="giant", rank=0, world_size=1, session=1, step=1, state_bytes=huge
-            )
-            for call, request in ((peer.Replicate, offer), (trainer.BeginSave, save)):
-                with pytest.raises(grpc.RpcError) as refused:
-                    call(request, timeout=60)
-                assert refused.value.code() in {
-                    grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT,
-                }, refused.value  # fmt: skip
+            with pytest.raises(grpc.RpcError) as refused:
+                peer.Replicate(offer, timeout=60)
+            assert refused.value.code() in {
+                grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT,
+            }, refused.value  # fmt: skip
+            with SpokenSession(trainer, "giant", f"giant-{huge}") as session:
+                session.opened()
+                session.say(reserve=trainer_pb2.ReserveMemory(state_bytes=huge, step=1))
+                assert session.refusal() in {"ERROR_CODE_OVER_BUDGET", "ERROR_CODE_INVALID"}
         # Ten connections that each say a message of 64 MiB is coming, the most there is, and send a little of it.
         for _ in range(10):
             sock = stack.enter_context(dial(ports["data"]))

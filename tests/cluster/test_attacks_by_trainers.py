@@ -20,13 +20,14 @@ import pytest
 import torch
 import yaml
 from tests.cluster.harness import TimedJob, process_of, until
+from tests.trainer_session import SpokenSession, error_name
 
 from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.certs import LocalAuthority
 from fastcheck.local import LocalCluster
 from fastcheck.security import SERVER_NAME, VARIABLES
-from fastcheck_proto.conventions import ERROR_METADATA_KEY, RANK_MAX
+from fastcheck_proto.conventions import RANK_MAX
 from fastcheck_proto.v1 import trainer_pb2 as pb
 from fastcheck_proto.v1.trainer_pb2_grpc import TrainerServiceStub
 
@@ -91,29 +92,25 @@ def state(value: float) -> dict[str, torch.Tensor]:
     return {"x": torch.full((MIB // 4,), value)}
 
 
-class Push:
-    """A stream of Bob's that goes on when he likes."""
+class Upload:
+    """Bytes of Bob's that go on when he likes."""
 
-    def __init__(self, stub: TrainerServiceStub, begin: pb.BeginSaveRequest) -> None:
-        self._requests: queue.Queue[pb.PushRequest | None] = queue.Queue()
-        self.call = stub.Push.future(iter(self._requests.get, None), timeout=60)
-        self.send(begin=begin)
+    def __init__(self, stub: TrainerServiceStub, target: pb.UploadTarget) -> None:
+        self._requests: queue.Queue[pb.UploadRequest | None] = queue.Queue()
+        self.call = stub.Upload.future(iter(self._requests.get, None), timeout=60)
+        self.send(target=target)
 
     def send(self, **part: object) -> None:
-        self._requests.put(pb.PushRequest(**part))
+        self._requests.put(pb.UploadRequest(**part))
 
     def end(self) -> str:
-        """The stream's error, as the daemon names it; empty: it was taken."""
+        """The call's error, as the daemon names it; empty: it was taken."""
         self._requests.put(None)
         try:
             self.call.result()
         except grpc.RpcError as error:
-            return dict(tuple(error.trailing_metadata() or ())).get(ERROR_METADATA_KEY, str(error))
+            return error_name(error)
         return ""
-
-
-def begin(job: str, session: int, step: int, size: int = MIB, rank: int = 0) -> pb.BeginSaveRequest:
-    return pb.BeginSaveRequest(job=job, rank=rank, world_size=1, session=session, step=step, state_bytes=size)
 
 
 def used_bytes(cluster: LocalCluster, node: str) -> int:
@@ -123,60 +120,71 @@ def used_bytes(cluster: LocalCluster, node: str) -> int:
 
 @pytest.mark.parametrize("guess", [1, 2, 3, 10**9])
 @pytest.mark.usefixtures("alice")
-def test_a_push_begun_before_a_job_was_somebodys_is_not_taken_afterwards(cluster, bob, guess):
-    """Bob begins to push a job that nobody has, with a session that he guesses, and seals it when Alice has it."""
+def test_bytes_for_a_session_that_somebody_else_has_are_not_taken(cluster, bob, guess):
+    """Bob guesses sessions of Alice's job, before it is hers and afterwards, and segments of it."""
     job = f"race-{guess}"
-    push = Push(bob, begin(job, guess, step=1000))
-    push.send(data=b"b" * MIB)
-    threading.Event().wait(0.3)  # what he has begun is there before Alice comes, if it is let in at all
+    target = pb.UploadTarget(job=job, session=guess, segment_id="0" * 32)
+    early = Upload(bob, target)
+    early.send(data=b"b" * MIB)
     with checkpointer(cluster, job) as ckpt:
         ckpt.save(1, state(1.0)).result(timeout=60)
-        push.send(seal=pb.PushSeal(header_offset=0, header_bytes=10))
-        assert push.end() in {"ERROR_CODE_FENCED", "ERROR_CODE_DENIED"}
+        early.send(data=b"b" * MIB)
+        late = Upload(bob, target)
+        late.send(data=b"b" * MIB)
+        for upload in (early, late):
+            assert upload.end() in {"ERROR_CODE_FENCED", "ERROR_CODE_DENIED"}
         ckpt.save(2, state(2.0)).result(timeout=60)
         into = state(0.0)
         assert ckpt.load(into) == 2 and torch.equal(into["x"], state(2.0)["x"])
 
 
 @pytest.mark.usefixtures("alice")
-def test_sessions_that_nobody_opened_fence_no_later_owner_and_take_no_memory(cluster, bob):
+def test_a_session_is_its_owners_alone_and_takes_no_memory_when_it_is_over(cluster, bob):
     before = used_bytes(cluster, "node-0")
-    for number in range(12):
-        with pytest.raises(grpc.RpcError) as refused:
-            bob.BeginSave(begin(f"unheard-{number}", 10**6, step=1, size=8 * MIB), timeout=20)
-        trailing = dict(tuple(refused.value.trailing_metadata() or ()))
-        assert trailing[ERROR_METADATA_KEY] in {"ERROR_CODE_FENCED", "ERROR_CODE_DENIED"}
+    with SpokenSession(bob, "bobs", "bob") as own:
+        own.opened()
+        own.segment(8 * MIB)
     until(lambda: used_bytes(cluster, "node-0") <= before + MIB, "no memory to be taken")
-    with checkpointer(cluster, "unheard-3") as ckpt:
+    with checkpointer(cluster, "alices") as ckpt:
         ckpt.save(1, state(1.0)).result(timeout=60)
-    with pytest.raises(grpc.RpcError) as refused:
-        bob.BeginSave(begin("unheard-3", 1, step=2), timeout=20)
-    assert dict(tuple(refused.value.trailing_metadata()))[ERROR_METADATA_KEY] == "ERROR_CODE_DENIED"
+        for number in (0, 1, 10**6):
+            with SpokenSession(bob, "alices", "bob", session=number, again=bool(number)) as thief:
+                assert thief.hear("opened") is None
+                assert thief.ended == "ERROR_CODE_DENIED"
+        ckpt.save(2, state(2.0)).result(timeout=60)
 
 
 @pytest.mark.usefixtures("alice")
-def test_a_push_of_an_earlier_process_of_the_rank_writes_into_nothing_of_the_next_ones(cluster, certificates):
-    """The same trainer's own earlier stream, which a network held up, goes on after the rank was taken over."""
+def test_an_upload_of_an_earlier_process_of_the_rank_writes_into_nothing_of_the_next_ones(
+    cluster, certificates
+):
+    """The same trainer's own earlier call, which a network held up, goes on after the rank was taken over."""
     address = port_of(cluster, "node-0", "data_port")
     with channel_of(cluster, certificates["alice"], address) as channel:
         stub = TrainerServiceStub(channel)
-        opened = stub.OpenSession(
-            pb.OpenSessionRequest(job="zombie", rank=0, world_size=1, client_id="first"), timeout=20
-        )
         size = 4 * MIB
-        push = Push(stub, begin("zombie", opened.session, step=1, size=size))
-        push.send(data=b"z" * (size // 2))
-        big = {"x": torch.full((size // 4 - 100,), 5.0)}
-        with checkpointer(cluster, "zombie") as ckpt:
-            handles = []
-            for step in (1, 2, 3):
-                handles.append(ckpt.save(step, big))
-                push.send(data=b"z" * (size // 16))
-            for handle in handles:
-                handle.result(timeout=60)
-            assert push.end() == "ERROR_CODE_FENCED"
-            into = {"x": torch.zeros(size // 4 - 100)}
-            assert ckpt.load(into) == 3 and torch.equal(into["x"], big["x"])
+        with SpokenSession(stub, "zombie", "first") as first:
+            number = first.opened()
+            segment = first.segment(size)
+            target = pb.UploadTarget(job="zombie", session=number, segment_id=segment.segment_id)
+            upload = Upload(stub, target)
+            upload.send(data=b"z" * (size // 2))
+            big = {"x": torch.full((size // 4 - 100,), 5.0)}
+            with checkpointer(cluster, "zombie") as ckpt:
+                handles = []
+                for step in (1, 2, 3):
+                    handles.append(ckpt.save(step, big))
+                    upload.send(data=b"z" * (size // 16))
+                assert first.hear("fenced") is not None
+                first.say(
+                    sealed=pb.Sealed(segment_id=segment.segment_id, step=9, state_bytes=size, header_bytes=1)
+                )
+                for handle in handles:
+                    handle.result(timeout=60)
+                assert upload.end() == "ERROR_CODE_FENCED"
+                into = {"x": torch.zeros(size // 4 - 100)}
+                assert ckpt.load(into) == 3 and torch.equal(into["x"], big["x"])
+            assert first.refusal() in {"ERROR_CODE_FENCED", "ERROR_CODE_NOT_FOUND"}
 
 
 @contextlib.contextmanager
@@ -219,18 +227,24 @@ def varint(number: int) -> bytes:
 REQUEST_BYTES = 15 * MIB
 EMPTY = {number: field(number, b"") for number in (1, 2, 3, 21)}
 _LAYOUTS = {
-    "chunks": field(3, EMPTY[2] * (REQUEST_BYTES // 2)),
-    "runs": field(3, field(2, EMPTY[2] * (REQUEST_BYTES // 2))),
-    "optimizer steps": field(3, EMPTY[3] * (REQUEST_BYTES // 2)),
-    "digests": EMPTY[21] * (REQUEST_BYTES // 3),
+    "chunks": EMPTY[2] * (REQUEST_BYTES // 2),
+    "runs": field(2, EMPTY[2] * (REQUEST_BYTES // 2)),
+    "optimizer steps": EMPTY[3] * (REQUEST_BYTES // 2),
 }
-_BEGIN = begin("swollen", 1, step=1).SerializeToString()
-SWOLLEN = {
-    **{f"BeginSave, {what}": ("BeginSave", _BEGIN + field(8, layout)) for what, layout in _LAYOUTS.items()},
-    "SealSave, optimizer steps": ("SealSave", field(4, EMPTY[3] * (REQUEST_BYTES // 2))),
-    "Read, ranks": ("Read", field(1, b"swollen") + EMPTY[3] * (REQUEST_BYTES // 2)),
-    "Read, ranges": ("Read", field(1, b"swollen") + field(3, EMPTY[2] * (REQUEST_BYTES // 2))),
-    "ListSteps, unknown fields": ("ListSteps", EMPTY[21] * (REQUEST_BYTES // 3)),
+_OPENING = pb.TrainerMessage(
+    open=pb.OpenSession(job="swollen", world_size=1, client_id="bob")
+).SerializeToString()
+#: Method → what it is sent; of a stream, each message.
+SWOLLEN: dict[str, tuple[str, list[bytes]]] = {
+    # A layout is field 6 of `sealed`, which is field 3 of the message; digests are its field 8.
+    **{
+        f"Session, {what}": ("Session", [_OPENING, field(3, field(6, layout))])
+        for what, layout in _LAYOUTS.items()
+    },
+    "Session, first": ("Session", [field(3, field(8, b"") * (REQUEST_BYTES // 3))]),
+    "Read, ranks": ("Read", [field(1, b"swollen") + EMPTY[3] * (REQUEST_BYTES // 2)]),
+    "Read, ranges": ("Read", [field(1, b"swollen") + field(3, EMPTY[2] * (REQUEST_BYTES // 2))]),
+    "ListSteps, unknown fields": ("ListSteps", [EMPTY[21] * (REQUEST_BYTES // 3)]),
 }
 
 
@@ -241,17 +255,20 @@ def test_what_is_small_on_the_wire_and_large_once_parsed_takes_bounded_memory(cl
     registry = next(v["registry_address"] for v in config["voters"] if v["node_id"] == "node-0")
     addresses = [port_of(cluster, "node-0", "data_port"), port_of(cluster, "node-0", "agent_port"), registry]
 
-    def say(address: str, method: str, data: bytes, compression: grpc.Compression) -> grpc.StatusCode:
+    def say(address: str, method: str, data: list[bytes], compression: grpc.Compression) -> grpc.StatusCode:
         options = (("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
         with channel_of(cluster, certificates["bob"], address, options) as channel:
             try:
-                channel.unary_unary(method)(data, timeout=60, compression=compression)
+                if method.endswith("/Session"):
+                    list(channel.stream_stream(method)(iter(data), timeout=60, compression=compression))
+                else:
+                    channel.unary_unary(method)(data[0], timeout=60, compression=compression)
             except grpc.RpcError as error:
                 return error.code()
         return grpc.StatusCode.OK
 
     def say_at_once(
-        address: str, method: str, data: bytes, compression: grpc.Compression
+        address: str, method: str, data: list[bytes], compression: grpc.Compression
     ) -> set[grpc.StatusCode]:
         with ThreadPoolExecutor(4) as bobs:
             return set(bobs.map(say, *zip(*[(address, method, data, compression)] * 4, strict=True)))
@@ -267,10 +284,10 @@ def test_what_is_small_on_the_wire_and_large_once_parsed_takes_bounded_memory(cl
                 assert codes <= refused, (what, codes)
             for address in addresses:
                 for method in (
-                    "/fastcheck.v1.TrainerService/BeginSave",
+                    "/fastcheck.v1.TrainerService/Session",
                     "/fastcheck.v1.NodeService/Describe",
                 ):
-                    codes = say_at_once(address, method, bytes(60 * MIB), grpc.Compression.Gzip)
+                    codes = say_at_once(address, method, [bytes(60 * MIB)], grpc.Compression.Gzip)
                     assert codes <= {*refused, grpc.StatusCode.UNIMPLEMENTED}, (address, method, codes)
         ckpt.save(2, state(2.0)).result(timeout=60)
     assert cluster.pids("node-0") == pids
@@ -301,16 +318,13 @@ def test_thousands_of_ranks_cost_another_ones_commits_nothing_once_they_are_ther
     """FASTCHECK_ATTACK_RANKS=30000: as many as a job may have. A larger world is refused."""
     count = int(os.environ.get("FASTCHECK_ATTACK_RANKS", "1200"))
     for world_size, says in ((RANK_MAX + 1, str(RANK_MAX)), (2**32 - 1, str(RANK_MAX))):
-        with pytest.raises(grpc.RpcError) as refused:
-            bob.OpenSession(
-                pb.OpenSessionRequest(job="vast", rank=RANK_MAX, world_size=world_size, client_id="b"),
-                timeout=20,
-            )
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT and says in refused.value.details()
+        with SpokenSession(bob, "vast", "b", rank=RANK_MAX, world_size=world_size) as refused:
+            assert refused.hear("opened") is None
+        assert refused.ended == "ERROR_CODE_INVALID" and says in refused.details
 
     def open_one(rank: int) -> None:
-        request = pb.OpenSessionRequest(job="vast", rank=rank, world_size=RANK_MAX, client_id=f"b{rank}")
-        bob.OpenSession(request, timeout=60, wait_for_ready=True)
+        with SpokenSession(bob, "vast", f"b{rank}", rank=rank, world_size=RANK_MAX) as session:
+            session.opened()
 
     with Checkpointer("beside-ranks", rank=0, world_size=1, address=port_of(cluster, "node-1")) as ckpt:
         alice = TimedJob(ckpt)

@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from tests.cluster.harness import Job, counters, make_state, paused, process_of
+from tests.cluster.harness import Job, counters, make_state, paused, process_of, until
 
 from fastcheck import Checkpointer, DaemonUnavailableError, FastCheckError, OutOfMemoryError, SupersededError
 from fastcheck.admin import AdminClient
@@ -104,3 +104,50 @@ def test_over_budget_is_an_early_clear_refusal_and_loses_nothing(make_cluster):
         handle.result(timeout=30)
     assert job.load() == 1
     job.commit(3)
+
+
+def test_a_data_process_that_is_stopped_holds_no_save_up(shared_cluster):
+    """A save takes memory that it has and posts that it is done: its handle waits, training does not."""
+    cluster = shared_cluster(2)
+    job = Job(cluster, ["node-0"], "stopped")
+    job.commit(1)
+    state = job.state(2, 0)
+    until(lambda: len(job.ranks[0]._session._held) == 2, "memory for two saves")
+    with paused(process_of(cluster, "node-0", "data")):
+        started = time.monotonic()
+        handle = job.ranks[0].save(2, state)
+        assert time.monotonic() - started < 0.3
+        time.sleep(1.0)
+        assert handle.staged and not handle.done
+    handle.result(timeout=60)
+    assert job.load() == 2
+
+
+def test_a_data_process_that_dies_while_a_state_is_copied_costs_that_step_alone(shared_cluster):
+    cluster = shared_cluster(2)
+    job = Job(cluster, ["node-0"], "dies-in-copy")
+    job.commit(1)
+    (ckpt,) = job.ranks
+    copier = ckpt._transport._copier
+    copy, data = copier.copy, process_of(cluster, "node-0", "data")
+
+    def dies(flat, segment, **rest):
+        copy(flat, segment, **rest)
+        data.kill()
+        data.wait(timeout=60)
+        until(lambda: not ckpt._session.is_open, "the stream to break")
+
+    copier.copy = dies
+    (handle,) = job.save(2)
+    copier.copy = copy
+    with pytest.raises(DaemonUnavailableError, match="while the state was copied"):
+        handle.result(timeout=30)
+    step = 2
+
+    def saved() -> bool:
+        nonlocal step
+        step += 1
+        return job.save(step)[0].exception(timeout=60) is None
+
+    until(saved, "a later save to be committed")
+    assert job.load() == step

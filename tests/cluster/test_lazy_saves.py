@@ -141,8 +141,8 @@ def test_the_first_save_gets_the_memory_that_was_prepared(make_cluster):
     run = Run(seed=1)
     with trainer(cluster) as ckpt:
         ckpt.prepare(run.state)
-        (segment,) = ckpt._transport._cache._segments.values()
-        until(lambda: segment.warm, "the pages to be touched")
+        segments = list(ckpt._transport._cache._segments.values())
+        assert segments and all(segment.warm for segment in segments)
         run.train()
         wanted = run.bits()
         got: list[Segment] = []
@@ -151,5 +151,5 @@ def test_the_first_save_gets_the_memory_that_was_prepared(make_cluster):
         handle = ckpt.save(run.step, run.state, lazy=True)
         run.train()
         handle.result(timeout=DEADLINE_S)
-        assert got[0] is segment
+        assert got[0] in segments and handle.stats["waited_s"] == 0
     assert_resumes(cluster, 1, wanted)

@@ -1,5 +1,7 @@
 """Little memory: steps go on being saved within it, exact, and where they cannot the refusal says what would do."""
 
+import time
+
 import pytest
 import torch
 from tests.cluster.harness import DEADLINE_S, counters, until
@@ -84,11 +86,17 @@ def test_step_after_step_fits_into_little_more_than_what_one_takes(training, kee
 
 
 def test_where_it_cannot_be_the_refusal_says_how_much_would_do(make_cluster):
+    """At the first save, or before it by `prepare`: not once training has gone on for long."""
     cluster = make_cluster(NODES, ram_budget=str(round(1.5 * STATE_BYTES)))
     trainer = Trainer(cluster, 0, ranks=1)
     with trainer.ckpt:
-        saved = commit([trainer], 1)
         trainer.train()
+        until(lambda: trainer.ckpt.steps() == [], "the daemon to answer")
+        began = time.monotonic()
         with pytest.raises(OutOfMemoryError, match="ram_budget_bytes should be at least"):
-            trainer.ckpt.save(2, trainer.state).result(timeout=DEADLINE_S)
-        assert_loads([trainer], 1, saved)
+            trainer.ckpt.prepare(trainer.state)
+        assert time.monotonic() - began < 2
+        with pytest.raises(
+            OutOfMemoryError, match="needs 2 segments of.*ram_budget_bytes should be at least"
+        ):
+            trainer.ckpt.save(1, trainer.state).result(timeout=DEADLINE_S)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from tests.certificates import Authority
+from tests.trainer_session import SpokenSession
 
 from fastcheck import Checkpointer, DaemonUnavailableError, DeniedError
 from fastcheck.admin import AdminClient
@@ -272,31 +273,28 @@ def test_a_job_is_its_owners_alone(cluster: LocalCluster, monkeypatch: pytest.Mo
     with channel_as(cluster, "trainer-bob", data, "node-1") as channel:
         trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
         rank = {"job": "alices", "rank": 0, "world_size": 1}
-        begin = trainer_pb2.BeginSaveRequest(**rank, step=2, session=99, state_bytes=4096)
+        target = trainer_pb2.UploadTarget(job="alices", session=99, segment_id="x")
+        opening = trainer_pb2.OpenSession(**rank, client_id="thief", session=1)
         load = trainer_pb2.LoadRequest(**rank)
         for call, request in (
-            (trainer.BeginSave, begin),
-            (trainer.Push, iter([trainer_pb2.PushRequest(begin=begin)])),
+            (trainer.Upload, iter([trainer_pb2.UploadRequest(target=target)])),
             (trainer.Load, load),
             (trainer.Pull, trainer_pb2.PullRequest(load=load)),
             (trainer.Read, trainer_pb2.ReadRequest(job="alices", by_stream=True)),
-            (trainer.WatchSave, trainer_pb2.WatchSaveRequest(job="alices", session=1, step=1)),
             (trainer.ListSteps, trainer_pb2.ListStepsRequest(job="alices", allow_provisional=True)),
-            (trainer.OpenSession, trainer_pb2.OpenSessionRequest(**rank, client_id="thief")),
+            (trainer.Session, iter([trainer_pb2.TrainerMessage(open=opening)])),
         ):
             assert "belongs to trainer/alice" in denied(call, request)
     with channel_as(cluster, "trainer-alice", data, "node-1") as alices:
-        session = trainer_pb2.OpenSessionRequest(**rank, client_id="alice")
-        opened = trainer_pb2_grpc.TrainerServiceStub(alices).OpenSession(session, timeout=60)
-        begin.session = opened.session
-        begun = trainer_pb2_grpc.TrainerServiceStub(alices).BeginSave(begin, timeout=60)
-        with channel_as(cluster, "trainer-bob", data, "node-1") as channel:
-            trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
-            for call, request in (
-                (trainer.SealSave, trainer_pb2.SealSaveRequest(save_id=begun.save_id)),
-                (trainer.AbandonSave, trainer_pb2.AbandonSaveRequest(save_id=begun.save_id)),
-            ):
-                assert "belongs to trainer/alice" in denied(call, request)
+        stub = trainer_pb2_grpc.TrainerServiceStub(alices)
+        with SpokenSession(stub, "alices", "alice") as session:
+            number = session.opened()
+            segment = session.segment(4096)
+            target = trainer_pb2.UploadTarget(job="alices", session=number, segment_id=segment.segment_id)
+            with channel_as(cluster, "trainer-bob", data, "node-1") as channel:
+                trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+                upload = iter([trainer_pb2.UploadRequest(target=target)])
+                assert "belongs to trainer/alice" in denied(trainer.Upload, upload)
 
     shows(monkeypatch, folder / "trainer-alice.pem", folder / "ca.pem")
     with Checkpointer(job="alices", rank=0, world_size=1, address=address) as ckpt:

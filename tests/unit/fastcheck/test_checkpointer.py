@@ -621,9 +621,9 @@ def test_a_data_process_that_moved_is_found_within_the_next_save(tmp_path):
         with Checkpointer(job="gpt", address=f"unix://{tmp_path}/fastcheckd.sock") as ckpt:
             assert ckpt.save(1, make_state()).result(timeout=60).committed
             assert "sealed" in first.calls
-            first.stop()
-            wait_until(lambda: not ckpt._session.is_open)
             agent.socket = second.socket
+            first.stop()
+            wait_until(lambda: "Session" in second.calls and ckpt._session.is_open)
             assert ckpt.save(2, make_state()).result(timeout=60).committed
             assert "sealed" in second.calls
 

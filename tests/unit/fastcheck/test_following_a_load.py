@@ -112,7 +112,7 @@ def test_a_header_parsed_ahead_counts_only_if_it_is_the_one_that_was_checked(dae
     near.save(1, {"number": 1, **state(1)}).result(timeout=60)
     saved = daemon.memory.by_step(1)
     path, good = saved.path, saved.path.read_bytes()
-    at, size = saved.header_offset, saved.header_bytes
+    at, size = saved.sealed.header_offset, saved.sealed.header_bytes
     ready, read = [], fastcheck.segments.Segment.read
     other = good[at : at + size].replace(b"\n\x01w", b"\n\x01v")
     bad = {"changed since": other, "unreadable": b"\xff" * size}.get(when, good[at : at + size])
@@ -128,7 +128,7 @@ def test_a_header_parsed_ahead_counts_only_if_it_is_the_one_that_was_checked(dae
     daemon.news = [
         pb.LoadSegment(
             segment=pb.SegmentRef(path=str(path), bytes=path.stat().st_size),
-            state_bytes=saved.request.state_bytes + 4096 * (when == "of another size"),
+            state_bytes=saved.sealed.state_bytes + 4096 * (when == "of another size"),
             header_offset=at,
             header_bytes=size,
         )

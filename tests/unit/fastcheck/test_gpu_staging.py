@@ -162,6 +162,7 @@ def test_a_plain_save_returns_when_the_device_has_copied(daemon, ckpt, gpu):
     assert handle.staged
     gpu.kernel(state["w"], 3.0)
     gpu.current.mark().wait(10)
+    handle.result(timeout=60)
     ckpt.load(state)
     assert state["w"].eq(2).all()
 

@@ -110,6 +110,7 @@ def bits(state: dict) -> dict[str, torch.Tensor]:
 
 def loaded(ckpt: Checkpointer, step: int, like: dict) -> dict[str, torch.Tensor]:
     other = make(99, type(like["optimizer"]))
+    wait_until(lambda: step in ckpt.steps())
     assert ckpt.load(other, step=step) == step
     return bits(other)
 

@@ -45,7 +45,7 @@ def test_a_lossy_step_is_loaded_only_by_who_allows_it(daemon, way):
     address = getattr(daemon, way)
     with Checkpointer(job="gpt", address=address, precision="compact") as lossy:
         lossy.save(1, make_state(1)).result(timeout=60)
-        precision = daemon.memory.by_step(1).layout.precision
+        precision = daemon.memory.by_step(1).sealed.layout.precision
         assert (precision.momentum, precision.weights_bound) == (pb.MOMENTUM_CODING_INDEX4, 1e-3)
         state = make_state(0)
         assert lossy.load(state) == 1
@@ -61,7 +61,7 @@ def test_a_lossy_step_is_loaded_only_by_who_allows_it(daemon, way):
         assert (state["n"], state["w"].any()) == (0, False)
         assert exact.load(state, allow_lossy=True) == 1
         exact.save(2, make_state(2)).result(timeout=60)
-        assert not daemon.memory.by_step(2).layout.HasField("precision")
+        assert not daemon.memory.by_step(2).sealed.layout.HasField("precision")
         assert exact.load(state) == 2
 
 
@@ -77,8 +77,8 @@ def test_the_layout_travels_with_the_seal_and_close_takes_the_hooks_off(daemon, 
         optimizer.step()
         optimizer.param_groups[0]["lr"] = 7.0
         ckpt.save(1, state).result(timeout=60)
-        saved = daemon.memory.by_step(1)
-        assert sum(chunk.bytes for chunk in saved.layout.chunks) == saved.request.state_bytes
+        saved = daemon.memory.by_step(1).sealed
+        assert sum(chunk.bytes for chunk in saved.layout.chunks) == saved.state_bytes
         assert {run.role for run in saved.layout.chunks[0].runs} >= {pb.ROLE_PARAM, pb.ROLE_EXP_AVG}
         (step,) = saved.layout.optimizer_steps
         assert (step.lr, step.observed, step.step) == (0.5, True, 1)

@@ -51,7 +51,6 @@ def test_only_what_describes_a_state_may_be_large():
         (
             "optimizer steps",
             OPTIMIZER_STEPS_MAX,
-            PIECE_BYTES_MAX,
             lambda count: {"optimizer_steps": [layout_pb2.OptimizerStep()] * count},
         ),
         (
