@@ -102,9 +102,14 @@ def test_a_provisional_step_is_restored_elsewhere_when_it_is_asked_for(make_clus
             job.ranks[1].load(make_state(99, 0, 1), step=77, allow_provisional=True)
         with pytest.raises(RegistryUnavailableError, match="allow_provisional=True"):
             waiting.result()
-    for rank, ckpt in enumerate(job.ranks):
-        state = make_state(99, 0, rank)
-        assert ckpt.load(state, step=2, allow_provisional=True) == 2
+    states = [make_state(99, 0, rank) for rank in range(job.world_size)]
+    with ThreadPoolExecutor(job.world_size) as threads:
+        loads = [
+            threads.submit(ckpt.load, state, step=2, allow_provisional=True)
+            for ckpt, state in zip(job.ranks, states, strict=True)
+        ]
+        assert [load.result() for load in loads] == [2] * job.world_size
+    for rank, (ckpt, state) in enumerate(zip(job.ranks, states, strict=True)):
         assert ckpt.loaded_provisional
         assert_same(state, job.state(2, rank))
 
