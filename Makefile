@@ -55,6 +55,7 @@ demo: $(READY)
 # them, one at a time and with less of a right to the cores than whoever waits for a daemon.
 CLUSTERS := tests/cluster tests/netlab
 BESIDE := --numprocesses=2 --dist=loadfile
+ALONE := $(CLUSTERS) tests/unit/fastcheckd/process
 REST := $(BESIDE)
 test: $(READY) bytecode
 	@failed=0; \
@@ -74,7 +75,7 @@ test-clusters: $(READY)
 
 # What keeps all cores busy, or judges times or how a link is shared: nothing runs beside it.
 test-alone: $(READY)
-	$(BIN)/python -m pytest --durations=5 -m 'alone and not long' $(CLUSTERS) tests/unit/fastcheckd/process
+	$(BIN)/python -m pytest --durations=5 -m 'alone and not long' $(ALONE)
 
 # The same tests for many rounds: hours, and not part of make test.
 test-long: $(READY) bytecode

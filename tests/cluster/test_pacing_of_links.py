@@ -42,7 +42,9 @@ def test_copies_take_no_more_than_the_cap(make_cluster):
 
 
 def test_whoever_serves_a_restore_holds_its_own_copies_back(make_cluster):
-    cluster = make_cluster(2, replicate_bytes_per_s=10 * MB, spread=1, chunk_bytes=65536, codec="never")
+    # A stream that is held back sends a piece in a part of the time that a transfer may stand still for.
+    settings = {"replicate_bytes_per_s": 10 * MB, "transfer_timeout_s": 6.0, "chunk_bytes": 65536}
+    cluster = make_cluster(2, spread=1, codec="never", **settings)
     job = Job(cluster, ["node-0"], megabytes=40)
     (handle,) = job.save(1)
     with slow_reader(cluster, "node-0", lambda: handle.committed):

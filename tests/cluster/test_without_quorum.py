@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.cluster.harness import Job, assert_same, make_state, run_module, until
@@ -34,15 +35,6 @@ def lose_quorum(cluster, nodes=LOST):
 def start_without_quorum(cluster, node):
     with contextlib.suppress(LocalClusterError):  # it cannot become UP
         cluster.start(node, timeout_s=2)
-
-
-def data_answers(ckpt):
-    try:
-        ckpt.steps()
-    except DaemonUnavailableError:
-        return False
-    except RegistryUnavailableError:
-        return True
 
 
 def wait_provisional(handles):
@@ -100,16 +92,24 @@ def test_a_provisional_step_is_restored_elsewhere_when_it_is_asked_for(make_clus
     cluster.kill("node-4", wipe=True)
 
     job.start(["node-5", "node-0"])
-    first = job.ranks[0]
-    with pytest.raises(RegistryUnavailableError, match="allow_provisional=True"):
-        first.load(make_state(99, 0, 0))
-    with pytest.raises(InvalidArgumentError, match=r"Complete steps.*2"):
-        first.load(make_state(99, 0, 0), allow_provisional=True)
-    with pytest.raises(StepNotFoundError, match="2"):
-        first.load(make_state(99, 0, 0), step=77, allow_provisional=True)
-    for rank, ckpt in enumerate(job.ranks):
-        state = make_state(99, 0, rank)
-        assert ckpt.load(state, step=2, allow_provisional=True) == 2
+    with ThreadPoolExecutor(
+        1
+    ) as thread:  # each of these is an answer once the registry has given none for long
+        waiting = thread.submit(job.ranks[0].load, make_state(99, 0, 0))
+        with pytest.raises(InvalidArgumentError, match=r"Complete steps.*2"):
+            job.ranks[1].load(make_state(99, 0, 1), allow_provisional=True)
+        with pytest.raises(StepNotFoundError, match="2"):
+            job.ranks[1].load(make_state(99, 0, 1), step=77, allow_provisional=True)
+        with pytest.raises(RegistryUnavailableError, match="allow_provisional=True"):
+            waiting.result()
+    states = [make_state(99, 0, rank) for rank in range(job.world_size)]
+    with ThreadPoolExecutor(job.world_size) as threads:
+        loads = [
+            threads.submit(ckpt.load, state, step=2, allow_provisional=True)
+            for ckpt, state in zip(job.ranks, states, strict=True)
+        ]
+        assert [load.result() for load in loads] == [2] * job.world_size
+    for rank, (ckpt, state) in enumerate(zip(job.ranks, states, strict=True)):
         assert ckpt.loaded_provisional
         assert_same(state, job.state(2, rank))
 
@@ -126,9 +126,13 @@ def test_a_single_rank_gets_the_newest_step_also_after_its_daemon_restarted(make
     cluster.kill("node-5")
     start_without_quorum(cluster, "node-5")  # it knows the nodes from its state_dir alone
     job.start(["node-5"])
-    until(lambda: data_answers(job.ranks[0]), "the data process to answer")
     state = make_state(99, 0, 0)
-    assert job.ranks[0].load(state, allow_provisional=True) == 3
+
+    def loaded():
+        with contextlib.suppress(DaemonUnavailableError):  # the data process is just starting
+            return job.ranks[0].load(state, allow_provisional=True)
+
+    assert until(loaded, "the data process to answer") == 3
     assert_same(state, job.state(3, 0))
     # A registry that answers is asked, whatever is allowed.
     start_without_quorum(cluster, "node-0")

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tests.forks import Fork
-from tests.netlab.wires import ROOT, Network, lives, remove_leftovers
+from tests.forks import Fork, run
+from tests.netlab.wires import Network, lives, remove_leftovers
 
 from fastcheck.admin import AdminClient
 from fastcheck.errors import FastCheckError
@@ -33,6 +33,7 @@ REGISTRY_PORT, RAFT_PORT = 7453, 7454
 UP_TIMEOUT_S = 60.0
 #: Not imported here: it sets what gRPC reads when it is loaded.
 _DAEMON = "tests.netlab.fastcheckd_forks"
+_ENTER = "import sys\nfrom tests.netlab.namespaces import enter\nenter(sys.argv.pop(1))"
 _SHM = Path("/dev/shm")
 
 
@@ -152,11 +153,10 @@ class Lab:
         Raises:
             AssertionError: it failed; with what it said.
         """
-        done = subprocess.run(
-            self.network.command(node, sys.executable, "-c", program, *map(str, arguments)),
+        done = run(
+            ["-c", f"{_ENTER}\n{program}", self.network.namespace(node), *arguments],
             env=_environment() | {"FASTCHECK_ADDRESS": self.address(node)},
-            cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
