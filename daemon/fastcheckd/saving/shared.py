@@ -8,7 +8,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..errors import InvalidRequestError
-from ..registry import model, records, shared_state
+from ..registry import commands, model, shared_state
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Shared:
             InvalidRequestError: the part does not lie in the rank's state, or the digests are none.
         """
         try:
-            records.check_shared_part(self.part, state_bytes)
+            commands.check_shared_part(self.part, state_bytes)
             shared_state.check_digests({each.part: each.digest for each in self.digests})
         except model.MalformedError as error:
             raise InvalidRequestError(str(error)) from None
