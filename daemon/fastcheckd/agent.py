@@ -29,7 +29,7 @@ from .health.lease_clock import LeaseClock
 from .health.vitals import RESTART_AFTER
 from .observe.agent_metrics import NodeFacts, ProcessFacts
 from .registry.client import RegistryClient
-from .registry.wire import voter_message
+from .registry.raft.membership import voter_message
 from .supervisor import Supervisor
 from .voter_role import VoterRole
 

@@ -25,11 +25,10 @@ from .health.detector import FailureDetector
 from .observe.registry_metrics import LeaderFacts, VoterFacts
 from .registry.leader import Leader
 from .registry.nodes import LEFT
-from .registry.outward import GrpcOutward, Outward
+from .registry.outward import GrpcOutward, GrpcStubs, Outward, Stubs
 from .registry.raft.adapter import Raft, check_port_is_free
 from .registry.raft.consensus import Consensus
 from .registry.reports import Reports
-from .registry.stubs import GrpcStubs, Stubs
 from .rpc import server_options
 from .services.admission import Admission
 from .services.registry import RegistryService

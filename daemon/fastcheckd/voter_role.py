@@ -28,8 +28,8 @@ from .registry.known_voters import (
     write_voters,
 )
 from .registry.raft.disk import sync_directory, write_file
+from .registry.raft.membership import voter_message
 from .registry.raft.voter_folder import make_private, read_marker, registry_folder
-from .registry.wire import voter_message
 from .supervisor import Supervisor
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from fastcheck_proto.v1 import node_pb2, registry_pb2
 from fastcheckd.counters import Counters
 from fastcheckd.errors import FencedError, NoQuorumError, NotHeldError, UnsafeError
 from fastcheckd.registry.client import RegistryClient
-from fastcheckd.registry.stubs import GrpcStubs
+from fastcheckd.registry.outward import GrpcStubs
 
 COMMITTED = registry_pb2.REPORT_STATE_COMMITTED
 FORWARDED = ((FORWARDED_METADATA_KEY, "1"),)

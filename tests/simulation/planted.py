@@ -18,7 +18,7 @@ from tests.simulation.outward import NetworkOutward
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2, registry_log_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheckd.registry import collector, commits, deletion, leader, records, reports, state
+from fastcheckd.registry import collector, commands, commits, deletion, leader, reports, state
 from fastcheckd.registry.model import Job, State, refusal
 from fastcheckd.registry.raft import engine, journal, transport
 from fastcheckd.store import retention
@@ -80,7 +80,7 @@ def commit_without_a_rank() -> Any:
         [
             (collector.Collection, "complete", property(complete)),
             (state._HANDLERS, "commit", commit),
-            (records._CHECKS, "commit", lambda _: None),
+            (commands._CHECKS, "commit", lambda _: None),
         ]
     )
 

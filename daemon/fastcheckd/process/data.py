@@ -40,9 +40,9 @@ from ..interfaces import faster_than, interface_of, interfaces
 from ..last_view import LastView
 from ..maintenance.maintenance import Maintenance
 from ..observe import data_metrics
-from ..registry import wire
 from ..registry.client import RegistryClient
 from ..registry.known_voters import remember, with_remembered_voters
+from ..registry.raft.membership import voter_of
 from ..restore.room import RestoreRoom
 from ..rpc import server_options
 from ..saving.coordinator import SaveCoordinator
@@ -261,7 +261,7 @@ class _DataRooms:
     def _remember_voters(self, seen: registry_pb2.ClusterView) -> None:
         """Keep the voters for the agent, which starts and stops by them, and for the next start."""
         try:
-            remember(self._config, [wire.voter(record) for record in seen.voter_records], seen.version)
+            remember(self._config, [voter_of(record) for record in seen.voter_records], seen.version)
         except (OSError, ConfigError) as error:
             logger.warning("the registry's voters cannot be kept in state_dir: %s", error)
 

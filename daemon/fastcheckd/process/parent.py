@@ -32,8 +32,8 @@ from ..beats import BEAT_INTERVAL_S, BeatGiver, take_beats
 from ..config import Config
 from ..errors import EXIT_CONFIG, ConfigError
 from ..health.vitals import RESTART_AFTER
-from ..registry import wire
 from ..registry.known_voters import with_voters
+from ..registry.raft.membership import voter_of
 from ..supervisor import MESSAGE_BYTES_MAX, Supervisor
 from ..systemd import Notifier, RelayedNotifier
 from . import agent, data, registry
@@ -287,7 +287,7 @@ class Parent:
 
     def _run_registry(self, request: pb.RunRegistry) -> None:
         try:
-            self._voter = with_voters(self._config, [wire.voter(record) for record in request.voters])
+            self._voter = with_voters(self._config, [voter_of(record) for record in request.voters])
             self._registry_refused = False
         except ConfigError as error:
             logger.error("the registry process cannot start: %s", error)

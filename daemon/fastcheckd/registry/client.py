@@ -24,7 +24,7 @@ from ..counters import Counters
 from ..dialer import Dialer
 from ..errors import FastCheckdError, FencedError, NoQuorumError, UnsafeError
 from ..rpc import from_rpc_error
-from .stubs import GrpcStubs, Stubs
+from .outward import GrpcStubs, Stubs
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from collections.abc import Collection
 from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
+from .commands import HOLDERS_MAX
 from .commits import copies_of
 from .model import UP, AnyRef, Ref, ShardId, State, done, live
-from .records import HOLDERS_MAX
 from .redundancy import RecordedReplica, find_shard, is_lost
 
 

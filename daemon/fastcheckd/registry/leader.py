@@ -15,12 +15,12 @@ from ..health.detector import FailureDetector, Life
 from ..placement import place
 from . import commands
 from .arbiter import Arbiter
+from .commands import SHARDS_MAX
 from .commits import Standing, check_session, standing
 from .loads import Loads, domain_label
 from .model import Job, Ref, State
 from .outward import GrpcOutward, Outward
 from .raft.consensus import Consensus
-from .records import SHARDS_MAX
 from .repairs import Repairs
 from .reports import Reports
 from .schema import agree_in_time

@@ -1,10 +1,13 @@
-"""What a voter asks of others: nodes, voters, holders. One face, so that a simulation can stand behind it."""
+"""What a voter asks of others: nodes, voters, holders. One face, so that a simulation can stand behind it.
+
+And stubs of voters by their address, for whoever calls them: gRPC's here, the simulation brings its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import grpc.aio
 
@@ -12,11 +15,11 @@ from fastcheck_proto.v1 import common_pb2, node_pb2, node_pb2_grpc, peer_pb2, pe
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..config import Voter
-from ..dialer import Dialer
+from ..dialer import Channels, Dialer
 from ..health.detector import Life
 from ..health.probe import ProbeResult, from_wire, probe
 from ..rpc import ONE_CALL_OPTIONS, from_rpc_error
-from .wire import voter_message
+from .raft.membership import voter_message
 
 #: What a call takes beside the probe that it asks for.
 CALL_SLACK_S = 0.15
@@ -202,3 +205,34 @@ class GrpcOutward:
 
     def _channel(self, node_id: str, address: str) -> grpc.aio.Channel:
         return self._dialer.channel(node_id, address, ONE_CALL_OPTIONS)
+
+
+#: From a voter's registry address to what has the methods of a `RegistryServiceStub`: each takes the request,
+#: `timeout` and `metadata`, and raises grpc.aio.AioRpcError. (The generated class fits, but is not typed for aio.)
+Stubs = Callable[[str], Any]
+
+
+class GrpcStubs:
+    """A `Stubs` with one channel per voter, opened when it is first needed; closed together at the end.
+
+    Args:
+        dialer: makes the channels; by default plaintext ones.
+        node_at: which voter is at an address; the channel leads to no other.
+    """
+
+    def __init__(
+        self, dialer: Dialer | None = None, node_at: Callable[[str], str] = lambda address: ""
+    ) -> None:
+        self._channels = Channels(dialer or Dialer())
+        self._node_at = node_at
+        self._closed = False
+
+    def __call__(self, address: str) -> Any:
+        """The stub of the voter at an address."""
+        assert not self._closed, "no calls after close"
+        return registry_pb2_grpc.RegistryServiceStub(self._channels.to(self._node_at(address), address))
+
+    async def close(self) -> None:
+        """Close all channels."""
+        self._closed = True
+        await self._channels.close()

@@ -22,10 +22,10 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from ..config import Config
 from ..errors import FastCheckdError
 from .audit import Auditor
+from .commands import CHANGES_MAX, MARKED_MAX
 from .model import UP, Ref, ShardId, State
 from .outward import Outward
 from .raft.consensus import Consensus
-from .records import CHANGES_MAX, MARKED_MAX
 from .redundancy import RecordedReplica, Survey, is_lost, survey
 from .repair_orders import Order, Planner
 from .repair_waits import Absences, Attempts

@@ -17,12 +17,12 @@ from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from . import model
+from .commands import TOKEN_BYTES_MAX, check, check_text
 from .commits import commit
 from .deletion import close_rank, delete, supersede
 from .holders import mark, rehold
 from .model import Bound, Job, Load, MalformedError, State, done, refusal
 from .nodes import forget, register, set_draining, set_state, set_voters
-from .records import TOKEN_BYTES_MAX, check, check_text
 from .sessions import open_rank
 
 M = TypeVar("M", bound=Message)

@@ -10,8 +10,8 @@ from fastcheck_proto.v1 import node_pb2, registry_pb2
 from ..config import Voter
 from ..health.detector import Life
 from .model import UNKNOWN, UP, Job, Ref, State
+from .raft.membership import voter_message
 from .sessions import is_running, nodes_there
-from .wire import voter_message
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..errors import FastCheckdError, InvalidRequestError, UnsafeError
 from . import commands
 from .model import DOWN, UP, state_name
 from .raft.consensus import Consensus
-from .wire import voter
+from .raft.membership import voter_of
 
 CHANGE_TIMEOUT_S = 20.0
 #: A new voter's process takes a second or two to start.
@@ -61,7 +61,7 @@ async def replace_voter(
     """
     if not isinstance(engine, Replaceable):
         raise InvalidRequestError("the voters of this registry are those of its config")
-    named = engine.read(lambda state: list(map(voter, state.voters)))
+    named = engine.read(lambda state: list(map(voter_of, state.voters)))
     # Until a first replacement the engine's are all there is to say; afterwards those may be between two.
     voters = named or sorted(engine.voters, key=lambda v: v.node_id)
     nodes = engine.read(lambda state: deepcopy(state.nodes))

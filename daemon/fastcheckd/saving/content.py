@@ -20,7 +20,7 @@ from ..chunks import ChunkTable
 from ..codec.chunk_plan import ChunkPlan, opaque, parse_layout
 from ..codec.lossy import quantise
 from ..errors import InvalidRequestError
-from ..registry import model, records, shared_state
+from ..registry import commands, model, shared_state
 
 #: (chunk, the base's chunk if there is one, plan): turns a chunk into what its coding can say, in place.
 Quantise: TypeAlias = Callable[[memoryview, memoryview | None, ChunkPlan], None]
@@ -119,7 +119,7 @@ class SharedClaim:
             return None
         claim = cls(sealed.shared, tuple(sealed.shared_digests))
         try:
-            records.check_shared_part(claim.part, state_bytes)
+            commands.check_shared_part(claim.part, state_bytes)
             shared_state.check_digests({each.part: each.digest for each in claim.digests})
         except model.MalformedError as error:
             raise InvalidRequestError(str(error)) from None

@@ -20,10 +20,10 @@ from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
 
 from ..config import Config, Voter
 from ..errors import InvalidRequestError, NoQuorumError, from_code
+from ..registry.commands import check
 from ..registry.leader import Leader
+from ..registry.outward import Stubs
 from ..registry.raft.consensus import Consensus
-from ..registry.records import check
-from ..registry.stubs import Stubs
 from ..rpc import answers
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import grpc.aio
@@ -12,33 +13,34 @@ from fastcheck_proto.v1 import registry_log_pb2, registry_pb2, registry_pb2_grpc
 from ..config import Config, split_address
 from ..errors import InvalidRequestError
 from ..health.detector import FailureDetector
-from ..registry import commands, records, shared_state
+from ..registry import commands, shared_state
+from ..registry.commands import is_lossy
+from ..registry.deletion import plan_deletion
 from ..registry.leader import Leader
 from ..registry.model import DOWN, State
 from ..registry.nodes import LEFT
+from ..registry.outward import Stubs
 from ..registry.raft.consensus import Consensus
-from ..registry.records import is_lossy
+from ..registry.raft.membership import voter_message
 from ..registry.reports import Reports
 from ..registry.sessions import current_session, is_vacant
-from ..registry.stubs import Stubs
 from ..registry.view import job_views, late_ranks
-from ..registry.wire import voter_message
 from ..rpc import answers
 from .leader_calls import checking, decides
-from .registry_deletion import RegistryDeletion
 from .registry_maintenance import RegistryMaintenance
 from .registry_signs import RegistrySigns
+
+logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Command = registry_log_pb2.RegistryCommand
 
 REPORT_WAIT_S_MAX = 10.0
+RUNNING_SHOWN_MAX = 64
 CHUNK_BYTES_MAX = 16 << 20
 
 
-class RegistryService(
-    RegistrySigns, RegistryMaintenance, RegistryDeletion, registry_pb2_grpc.RegistryServiceServicer
-):
+class RegistryService(RegistrySigns, RegistryMaintenance, registry_pb2_grpc.RegistryServiceServicer):
     """One voter's answers.
 
     Args:
@@ -55,7 +57,8 @@ class RegistryService(
         stubs: Stubs,
     ) -> None:
         RegistrySigns.__init__(self, config, raft, leader, detector)
-        RegistryDeletion.__init__(self, config, raft, leader, reports, stubs)
+        RegistryMaintenance.__init__(self, config, raft, leader, stubs)
+        self._reports = reports
 
     # LeaderCalls calls: the leader's alone
 
@@ -86,7 +89,7 @@ class RegistryService(
         """A process takes a rank's place."""
         command = Command(open_rank=request)
         with checking():
-            records.check(command)
+            commands.check(command)
         if request.HasField("replaces"):
             result = await self._propose(command)
             if result.session:
@@ -98,9 +101,9 @@ class RegistryService(
     async def Place(self, request: registry_pb2.PlaceRequest, context: Context) -> registry_pb2.PlaceResponse:
         """Name the holders of a rank's shards."""
         with checking():
-            records.check_rank(request.job, request.rank, request.world_size)
-            records.check_step(request.step)
-            records.check_ref(request.owner)
+            commands.check_rank(request.job, request.rank, request.world_size)
+            commands.check_step(request.step)
+            commands.check_ref(request.owner)
             if request.state_bytes > STEP_MAX or not 1 <= request.chunk_bytes <= CHUNK_BYTES_MAX:
                 raise ValueError(
                     f"chunk_bytes must be from 1 to {CHUNK_BYTES_MAX}, state_bytes at most {STEP_MAX}"
@@ -113,9 +116,9 @@ class RegistryService(
     ) -> registry_pb2.ReportResponse:
         """A rank is replicated; wait for its step."""
         with checking():
-            records.check_rank(request.job, request.record.rank, request.world_size)
-            records.check_step(request.step)
-            records.check_rank_record(request.record)
+            commands.check_rank(request.job, request.record.rank, request.world_size)
+            commands.check_step(request.step)
+            commands.check_rank_record(request.record)
             digests = {each.part: each.digest for each in request.shared_digests}
             shared_state.check_digests(digests)
         # NaN fails every comparison: it waits not at all.
@@ -228,8 +231,8 @@ class RegistryService(
     ) -> registry_pb2.AddVotersResponse:
         """Have more nodes vote."""
         with checking():
-            if not 1 <= len(request.voters) <= records.VOTERS_MAX:
-                raise ValueError(f"name 1 to {records.VOTERS_MAX} nodes")
+            if not 1 <= len(request.voters) <= commands.VOTERS_MAX:
+                raise ValueError(f"name 1 to {commands.VOTERS_MAX} nodes")
             for voter in request.voters:
                 check_name("node", voter.node_id)
                 for address in (voter.registry_address, voter.raft_address):
@@ -237,6 +240,56 @@ class RegistryService(
                         split_address(address)
         voters = await self._leader.add_voters(request)
         return registry_pb2.AddVotersResponse(voters=map(voter_message, voters))
+
+    @decides
+    async def CloseRank(
+        self, request: registry_pb2.CloseRankRequest, context: Context
+    ) -> registry_pb2.CloseRankResponse:
+        """The process of a session is done."""
+        await self._propose(Command(close_rank=request))
+        return registry_pb2.CloseRankResponse()
+
+    @decides
+    async def Supersede(
+        self, request: registry_pb2.SupersedeRequest, context: Context
+    ) -> registry_pb2.SupersedeResponse:
+        """Rule out steps that a rank has given up."""
+        result = await self._propose(Command(supersede=request))
+        self._reports.recheck()
+        return registry_pb2.SupersedeResponse(kept_steps=result.kept)
+
+    @decides
+    async def DeleteSteps(
+        self, request: registry_pb2.DeleteStepsRequest, context: Context
+    ) -> registry_pb2.DeleteStepsResponse:
+        """Keep a step, or all of a job, no more; or say what would come of it, current as of this call."""
+        step = request.step if request.HasField("step") else None
+        command = Command(delete=request)
+        with checking():
+            commands.check(command)
+        if request.dry_run:
+            await self._leader.confirm()
+        plan = self._raft.read(lambda state: plan_deletion(state, request.job, step))
+        refusal = "" if request.even_if_running else plan.objection
+        answer = registry_pb2.DeleteStepsResponse(
+            deleted_steps=plan.deleted,
+            kept_steps=plan.kept,
+            ends_sessions=plan.ends_sessions,
+            running_ranks=plan.running[:RUNNING_SHOWN_MAX],
+            refusal=refusal,
+        )
+        if request.dry_run:
+            return answer
+        result = await self._propose(command)
+        if result.ends_sessions:
+            self._reports.ended(request.job)
+        logger.info("registry: of job %s these steps were deleted: %s", request.job, list(result.deleted))
+        return registry_pb2.DeleteStepsResponse(
+            deleted_steps=result.deleted,
+            kept_steps=result.kept,
+            ends_sessions=result.ends_sessions,
+            running_ranks=answer.running_ranks,
+        )
 
     # Calls that every voter answers
 

@@ -17,9 +17,8 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..digests import DIGEST_BYTES
 from ..errors import FencedError, InvalidRequestError
-from ..registry.commands import rehold
+from ..registry.commands import CHANGES_MAX, rehold
 from ..registry.model import Ref, ShardId, State, is_live
-from ..registry.records import CHANGES_MAX
 from ..registry.redundancy import RecordedReplica, find_shard, replicas_of
 from ..registry.repairs import Repairs
 from ..registry.safe_stop import stop_verdict

@@ -18,10 +18,10 @@ from ..errors import FastCheckdError, InvalidRequestError, NoQuorumError, OverBu
 from ..health.detector import FailureDetector, Life
 from ..health.probe import bounded_timeout_s, to_wire
 from ..registry.arbiter import WITHHOLD_S
+from ..registry.commands import ADDRESS_BYTES_MAX
 from ..registry.leader import Leader
 from ..registry.model import DOWN, SCHEMA, State
 from ..registry.raft.consensus import Consensus
-from ..registry.records import ADDRESS_BYTES_MAX
 from ..registry.sessions import count_seats
 from ..registry.view import Signs, cluster_view
 from ..rpc import abort, answers

@@ -18,7 +18,7 @@ from fastcheckd.registry.known_voters import (
     with_remembered_voters,
     write_voters,
 )
-from fastcheckd.registry.wire import voter
+from fastcheckd.registry.raft.membership import voter_of
 from fastcheckd.supervisor import Supervisor
 from fastcheckd.voter_role import VoterRole
 
@@ -55,7 +55,7 @@ class Watched:
                 request = pb.ParentRequest.FromString(self._requests.recv(4096))
                 answer = pb.NodeProcesses(answered=request.number)
                 if request.HasField("run_registry"):
-                    self.voters = tuple(map(voter, request.run_registry.voters))
+                    self.voters = tuple(map(voter_of, request.run_registry.voters))
                     self._started += [v for v in self.voters if v.node_id == self._node_id]
                     answer.registry.pid = 1
                 self._requests.send(answer.SerializeToString())

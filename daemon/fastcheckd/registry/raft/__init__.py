@@ -6,6 +6,6 @@ adapter, engine, membership the engine, with appends that delete only what diffe
 transport, seal, tls        connections between voters: limits, authentication
 unpickler                   no code in messages
 journal, snapshots, disk,   files that survive crashes and power cuts, and whose they are
-voter_folder, checked_json
+voter_folder
 recovery                    one voter that is left goes on alone
 """

@@ -7,9 +7,12 @@ without power. What is not synced may be lost, in whole or in part; `replace` le
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import xxhash
 
 #: Larger files are none of ours: a log is compacted at a sixteenth of it.
 FILE_BYTES_MAX = 1 << 30
@@ -150,3 +153,30 @@ def free_bytes(folder: Path) -> int:
     if found.f_files and not found.f_ffree:
         return 0  # every change writes a new file first
     return (found.f_bfree if os.geteuid() == 0 else found.f_bavail) * found.f_frsize
+
+
+_BEGIN = b'{"checksum": "'
+_DIGITS = 16
+_END = b'", '
+
+
+def to_checked_json(document: dict[str, Any]) -> bytes:
+    """A document, which is not empty, with a checksum of all that follows it: {"checksum": "0123456789abcdef", ...}."""
+    body = json.dumps(document).encode()[1:]
+    return _BEGIN + xxhash.xxh3_64_hexdigest(body).encode() + _END + body
+
+
+def from_checked_json(data: bytes) -> dict[str, Any]:
+    """A document.
+
+    Raises:
+        ValueError: it is none, or not what was written.
+    """
+    head = len(_BEGIN) + _DIGITS + len(_END)
+    checksum, body = data[len(_BEGIN) : len(_BEGIN) + _DIGITS], data[head:]
+    if data[:head] != _BEGIN + checksum + _END or checksum != xxhash.xxh3_64_hexdigest(body).encode():
+        raise ValueError("its checksum is that of other bytes, or missing")
+    document = json.loads(data)
+    if not isinstance(document, dict):
+        raise ValueError("it is no JSON object")
+    return document

@@ -24,8 +24,7 @@ from typing import Any, overload
 import xxhash
 
 from ...errors import ConfigError
-from . import checked_json
-from .disk import FULL, Disk
+from .disk import FULL, Disk, from_checked_json, to_checked_json
 
 Entry = tuple[bytes, int, int]
 
@@ -187,7 +186,7 @@ class Journal:
         meta: dict[str, Any] = {"term": 0, "vote": None, "commit_index": 1}
         path = self._disk.path(META)
         try:
-            loaded = checked_json.loads(self._disk.read(META))
+            loaded = from_checked_json(self._disk.read(META))
             meta = {
                 "term": int(loaded["term"]),
                 "vote": loaded["vote"],
@@ -318,7 +317,7 @@ class Journal:
 
     def _save_meta(self) -> None:
         with self._writing():
-            self._disk.replace(META, checked_json.dumps(self._meta))
+            self._disk.replace(META, to_checked_json(self._meta))
         self._meta_saved = True
 
     def onOneSecondTimer(self) -> None:  # noqa: N802

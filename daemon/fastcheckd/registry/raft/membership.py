@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fastcheck_proto.v1 import node_pb2
+
 from ...config import Voter
 
 #: The voters by raft address.
@@ -55,7 +57,7 @@ def voters_after(voters: Voters, changes: Iterable[Change]) -> Voters:
 
 
 def voter_to_list(voter: Voter) -> list[str]:
-    """For logs, snapshots and commands."""
+    """For entries of the log and files."""
     return [voter.node_id, voter.registry_address, voter.raft_address]
 
 
@@ -65,6 +67,22 @@ def voter_from_list(value: Any) -> Voter:
         raise ValueError(f"{json.dumps(value, default=repr)} is no voter")
     node_id, registry_address, raft_address = value
     return Voter(node_id=node_id, registry_address=registry_address, raft_address=raft_address)
+
+
+def voter_message(voter: Voter) -> node_pb2.VoterRecord:
+    """A voter as a message."""
+    return node_pb2.VoterRecord(
+        node_id=voter.node_id, registry_address=voter.registry_address, raft_address=voter.raft_address
+    )
+
+
+def voter_of(message: node_pb2.VoterRecord) -> Voter:
+    """A voter from a message."""
+    return Voter(
+        node_id=message.node_id,
+        registry_address=message.registry_address,
+        raft_address=message.raft_address,
+    )
 
 
 def enough_without(voters: Voters, gone: Voter | None, newcomer: Voter, healthy: Iterable[str]) -> bool:

@@ -26,10 +26,9 @@ from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
 from ...log import Complaints
 from ..model import State
 from ..state import restore, snapshot
-from ..wire import voter, voter_message
 from .disk import Disk
 from .journal import Entry
-from .membership import Voters
+from .membership import Voters, voter_message, voter_of
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ def from_bytes(data: bytes) -> Snapshot:
         _entry(read.last),
         _entry(read.before),
         restore(read.state),
-        {record.raft_address: voter(record) for record in read.voters},
+        {record.raft_address: voter_of(record) for record in read.voters},
     )
 
 

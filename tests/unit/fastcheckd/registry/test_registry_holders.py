@@ -16,8 +16,8 @@ from tests.unit.fastcheckd.registry.small_cluster import (
 )
 
 from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheckd.registry.commands import CHANGES_MAX, HOLDERS_MAX
 from fastcheckd.registry.model import DRAINING
-from fastcheckd.registry.records import CHANGES_MAX, HOLDERS_MAX
 
 
 @pytest.fixture

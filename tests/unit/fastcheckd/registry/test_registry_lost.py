@@ -18,8 +18,8 @@ from tests.unit.fastcheckd.registry.small_cluster import (
 )
 
 from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheckd.registry.commands import MARKED_MAX
 from fastcheckd.registry.model import Ref, ShardId
-from fastcheckd.registry.records import MARKED_MAX
 from fastcheckd.registry.redundancy import RecordedReplica, is_lost, survey
 
 

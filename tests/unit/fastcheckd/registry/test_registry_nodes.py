@@ -19,7 +19,7 @@ from fastcheckd.config import LABELS_MAX, Voter
 from fastcheckd.registry import commands
 from fastcheckd.registry.model import DOWN, DRAINING, UNKNOWN, UP, Ref, State, live, state_name
 from fastcheckd.registry.nodes import HISTORY_MAX, NODES_MAX
-from fastcheckd.registry.wire import voter
+from fastcheckd.registry.raft.membership import voter_of
 
 
 def told(state):
@@ -186,7 +186,7 @@ def test_the_voters_are_named_for_everyone():
     version, epoch = state.version, state.epoch
     named = commands.set_voters(voters("n0", "n1", "n2"), at_ms=1)
     assert apply(state, named).ok and apply(state, named).ok
-    assert list(map(voter, state.voters)) == voters("n0", "n1", "n2")
+    assert list(map(voter_of, state.voters)) == voters("n0", "n1", "n2")
     assert (state.version, state.epoch) == (version + 1, epoch)
     for bad in ([], voters("n0", "n0"), voters(*(f"v{i}" for i in range(10))), voters("../x")):
         assert refused(state, commands.set_voters(bad, at_ms=1)).code == pb.ERROR_CODE_INVALID

@@ -28,10 +28,10 @@ from fastcheck_proto.conventions import RANK_MAX
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2
 from fastcheckd.registry import model
+from fastcheckd.registry.commands import is_lossy
 from fastcheckd.registry.commits import Standing, standing
 from fastcheckd.registry.model import State
 from fastcheckd.registry.nodes import NODES_MAX
-from fastcheckd.registry.records import is_lossy
 from fastcheckd.registry.sessions import (
     JOBS_MAX,
     PAST_CLIENTS_MAX,

@@ -11,7 +11,8 @@ from tests.unit.fastcheckd.registry.small_cluster import (
 
 from fastcheck_proto.v1 import registry_pb2
 from fastcheckd.config import Voter
-from fastcheckd.registry import commands, wire
+from fastcheckd.registry import commands
+from fastcheckd.registry.raft.membership import voter_message, voter_of
 from fastcheckd.registry.view import Signs, cluster_view
 
 
@@ -79,6 +80,6 @@ def test_the_voters_are_the_engine_s_until_the_registry_names_others():
     assert [nodes[n].voter for n in ("n0", "n1", "n2")] == [True, True, False]
     apply(state, commands.set_voters([voter("n0"), voter("n2")], at_ms=1))
     view, nodes = shown(state)
-    assert [wire.voter(v) for v in view.voter_records] == [voter("n0"), voter("n2")]
-    assert wire.voter_message(voter("n2")) == view.voter_records[1]
+    assert [voter_of(v) for v in view.voter_records] == [voter("n0"), voter("n2")]
+    assert voter_message(voter("n2")) == view.voter_records[1]
     assert [nodes[n].voter for n in ("n0", "n1", "n2")] == [True, False, True]

@@ -11,13 +11,14 @@ from tests.unit.fastcheckd.registry.small_cluster import set_state
 from fastcheck_proto.v1 import node_pb2, registry_pb2
 from fastcheckd.config import Config, Voter
 from fastcheckd.errors import ConfigError, InvalidRequestError, NoQuorumError, UnsafeError
-from fastcheckd.registry import commands, wire
+from fastcheckd.registry import commands
 from fastcheckd.registry.model import SCHEMA
 from fastcheckd.registry.raft import adapter as raft_module
 from fastcheckd.registry.raft.adapter import Raft
 from fastcheckd.registry.raft.membership import (
     Change,
     enough_without,
+    voter_of,
     voter_to_list,
     voters_after,
 )
@@ -446,4 +447,4 @@ def test_voters_are_added_to_one_that_was_left_and_named_to_everyone(tmp_path):
 
 
 def named(h):
-    return list(map(wire.voter, h.leader.read(lambda state: state.voters)))
+    return list(map(voter_of, h.leader.read(lambda state: state.voters)))

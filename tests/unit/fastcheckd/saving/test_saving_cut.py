@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheckd.registry.records import check_rank_record
+from fastcheckd.registry.commands import check_rank_record
 from fastcheckd.saving.content import cut
 
 LENGTHS = st.lists(st.integers(1, 16 << 20), min_size=1, max_size=60)

@@ -12,8 +12,8 @@ from fastcheck_proto.v1 import registry_pb2, registry_pb2_grpc
 from fastcheckd.config import Config, Voter
 from fastcheckd.health.detector import FailureDetector
 from fastcheckd.registry.leader import Leader
+from fastcheckd.registry.outward import GrpcStubs
 from fastcheckd.registry.reports import Reports
-from fastcheckd.registry.stubs import GrpcStubs
 from fastcheckd.services import leader_calls
 from fastcheckd.services.registry import RegistryService
 
