@@ -20,7 +20,7 @@ from fastcheck_proto.v1 import layout_pb2 as pb
 from fastcheckd.codec.chunk_plan import ChunkPlan, parse_layout
 from fastcheckd.codec.decoder import decode, raw_way_back, turn_around
 from fastcheckd.codec.encoder import Encoded, encode
-from fastcheckd.codec.fitting import Fits
+from fastcheckd.codec.fit import Fits
 from fastcheckd.digests import chunk_digest
 
 from .codec_rows import Rate, Row

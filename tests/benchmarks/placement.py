@@ -92,7 +92,7 @@ def _lose(world: _World, plans: dict[int, Plan], lost: str) -> int:
 
 
 def measure(rounds: int, say: Callable[[str], None]) -> list[Figure]:
-    """Placing all ranks at first, again with their holders, after a loss; and the odds of the outcome."""
+    """PlacementClient all ranks at first, again with their holders, after a loss; and the odds of the outcome."""
     runs: dict[str, list[float]] = {name: [] for name in ("first", "racks", "again", "loss", "odds")}
     for number in range(rounds):
         world, racked = _World(0), _World(50)

@@ -1,7 +1,7 @@
 """A save and a load as a data process does them, around the real client, choice of holders and restore plan.
 
-The order is that of `saving.replicate` and `restore.room`: place, publish the own copy, offer it to every holder, place
-again what failed, report until the registry has decided.
+The order is that of `save.replicator` and `restore.coordinator`: place, publish the own copy, offer it to every holder,
+place again what failed, report until the registry has decided.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fastcheckd.errors import (
 )
 from fastcheckd.restore.plan import other_sources, plan_fetch
 from fastcheckd.rpc import from_rpc_error
-from fastcheckd.saving.holders import pick_holders
-from fastcheckd.saving.placing import begun_after
+from fastcheckd.save.holders import pick_holders
+from fastcheckd.save.placement_client import begun_after
 
 CHUNKS = 6
 REGISTRY_TIMEOUT_S = 3.0

@@ -33,7 +33,7 @@ from .format import (
     parse_header,
 )
 from .index import decode_index
-from .rounding import decode_rounded, encode_rounded, master_of
+from .rounded import decode_rounded, encode_rounded, master_of
 from .runs import decode_run, encode_run, need_base, reverse_run
 from .scratch import SCRATCH
 

@@ -18,10 +18,10 @@ from fastcheck_proto.v1 import layout_pb2 as pb
 from . import adam, sgd
 from .chunk_plan import ChunkPlan, Run, Unit
 from .dtypes import DType
-from .fitting import Fits, fit_adam_lr, fit_sgd_lr
+from .fit import Fits, fit_adam_lr, fit_sgd_lr
 from .format import HEADER_BYTES, NO_DIGEST, SECTIONS_MAX, CodecId, Header, Section, pack
 from .lossy import encode_lossy
-from .rounding import encode_rounded
+from .rounded import encode_rounded
 from .runs import TINY_PART, encode_run, is_same, raw
 from .scratch import SCRATCH
 

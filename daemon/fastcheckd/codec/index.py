@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import CodecError
-from .books import BOOKS, GROUP, Book, to_bits, to_codes
 from .chunk_plan import Run
+from .codebooks import BOOKS, GROUP, Book, to_bits, to_codes
 from .dtypes import DType
 from .format import CodecId, Section
 from .integers import Ints, signed

@@ -11,14 +11,14 @@ from typing import Any
 
 from fastcheck_proto.v1 import layout_pb2 as pb
 
-from .books import BOOKS
 from .bounded import encode_bounded, quantise_bounded
 from .chunk_plan import ChunkPlan, Run, Unit
+from .codebooks import BOOKS
 from .dtypes import DType
 from .format import CodecId, Section
 from .index import encode_index, quantise_index
 from .integers import signed
-from .rounding import encode_rounded, round_to
+from .rounded import encode_rounded, round_to
 from .runs import is_same, raw
 from .scratch import BLOCK
 

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 
 from ..counters import NAMES
 from ..durations import Histogram
-from ..saving.progress import JobProgress
+from ..save.job_progress import JobProgress
 from .families import JOBS_MAX, OTHERS, counters, gauge, histograms
 
 T = TypeVar("T")

@@ -43,10 +43,10 @@ from ..observe import data_metrics
 from ..registry.client import RegistryClient
 from ..registry.known_voters import remember, with_remembered_voters
 from ..registry.raft.membership import voter_of
-from ..restore.room import RestoreRoom
+from ..restore.coordinator import RestoreCoordinator
 from ..rpc import server_options
-from ..saving.coordinator import SaveCoordinator
-from ..saving.replicate import Replicator
+from ..save.coordinator import SaveCoordinator
+from ..save.replicator import Replicator
 from ..services.admission import Admission
 from ..services.data_control import DataControlService
 from ..services.observe import ObserveService
@@ -136,7 +136,7 @@ class _DataRooms:
             config=config, identity=identity, store=store, registry=registry, view=view,
             counters=counters, durations=durations, replicator=replicator,
         )  # fmt: skip
-        restore = RestoreRoom(
+        restore = RestoreCoordinator(
             config=config, store=store, registry=registry, client=client, fetcher=fetcher, view=view,
             counters=counters, durations=durations, executor=self.hashing, on_brought=self._brought,
         )  # fmt: skip

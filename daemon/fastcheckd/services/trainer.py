@@ -27,12 +27,12 @@ from fastcheck_proto.v1 import trainer_pb2_grpc as tpb_grpc
 
 from ..errors import FastCheckdError, InvalidRequestError, NoQuorumError
 from ..registry.client import RegistryClient
-from ..restore.following import Following
-from ..restore.room import RestoreRoom
+from ..restore.coordinator import RestoreCoordinator
+from ..restore.progress_stream import ProgressStream
 from ..restore.without_quorum import LOOKUP_TIMEOUT_S as PROVISIONAL_LOOKUP_TIMEOUT_S
 from ..rpc import abort, answers
-from ..saving.coordinator import SaveCoordinator
-from ..saving.session import TrainerSession
+from ..save.coordinator import SaveCoordinator
+from ..save.session import TrainerSession
 from .admission import CALLER
 from .deletions import delete_steps
 from .owners import Owners
@@ -56,7 +56,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
     def __init__(
         self,
         saving: SaveCoordinator,
-        restore: RestoreRoom,
+        restore: RestoreCoordinator,
         registry: RegistryClient,
         owners: Owners,
     ) -> None:
@@ -242,7 +242,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
         try:
             _check_rank(request.job, request.rank, request.world_size)
             await self._owners.check(request.job)
-            following = Following(partial(self._restore.bring, request), follow=request.follow)
+            following = ProgressStream(partial(self._restore.bring, request), follow=request.follow)
             try:
                 async for news in following.news():
                     yield (
@@ -267,7 +267,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             load = request.load
             _check_rank(load.job, load.rank, load.world_size)
             await self._owners.check(load.job)
-            following = Following(partial(self._restore.bring, load), follow=load.follow)
+            following = ProgressStream(partial(self._restore.bring, load), follow=load.follow)
             try:
                 async for news in following.news():
                     if isinstance(news, tpb.LoadProgress):
@@ -294,7 +294,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             await self._owners.check(request.job)
             if request.step > STEP_MAX:
                 raise InvalidRequestError(f"step {request.step} is not from 0 to {STEP_MAX}")
-            following = Following(partial(self._restore.reading.read, request), follow=True)
+            following = ProgressStream(partial(self._restore.reading.read, request), follow=True)
             try:
                 async for news in following.news():
                     if isinstance(news, tpb.LoadProgress):

@@ -19,7 +19,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 
 from ..codec.chunk_plan import ChunkPlan, opaque
 from ..codec.encoder import Encoded, encode
-from ..codec.fitting import Fits
+from ..codec.fit import Fits
 from ..codec.format import NO_DIGEST
 from ..codec.standalone import encode_alone
 from ..counters import Counters

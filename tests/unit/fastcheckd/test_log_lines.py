@@ -18,7 +18,7 @@ from fastcheckd.log import (
 
 
 def record(message, *args, level=logging.INFO, exc_info=None):
-    made = logging.LogRecord("fastcheckd.saving", level, "room.py", 1, message, args, exc_info)
+    made = logging.LogRecord("fastcheckd.save", level, "room.py", 1, message, args, exc_info)
     made.created, made.msecs = 1_700_000_000.0, 7.0
     return made
 
@@ -37,7 +37,7 @@ def test_a_json_line_says_when_who_and_what():
         "level": "warning",
         "node": "n1",
         "process": "data",
-        "logger": "fastcheckd.saving",
+        "logger": "fastcheckd.save",
         "message": "step 3 of gpt",
     }
 

@@ -10,7 +10,7 @@ from codec_helpers import LOW, PARAM, SPECIALS, gaussian, mixed, run
 
 from fastcheckd.codec import adam, sgd
 from fastcheckd.codec.dtypes import DType
-from fastcheckd.codec.rounding import encode_rounded, round_to
+from fastcheckd.codec.rounded import encode_rounded, round_to
 
 F32 = np.float32
 TINY = np.float32(1e-45)

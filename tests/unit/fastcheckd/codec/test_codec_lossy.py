@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcheck_proto.v1 import layout_pb2 as pb
-from fastcheckd.codec.books import BOOKS, GROUP
 from fastcheckd.codec.bounded import standard_deviation
 from fastcheckd.codec.chunk_plan import ChunkPlan, Run, Unit
+from fastcheckd.codec.codebooks import BOOKS, GROUP
 from fastcheckd.codec.decoder import decode, turn_around
 from fastcheckd.codec.dtypes import DType
 from fastcheckd.codec.encoder import Encoded, encode
 from fastcheckd.codec.format import CodecId, Plane, PlaneKind, Section, pack, parse
 from fastcheckd.codec.lossy import quantise
-from fastcheckd.codec.rounding import round_to
+from fastcheckd.codec.rounded import round_to
 from fastcheckd.digests import chunk_digest
 from fastcheckd.errors import CodecError
 

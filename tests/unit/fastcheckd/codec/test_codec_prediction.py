@@ -31,7 +31,7 @@ from fastcheckd.codec import adam, sgd
 from fastcheckd.codec.chunk_plan import ChunkPlan, Unit
 from fastcheckd.codec.dtypes import DType
 from fastcheckd.codec.encoder import encode
-from fastcheckd.codec.fitting import Fits, fit_adam_lr, fit_sgd_lr
+from fastcheckd.codec.fit import Fits, fit_adam_lr, fit_sgd_lr
 from fastcheckd.digests import chunk_digest
 
 N = 2000

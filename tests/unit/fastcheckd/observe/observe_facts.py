@@ -7,7 +7,7 @@ from fastcheckd.observe import agent_metrics, data_metrics, registry_metrics
 from fastcheckd.observe.agent_metrics import NodeFacts, ProcessFacts, Usage
 from fastcheckd.observe.data_metrics import DataFacts
 from fastcheckd.observe.registry_metrics import LeaderFacts, VoterFacts
-from fastcheckd.saving.progress import JobProgress
+from fastcheckd.save.job_progress import JobProgress
 
 
 def job(name="gpt", **values):

@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 import torch
 from tests.trainer_session import SpokenSession
-from tests.unit.fastcheckd.saving.saving_harness import BUDGET, CHUNK, Node, Registry, running_world
+from tests.unit.fastcheckd.save.save_harness import BUDGET, CHUNK, Node, Registry, running_world
 
 from fastcheck import Checkpointer, OutOfMemoryError
 from fastcheck_proto.seal_record import write_record
