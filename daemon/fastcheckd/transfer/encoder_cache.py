@@ -360,7 +360,10 @@ class EncoderCache:
 
     @contextlib.contextmanager
     def outgoing(self, key: pb.ShardKey, digest: bytes, shard: OutgoingShard) -> Iterator[None]:
-        """While a save's shard is being replicated: who reads it gets it as `shard` says."""
+        """While a save's shard is being replicated: who reads it gets it as `shard` says.
+
+        Meanwhile what was encoded is kept, also between two holders that read it one after the other.
+        """
         name = (replica_id(key, pb.REPLICA_KIND_OWNER), digest)
         with self._lock:
             self._outgoing[name] = shard
@@ -370,6 +373,14 @@ class EncoderCache:
             with self._lock:
                 if self._outgoing.get(name) is shard:
                     del self._outgoing[name]
+                unused = [
+                    self._encoders.pop(each)
+                    for each in list(self._encoders)
+                    if each[2] is shard and each not in self._users
+                ]
+            for encoder, stack in unused:
+                encoder.close()
+                stack.close()
 
     @contextlib.contextmanager
     def opened(
@@ -397,7 +408,10 @@ class EncoderCache:
                 self._users[name] -= 1
                 last = not self._users[name]
                 if last:
-                    del self._users[name], self._encoders[name]
+                    del self._users[name]
+                    last = name[2] is None or self._outgoing.get(shard) is not name[2]
+                if last:
+                    del self._encoders[name]
             if last:
                 encoder.close()
                 stack.close()

@@ -21,7 +21,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 #: Encoding must promise to be faster by this factor: it costs cores.
-SPEEDUP_MIN = 1.1
+SPEEDUP_MIN = 1.05
 #: A shard of fewer bytes vanishes in socket buffers: how long it took says nothing about the link.
 LINK_BYTES_MIN = 8 << 20
 #: Share of a shard's chunks that a sample encodes, at least one chunk.

@@ -83,7 +83,7 @@ def changed(**fields):
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
-    monkeypatch.setattr(describing, "ASK_AGAIN_AFTER_S", 0.0)
+    monkeypatch.setattr(manifest_lookup, "ASK_AGAIN_AFTER_S", 0.0)
 
 
 def test_what_lies_here_is_asked_nobody():

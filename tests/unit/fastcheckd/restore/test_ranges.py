@@ -115,7 +115,7 @@ def test_ranks_that_are_not_there_or_named_twice_are_refused():
 
 
 def test_too_much_at_once_is_refused(monkeypatch):
-    monkeypatch.setattr(wanting, "RANGES_MAX", 2)
+    monkeypatch.setattr(ranges, "RANGES_MAX", 2)
     check_request(request_of(r0=[(0, 1), (2, 1)]))
     with pytest.raises(InvalidRequestError, match="ask for some at a time"):
         check_request(request_of(r0=[(0, 1), (2, 1)], r1=[(0, 1)]))
