@@ -130,6 +130,8 @@ class Session:
         self._fresh = False
         self._held: list[HeldSegment] = []
         self._reserved: pb.Reserved | None = None
+        #: What was asked for last: a daemon that has restarted is asked for it before the next save.
+        self._reservation: pb.ReserveMemory | None = None
         #: Why the last reservation, and the waits for steps, came to nothing.
         self._refused: FastCheckError | None = None
         self._refused_steps: dict[int, FastCheckError] = {}
@@ -402,6 +404,8 @@ class Session:
         self._open = True
         self._fenced, self._renews, self._loads = False, 0, False
         self._error, self._pause_s, self._retry_at, self._lost_at = None, 0.0, 0.0, None
+        if self._reservation is not None:
+            stream.post(pb.TrainerMessage(reserve=self._reservation))
         for (number, _), pending in self._pending.items():
             again = pb.Sealed()
             again.CopyFrom(pending.sealed)
@@ -452,8 +456,8 @@ class Session:
             stream = self._require_stream()
             self._reserved = self._refused = None
             self._abandon_below(state_bytes + record_bytes)
-            reserve = pb.ReserveMemory(state_bytes=state_bytes, record_bytes=record_bytes)
-            stream.post(pb.TrainerMessage(reserve=reserve))
+            self._reservation = pb.ReserveMemory(state_bytes=state_bytes, record_bytes=record_bytes)
+            stream.post(pb.TrainerMessage(reserve=self._reservation))
             self._wait_for_news(
                 stream, lambda: self._refused is not None or self._reserved is not None, deadline
             )
@@ -522,6 +526,7 @@ class Session:
         size = state_bytes + record_bytes
         self._refused_steps.clear()
         self._abandon_below(size)
+        self._reservation = pb.ReserveMemory(state_bytes=state_bytes, record_bytes=record_bytes)
         reserve = pb.ReserveMemory(state_bytes=state_bytes, record_bytes=record_bytes, step=step)
         stream.post(pb.TrainerMessage(reserve=reserve))
 

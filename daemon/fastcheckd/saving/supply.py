@@ -259,8 +259,7 @@ class Supply:
         try:
             while (stream := rank.stream) is not None and not stream.over and self._is_short(rank):
                 async with rank.allocating:
-                    segment = await self._allocate(rank)
-                self._set_aside(rank, stream, segment)
+                    self._set_aside(rank, stream, await self._allocate(rank, stream))
                 self._lend(rank)
         except FastCheckdError as error:
             # It is needed at the next save but this one, or later: then somebody waits for it, and is told.
@@ -278,11 +277,12 @@ class Supply:
     def _in_use(self, rank: RankState) -> int:
         return self._store.count_segments(rank.pool) - len(self._store.free_segments(rank.pool))
 
-    async def _allocate(self, rank: RankState, wait_s: float = 0.0) -> Segment:
+    async def _allocate(self, rank: RankState, stream: TrainerSession, wait_s: float = 0.0) -> Segment:
         """A segment, the one that was free for longest if there is one. To be called with `allocating` held."""
         assert rank.contract is not None
         allocate = partial(self._store.allocate, rank.contract.segment_bytes, rank.pool, wait_s=wait_s)
-        return await to_its_end(allocate, undo=self._store.discard)
+        # What was made for a request that another one has replaced is as good for that.
+        return await to_its_end(allocate, undo=partial(self._set_aside, rank, stream))
 
     def _set_aside(self, rank: RankState, stream: TrainerSession, segment: Segment) -> None:
         """A segment of the stream's session is spare, unless the session is over."""
@@ -352,8 +352,7 @@ class Supply:
                 async with rank.allocating:
                     if rank.spare or stream.holds(contract.segment_bytes) or stream.over:
                         continue
-                    segment = await self._allocate(rank, wait_s)
-                self._set_aside(rank, stream, segment)
+                    self._set_aside(rank, stream, await self._allocate(rank, stream, wait_s))
             except (OverBudgetError, StoreFullError) as error:
                 if not await self._make_room(rank, newer_step, gives_way):
                     raise self._explained(rank, error) from None
