@@ -295,7 +295,7 @@ class Supply:
         stream = rank.stream
         if stream is None or stream.over:
             return
-        while rank.spare and len(stream.held) + len(rank.under_way()) < stream.in_flight:
+        while rank.spare and len(stream.held) + stream.sealing + len(rank.under_way()) < stream.in_flight:
             stream.offer(rank.spare.pop(0))
 
     def offered(self, rank: RankState) -> int:
