@@ -266,10 +266,13 @@ class Session:
                         return
                     self._clock = (0.0, 0.0)
                     self._stream = stream = Stream(link, opening, self._on_message, self._on_end)
+                self._guard(stream)
             except FastCheckError as error:
                 self._failed(error)
-                continue
-            self._guard(stream)
+            except Exception as error:
+                # This thread must go on: without it no later save has a session.
+                logger.exception("a session met a defect in FastCheck")
+                self._failed(FastCheckError(f"defect in FastCheck while keeping a session: {error!r}"))
 
     def _is_due(self) -> bool:
         needed = self._wanted or (bool(self._pending) and not self._fenced)
