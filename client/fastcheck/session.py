@@ -130,6 +130,8 @@ class Session:
         self._fresh = False
         self._held: list[HeldSegment] = []
         self._reserved: pb.Reserved | None = None
+        #: What was asked for last: a daemon that has restarted is asked for it before the next save.
+        self._reservation: pb.ReserveMemory | None = None
         #: Why the last reservation, and the waits for steps, came to nothing.
         self._refused: FastCheckError | None = None
         self._refused_steps: dict[int, FastCheckError] = {}
@@ -264,10 +266,13 @@ class Session:
                         return
                     self._clock = (0.0, 0.0)
                     self._stream = stream = Stream(link, opening, self._on_message, self._on_end)
+                self._guard(stream)
             except FastCheckError as error:
                 self._failed(error)
-                continue
-            self._guard(stream)
+            except Exception as error:
+                # This thread must go on: without it no later save has a session.
+                logger.exception("a session met a defect in FastCheck")
+                self._failed(FastCheckError(f"defect in FastCheck while keeping a session: {error!r}"))
 
     def _is_due(self) -> bool:
         needed = self._wanted or (bool(self._pending) and not self._fenced)
@@ -402,6 +407,8 @@ class Session:
         self._open = True
         self._fenced, self._renews, self._loads = False, 0, False
         self._error, self._pause_s, self._retry_at, self._lost_at = None, 0.0, 0.0, None
+        if self._reservation is not None:
+            stream.post(pb.TrainerMessage(reserve=self._reservation))
         for (number, _), pending in self._pending.items():
             again = pb.Sealed()
             again.CopyFrom(pending.sealed)
@@ -452,8 +459,8 @@ class Session:
             stream = self._require_stream()
             self._reserved = self._refused = None
             self._abandon_below(state_bytes + record_bytes)
-            reserve = pb.ReserveMemory(state_bytes=state_bytes, record_bytes=record_bytes)
-            stream.post(pb.TrainerMessage(reserve=reserve))
+            self._reservation = pb.ReserveMemory(state_bytes=state_bytes, record_bytes=record_bytes)
+            stream.post(pb.TrainerMessage(reserve=self._reservation))
             self._wait_for_news(
                 stream, lambda: self._refused is not None or self._reserved is not None, deadline
             )
@@ -522,6 +529,7 @@ class Session:
         size = state_bytes + record_bytes
         self._refused_steps.clear()
         self._abandon_below(size)
+        self._reservation = pb.ReserveMemory(state_bytes=state_bytes, record_bytes=record_bytes)
         reserve = pb.ReserveMemory(state_bytes=state_bytes, record_bytes=record_bytes, step=step)
         stream.post(pb.TrainerMessage(reserve=reserve))
 

@@ -34,6 +34,7 @@ def test_a_third_step_in_flight_waits_and_is_counted(shared_cluster):
     cluster = shared_cluster(2)
     job = Job(cluster, ["node-0"], "third")
     job.commit(1)
+    until(lambda: len(job.ranks[0]._session._held) == 2, "memory for two saves")
     waits = counters(cluster, "node-0")["save_waits"]
     with paused(process_of(cluster, "node-1", "data")):
         first, second = job.save(2)[0], job.save(3)[0]

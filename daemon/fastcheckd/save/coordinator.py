@@ -378,13 +378,16 @@ class SaveCoordinator:
             rank.finding = [task for task in rank.finding if not task.done()]
             rank.finding.append(asyncio.create_task(self._follow(session, key, number)))
             return
+        session.sealing += 1
         try:
             save = await self._accept(rank, session, segment, sealed)
         except FastCheckdError as error:
+            session.sealing -= 1
             self._outcomes.refused(key, error)
             session.refuse(error, sealed.step)
             self.supply.take_back(rank, session, segment)
             return
+        session.sealing -= 1
         self._counters.add("saves_staged")
         self._counters.add("bytes_staged", save.state_bytes)
         self._durations.add("save_copy", time.monotonic() - save.begun_at)

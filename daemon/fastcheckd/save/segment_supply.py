@@ -263,8 +263,7 @@ class SegmentSupply:
         try:
             while (stream := rank.stream) is not None and not stream.over and self._is_short(rank):
                 async with rank.allocating:
-                    segment = await self._allocate(rank)
-                self._set_aside(rank, stream, segment)
+                    self._set_aside(rank, stream, await self._allocate(rank, stream))
                 self._lend(rank)
         except FastCheckdError as error:
             # It is needed at the next save but this one, or later: then somebody waits for it, and is told.
@@ -282,11 +281,12 @@ class SegmentSupply:
     def _in_use(self, rank: RankState) -> int:
         return self._store.count_segments(rank.pool) - len(self._store.free_segments(rank.pool))
 
-    async def _allocate(self, rank: RankState, wait_s: float = 0.0) -> Segment:
+    async def _allocate(self, rank: RankState, stream: TrainerSession, wait_s: float = 0.0) -> Segment:
         """A segment, the one that was free for longest if there is one. To be called with `allocating` held."""
         assert rank.contract is not None
         allocate = partial(self._store.allocate, rank.contract.segment_bytes, rank.pool, wait_s=wait_s)
-        return await to_its_end(allocate, undo=self._store.discard)
+        # What was made for a request that another one has replaced is as good for that.
+        return await to_its_end(allocate, undo=partial(self._set_aside, rank, stream))
 
     def _set_aside(self, rank: RankState, stream: TrainerSession, segment: Segment) -> None:
         """A segment of the stream's session is spare, unless the session is over."""
@@ -299,7 +299,7 @@ class SegmentSupply:
         stream = rank.stream
         if stream is None or stream.over:
             return
-        while rank.spare and len(stream.held) + len(rank.under_way()) < stream.in_flight:
+        while rank.spare and len(stream.held) + stream.sealing + len(rank.under_way()) < stream.in_flight:
             stream.offer(rank.spare.pop(0))
 
     def offered(self, rank: RankState) -> int:
@@ -356,8 +356,7 @@ class SegmentSupply:
                 async with rank.allocating:
                     if rank.spare or stream.holds(contract.segment_bytes) or stream.over:
                         continue
-                    segment = await self._allocate(rank, wait_s)
-                self._set_aside(rank, stream, segment)
+                    self._set_aside(rank, stream, await self._allocate(rank, stream, wait_s))
             except (OverBudgetError, StoreFullError) as error:
                 if not await self._make_room(rank, newer_step, gives_way):
                     raise self._explained(rank, error) from None

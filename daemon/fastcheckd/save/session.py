@@ -38,6 +38,8 @@ class TrainerSession:
         self.in_flight = in_flight
         #: By loan: the trainer may be copying into them.
         self.held: dict[str, Segment] = {}
+        #: Segments that it has sealed and whose steps are not under way yet, since what it says of them is being read.
+        self.sealing = 0
         #: Another process has the place, its steps were deleted, or the stream has ended: it gets no memory any more.
         self.over = False
         #: A reservation that is not answered yet.
