@@ -51,10 +51,11 @@ $(PROTO_READY):
 demo: $(READY)
 	$(BIN)/fastcheck demo
 
-# Tests of clusters wait for half of their time, two files at a time. All other tests only compute, and do that beside
+# Tests of clusters wait for half of their time, WORKERS files at a time. All other tests only compute, and do that beside
 # them, one at a time and with less of a right to the cores than whoever waits for a daemon.
 CLUSTERS := tests/cluster tests/netlab
-BESIDE := --numprocesses=2 --dist=loadfile
+WORKERS ?= 2
+BESIDE := --numprocesses=$(WORKERS) --dist=loadfile
 ALONE := $(CLUSTERS) tests/unit/fastcheckd/process
 REST := $(BESIDE)
 test: $(READY) bytecode
