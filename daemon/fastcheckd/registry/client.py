@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Iterable
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -28,7 +28,9 @@ from .outward import GrpcStubs, Stubs
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R")
+Q_contra = TypeVar("Q_contra", contravariant=True)
+R_co = TypeVar("R_co", covariant=True)
+T = TypeVar("T")
 
 BACKOFF_S_MIN = 0.05
 BACKOFF_S_MAX = 0.25
@@ -45,6 +47,25 @@ SILENCE_S = 15.0
 
 _LOST = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 _NO_QUORUM = common_pb2.ErrorCode.Name(common_pb2.ERROR_CODE_NO_QUORUM)
+
+
+class _Bound(Protocol[Q_contra, R_co]):
+    async def __call__(self, request: Q_contra, timeout_s: float) -> R_co:
+        """Ask the registry."""
+
+
+class _Call(Generic[Q_contra, R_co]):
+    """A method of a `RegistryClient` that makes the call of its name, and nothing else."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._method = "".join(word.capitalize() for word in name.split("_"))
+
+    def __get__(self, client: RegistryClient, owner: type) -> _Bound[Q_contra, R_co]:
+        async def call(request: Q_contra, timeout_s: float) -> R_co:
+            answer: Any = await client._call(self._method, object, request, timeout_s)
+            return answer  # type: ignore[no-any-return]  # a stub has no types
+
+        return call
 
 
 class RegistryClient:
@@ -103,20 +124,41 @@ class RegistryClient:
         if self._asked not in self._addresses:
             self._asked = self._addresses[0]
 
+    #: Start a new life.
+    register = _Call[registry_pb2.RegisterRequest, registry_pb2.RegisterResponse]()
+    #: Leave in good order.
+    leave = _Call[registry_pb2.LeaveRequest, registry_pb2.LeaveResponse]()
+    #: The process of a session is done; UnsafeError while some voter may not know this call.
+    close_rank = _Call[registry_pb2.CloseRankRequest, registry_pb2.CloseRankResponse]()
+    #: Rule out steps that are not committed; UnsafeError while some voter may not know this call.
+    supersede = _Call[registry_pb2.SupersedeRequest, registry_pb2.SupersedeResponse]()
+    #: Keep committed steps no more; UnsafeError if the job runs, or some voter may not know this call.
+    delete_steps = _Call[registry_pb2.DeleteStepsRequest, registry_pb2.DeleteStepsResponse]()
+    #: Ask for holders.
+    place = _Call[registry_pb2.PlaceRequest, registry_pb2.PlaceResponse]()
+    #: The newest or the asked-for committed step.
+    lookup = _Call[registry_pb2.LookupRequest, registry_pb2.LookupResponse]()
+    #: A job's steps, committed or under way.
+    list_job_steps = _Call[registry_pb2.ListJobStepsRequest, registry_pb2.ListJobStepsResponse]()
+    #: All jobs.
+    list_jobs = _Call[registry_pb2.ListJobsRequest, registry_pb2.ListJobsResponse]()
+    #: Begin or end a drain.
+    set_draining = _Call[registry_pb2.SetDrainingRequest, registry_pb2.SetDrainingResponse]()
+    #: Take a DOWN node off the list; UnsafeError if it is not DOWN.
+    forget = _Call[registry_pb2.ForgetRequest, registry_pb2.ForgetResponse]()
+    #: Changes of nodes' states, the newest last.
+    history = _Call[registry_pb2.HistoryRequest, registry_pb2.HistoryResponse]()
+    #: What stopping a node for good would cost.
+    safe_to_stop = _Call[registry_pb2.SafeToStopRequest, registry_pb2.SafeToStopResponse]()
+    #: How redundant the committed steps are, and what is being done about it.
+    get_redundancy = _Call[registry_pb2.GetRedundancyRequest, registry_pb2.GetRedundancyResponse]()
+    #: Say which committed replicas are held here.
+    report_inventory = _Call[registry_pb2.ReportInventoryRequest, registry_pb2.ReportInventoryResponse]()
+
     @property
     def voters(self) -> list[node_pb2.VoterRecord]:
         """The voters that are known here."""
         return list(self._voters)
-
-    async def register(
-        self, request: registry_pb2.RegisterRequest, timeout_s: float
-    ) -> registry_pb2.RegisterResponse:
-        """Start a new life."""
-        return await self._call("Register", registry_pb2.RegisterResponse, request, timeout_s)
-
-    async def leave(self, request: registry_pb2.LeaveRequest, timeout_s: float) -> registry_pb2.LeaveResponse:
-        """Leave in good order."""
-        return await self._call("Leave", registry_pb2.LeaveResponse, request, timeout_s)
 
     async def open_rank(
         self, request: registry_pb2.OpenRankRequest, timeout_s: float
@@ -158,28 +200,6 @@ class RegistryClient:
         )
         return answer.current
 
-    async def close_rank(
-        self, request: registry_pb2.CloseRankRequest, timeout_s: float
-    ) -> registry_pb2.CloseRankResponse:
-        """The process of a session is done; UnsafeError while some voter may not know this call."""
-        return await self._call("CloseRank", registry_pb2.CloseRankResponse, request, timeout_s)
-
-    async def supersede(
-        self, request: registry_pb2.SupersedeRequest, timeout_s: float
-    ) -> registry_pb2.SupersedeResponse:
-        """Rule out steps that are not committed; UnsafeError while some voter may not know this call."""
-        return await self._call("Supersede", registry_pb2.SupersedeResponse, request, timeout_s)
-
-    async def delete_steps(
-        self, request: registry_pb2.DeleteStepsRequest, timeout_s: float
-    ) -> registry_pb2.DeleteStepsResponse:
-        """Keep committed steps no more; UnsafeError if the job runs, or some voter may not know this call."""
-        return await self._call("DeleteSteps", registry_pb2.DeleteStepsResponse, request, timeout_s)
-
-    async def place(self, request: registry_pb2.PlaceRequest, timeout_s: float) -> registry_pb2.PlaceResponse:
-        """Ask for holders."""
-        return await self._call("Place", registry_pb2.PlaceResponse, request, timeout_s)
-
     async def report(
         self, request: registry_pb2.ReportRequest, timeout_s: float
     ) -> registry_pb2.ReportResponse:
@@ -190,60 +210,6 @@ class RegistryClient:
         return await self._call(
             "Report", registry_pb2.ReportResponse, patient, timeout_s, attempt_s=patient.wait_s + ATTEMPT_S
         )
-
-    async def lookup(
-        self, request: registry_pb2.LookupRequest, timeout_s: float
-    ) -> registry_pb2.LookupResponse:
-        """The newest or the asked-for committed step."""
-        return await self._call("Lookup", registry_pb2.LookupResponse, request, timeout_s)
-
-    async def list_job_steps(
-        self, request: registry_pb2.ListJobStepsRequest, timeout_s: float
-    ) -> registry_pb2.ListJobStepsResponse:
-        """A job's steps, committed or under way."""
-        return await self._call("ListJobSteps", registry_pb2.ListJobStepsResponse, request, timeout_s)
-
-    async def list_jobs(
-        self, request: registry_pb2.ListJobsRequest, timeout_s: float
-    ) -> registry_pb2.ListJobsResponse:
-        """All jobs."""
-        return await self._call("ListJobs", registry_pb2.ListJobsResponse, request, timeout_s)
-
-    async def set_draining(
-        self, request: registry_pb2.SetDrainingRequest, timeout_s: float
-    ) -> registry_pb2.SetDrainingResponse:
-        """Begin or end a drain."""
-        return await self._call("SetDraining", registry_pb2.SetDrainingResponse, request, timeout_s)
-
-    async def forget(
-        self, request: registry_pb2.ForgetRequest, timeout_s: float
-    ) -> registry_pb2.ForgetResponse:
-        """Take a DOWN node off the list; UnsafeError if it is not DOWN."""
-        return await self._call("Forget", registry_pb2.ForgetResponse, request, timeout_s)
-
-    async def history(
-        self, request: registry_pb2.HistoryRequest, timeout_s: float
-    ) -> registry_pb2.HistoryResponse:
-        """Changes of nodes' states, the newest last."""
-        return await self._call("History", registry_pb2.HistoryResponse, request, timeout_s)
-
-    async def safe_to_stop(
-        self, request: registry_pb2.SafeToStopRequest, timeout_s: float
-    ) -> registry_pb2.SafeToStopResponse:
-        """What stopping a node for good would cost."""
-        return await self._call("SafeToStop", registry_pb2.SafeToStopResponse, request, timeout_s)
-
-    async def get_redundancy(
-        self, request: registry_pb2.GetRedundancyRequest, timeout_s: float
-    ) -> registry_pb2.GetRedundancyResponse:
-        """How redundant the committed steps are, and what is being done about it."""
-        return await self._call("GetRedundancy", registry_pb2.GetRedundancyResponse, request, timeout_s)
-
-    async def report_inventory(
-        self, request: registry_pb2.ReportInventoryRequest, timeout_s: float
-    ) -> registry_pb2.ReportInventoryResponse:
-        """Say which committed replicas are held here."""
-        return await self._call("ReportInventory", registry_pb2.ReportInventoryResponse, request, timeout_s)
 
     async def replace_voter(
         self, request: registry_pb2.ReplaceVoterRequest, timeout_s: float
@@ -331,13 +297,13 @@ class RegistryClient:
     async def _call(
         self,
         method: str,
-        _kind: type[R],
+        _kind: type[T],
         request: Any,
         timeout_s: float,
         *,
         attempt_s: float | None = None,
         patience_s: float = math.inf,
-    ) -> R:
+    ) -> T:
         """Ask voter after voter until one answers.
 
         Args:
@@ -357,7 +323,7 @@ class RegistryClient:
         while (left_s := deadline - loop.time()) > 0:
             call = getattr(self._stubs(address), method)
             try:
-                response: R = await call(request, timeout=min(left_s, attempt_s))
+                response: T = await call(request, timeout=min(left_s, attempt_s))
             except grpc.aio.AioRpcError as error:
                 # As pairs: grpcio 1.63 takes a mapping's way into dict() and fails there.
                 trailing = dict(tuple(error.trailing_metadata() or ()))
