@@ -27,9 +27,9 @@ def step_of(*ranks: list[int]) -> rpb.StepRecord:
 
 def request_of(**ranks: list[tuple[int, int]]) -> tpb.ReadRequest:
     request = tpb.ReadRequest(job="gpt")
-    for name, ranges in ranks.items():
+    for name, wanted in ranks.items():
         request.ranks.add(rank=int(name[1:])).ranges.extend(
-            tpb.ByteRange(offset=offset, bytes=size) for offset, size in ranges
+            tpb.ByteRange(offset=offset, bytes=size) for offset, size in wanted
         )
     return request
 
