@@ -77,7 +77,7 @@ def test_a_third_step_in_flight_waits_and_is_counted(make_cluster):
     cluster = make_cluster(2)
     job = Job(cluster, ["node-0"])
     job.commit(1)
-    until(lambda: len(job.ranks[0]._session._held) == 2, "memory for two saves")
+    until(lambda: len(job.ranks[0]._session._lent.held) == 2, "memory for two saves")
     with paused(process_of(cluster, "node-1", "data")):
         first, second = job.save(2)[0], job.save(3)[0]
         assert first.stats["waited_s"] == second.stats["waited_s"] == 0
@@ -98,7 +98,7 @@ def test_a_data_process_that_is_stopped_holds_no_save_up(make_cluster):
     job = Job(cluster, ["node-0"])
     job.commit(1)
     state = job.state(2, 0)
-    until(lambda: len(job.ranks[0]._session._held) == 2, "memory for two saves")
+    until(lambda: len(job.ranks[0]._session._lent.held) == 2, "memory for two saves")
     with paused(process_of(cluster, "node-0", "data")):
         started = time.monotonic()
         handle = job.ranks[0].save(2, state)

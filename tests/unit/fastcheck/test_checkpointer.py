@@ -204,8 +204,8 @@ def test_mappings_are_bounded(daemon, ckpt):
 
 def test_segments_are_mapped_and_touched_as_soon_as_they_are_offered(daemon, ckpt):
     ckpt.save(1, make_state()).result(timeout=60)
-    wait_until(lambda: len(ckpt._session._held) == 2)
-    offered = {held.ref.path for held in ckpt._session._held}
+    wait_until(lambda: len(ckpt._session._lent.held) == 2)
+    offered = {held.ref.path for held in ckpt._session._lent.held}
     segments = ckpt._transport._cache._segments
     wait_until(lambda: offered <= set(segments) and all(segments[path].warm for path in offered))
 

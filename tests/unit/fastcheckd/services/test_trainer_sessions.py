@@ -173,7 +173,7 @@ def test_a_save_waits_for_nobody_who_has_to_answer(world):
     """The daemon's loop stands still: `save` returns all the same, its handle goes on when the loop does."""
     with Checkpointer("gpt", rank=0, world_size=1, address=world.address) as ckpt:
         ckpt.save(1, state()).result(timeout=30)
-        until(lambda: len(stream_of(world).held) == 2 and len(ckpt._session._held) == 2)
+        until(lambda: len(stream_of(world).held) == 2 and len(ckpt._session._lent.held) == 2)
         stands, goes_on = threading.Event(), threading.Event()
 
         def stand() -> None:
@@ -208,13 +208,13 @@ def test_a_stream_that_breaks_is_opened_again_and_its_steps_are_followed(world):
 def test_a_newer_process_takes_over_and_the_older_one_is_told(world):
     with Checkpointer("gpt", rank=0, world_size=1, address=world.address) as old:
         old.save(1, state()).result(timeout=30)
-        lent = {held.ref.path for held in until(lambda: old._session._held)}
+        lent = {held.ref.path for held in until(lambda: old._session._lent.held)}
         world.registry.session = 2
         with Checkpointer("gpt", rank=0, world_size=1, address=world.address) as new:
             new.save(2, state(2)).result(timeout=30)
             until(lambda: old._session._fenced)
             until(lambda: not any(Path(path).exists() for path in lent))
-            assert not {held.ref.path for held in new._session._held} & lent
+            assert not {held.ref.path for held in new._session._lent.held} & lent
 
 
 def test_what_a_trainer_sealed_and_could_not_say_is_found_in_its_segment(world):
