@@ -240,6 +240,11 @@ class SaveCoordinator:
         if stream.reserving is not None:
             stream.reserving.cancel()
 
+    def stream_of(self, request: tpb.OpenSession) -> TrainerSession | None:
+        """The stream that a client which opens one has here already, and has lost without this node knowing."""
+        rank = self._ranks.get((request.job, request.rank))
+        return rank.stream if rank is not None and rank.client_id == request.client_id else None
+
     def leave(self, session: TrainerSession) -> None:
         """The stream has ended, and with it the trainer or its way to here; what it has sealed goes on."""
         session.over = True

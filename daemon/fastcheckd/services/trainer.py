@@ -81,7 +81,8 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             reading.add_done_callback(lambda _: session.hang_up())
             async for message in session.messages():
                 yield message
-            await reading
+            if reading.done():  # if not, the same client has another stream by now
+                await reading
         except FastCheckdError as error:
             await abort(context, error)
         except grpc.aio.BaseError:
@@ -110,6 +111,8 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             raise InvalidRequestError(f"at most {IN_FLIGHT_MAX} steps may be under way")
         await self._owners.check(request.job)
         self._restore.expect(request.job, request.rank)
+        if (lost := self._saving.stream_of(request)) is not None:
+            await self._end(lost)
         return await self._saving.open(request, str(CALLER.get()))
 
     async def _read(self, session: TrainerSession, messages: AsyncIterator[tpb.TrainerMessage]) -> None:
