@@ -392,6 +392,10 @@ class SaveCoordinator:
             session.refuse(error, sealed.step)
             self.supply.take_back(rank, session, segment)
             return
+        except asyncio.CancelledError:  # the stream has ended: whoever ends the session finds it
+            session.sealing -= 1
+            session.held[sealed.segment_id] = segment
+            raise
         session.sealing -= 1
         self._counters.add("saves_staged")
         self._counters.add("bytes_staged", save.state_bytes)

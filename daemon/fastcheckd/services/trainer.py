@@ -33,6 +33,7 @@ from ..restore.without_quorum import LOOKUP_TIMEOUT_S as PROVISIONAL_LOOKUP_TIME
 from ..rpc import abort, answers
 from ..saving.coordinator import SaveCoordinator
 from ..saving.session import TrainerSession
+from ..tasks import settled
 from .admission import CALLER
 from .deletions import delete_steps
 from .owners import Owners
@@ -91,13 +92,14 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             logger.exception("a session met a defect")
             await abort(context, FastCheckdError(f"internal error: {error!r}"))
         finally:
-            if reading is not None:
+            if reading is not None and session is not None:
                 reading.cancel()
-            if session is not None:
                 # Apart from this call, which may have been cancelled.
-                ending = asyncio.create_task(self._end(session), name="session-end")
+                ending = asyncio.create_task(self._end(session, reading), name="session-end")
                 self._ending.add(ending)
                 ending.add_done_callback(self._ending.discard)
+                # The messages that it reads are closed when this returns.
+                await settled({reading})
 
     async def _open(self, messages: AsyncIterator[tpb.TrainerMessage]) -> TrainerSession:
         first = await anext(messages, None)
@@ -163,8 +165,12 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             return
         await self._saving.sealed(session, sealed)
 
-    async def _end(self, session: TrainerSession) -> None:
+    async def _end(self, session: TrainerSession, reading: asyncio.Task[None] | None = None) -> None:
         """The stream is over. What the trainer sealed without being able to say so is found in its segments."""
+        if reading is not None:
+            await settled({reading})
+            if not reading.cancelled():
+                reading.exception()  # the call's own, if it was there to be told
         try:
             for segment_id, segment in [] if session.over else list(session.held.items()):
                 record = await asyncio.to_thread(read_record, segment.view, segment_id)
