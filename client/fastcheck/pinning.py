@@ -29,7 +29,7 @@ class Pinner:
         #: Segments that could not be locked.
         self.refusals = 0
         self._refusals_in_a_row = 0
-        #: Set by the first segment that a GPU copies into: from then on spares are locked ahead too.
+        #: Set by the first segment that a GPU copies into: from then on others are locked ahead too.
         self.wanted = False
 
     def pin(self, segment: Segment) -> bool:

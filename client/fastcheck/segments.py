@@ -20,8 +20,8 @@ from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from .errors import CorruptError, DaemonUnavailableError
 
-#: Steps in flight, the one being written, the spare, and a few that just changed size.
-MAPPINGS_MAX = 8
+#: The segments that a session's saves go through in turn, and a few that just changed size.
+MAPPINGS_MAX = 32
 _PAGE_BYTES = mmap.PAGESIZE
 #: Pages that are only read need no memory set aside. Python names the flag from 3.13 on.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)

@@ -21,7 +21,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
@@ -32,12 +31,13 @@ from .errors import (
     DaemonUnavailableError,
     FastCheckError,
     FencedError,
-    NotNewerError,
     RegistryUnavailableError,
     SaveFailedError,
     from_code,
 )
-from .handle import SaveHandle, as_save_error
+from .handle import SaveHandle
+from .lent import HeldSegment, LentMemory
+from .pending import PendingSteps
 from .stream import Stream
 from .transport import Staged
 
@@ -51,8 +51,8 @@ _TAKE_S = 5.0
 #: A daemon that has not opened a session within this does not.
 _OPEN_S_MAX = 12.0
 #: Between two attempts to reach a daemon or a registry that is away.
-_PAUSE_S_MIN = 1.0
-_PAUSE_S_MAX = 8.0
+_PAUSE_S_MIN = 0.25
+_PAUSE_S_MAX = 1.0
 #: A daemon that is away for longer than this does not come back in time to matter for steps without a verdict.
 _AWAY_S_MAX = 30.0
 #: How long somebody waits for a segment, and how long nothing is heard of a step, before the session looks whether the
@@ -61,24 +61,6 @@ _GUARD_INTERVAL_S = 1.0
 _QUIET_S = 60.0
 #: A trainer that ends waits no longer for that to be noted.
 _CLOSE_S = 2.0
-
-
-@dataclass(eq=False)
-class HeldSegment:
-    """A segment that this process may fill: until it is sealed or given back, or its stream ends."""
-
-    segment_id: str
-    ref: pb.SegmentRef
-    stream: Stream
-    session: int
-
-
-@dataclass(eq=False)
-class _Pending:
-    """A step that was sealed and has no verdict yet."""
-
-    handle: SaveHandle
-    sealed: pb.Sealed
 
 
 class Session:
@@ -128,14 +110,8 @@ class Session:
         self._loads = False
         #: Nothing was saved in the session, and it was opened to load.
         self._fresh = False
-        self._held: list[HeldSegment] = []
-        self._reserved: pb.Reserved | None = None
-        #: What was asked for last: a daemon that has restarted is asked for it before the next save.
-        self._reservation: pb.ReserveMemory | None = None
-        #: Why the last reservation, and the waits for steps, came to nothing.
-        self._refused: FastCheckError | None = None
-        self._refused_steps: dict[int, FastCheckError] = {}
-        self._pending: dict[tuple[int, int], _Pending] = {}
+        self._lent = LentMemory()
+        self._pending = PendingSteps()
         #: Somebody has waited for a segment since then.
         self._waiting_since: float | None = None
         self._heard_at = 0.0
@@ -238,13 +214,9 @@ class Session:
 
     def _end_stream(self) -> None:
         stream, self._stream, self._open = self._stream, None, False
-        self._drop_held()
+        self._lent.drop()
         if stream is not None:
             stream.cut()
-
-    def _drop_held(self) -> None:
-        self._held.clear()
-        self._reserved = None
 
     # --- keeping the stream ----------------------------------------------------------------------
 
@@ -322,7 +294,7 @@ class Session:
                 return  # ended on purpose
             was_open = self._open
             self._stream, self._open = None, False
-            self._drop_held()
+            self._lent.drop()
         if stream.broken:
             self.daemon.drop(stream.link)
         with self._changed:
@@ -353,17 +325,13 @@ class Session:
                 self._retry_at = 0.0
                 if isinstance(error, FencedError):
                     self._fenced = True
-                self._fail_pending(error)
+                self._pending.fail(lambda: _copy(error))
             self._changed.notify_all()
 
     def _fail_pending_if_away(self) -> None:
         if self._lost_at is not None and time.monotonic() - self._lost_at > _AWAY_S_MAX and self._error:
-            self._fail_pending(self._error)
-
-    def _fail_pending(self, error: FastCheckError) -> None:
-        for pending in self._pending.values():
-            pending.handle._finish(as_save_error(_copy(error)))
-        self._pending.clear()
+            error = self._error
+            self._pending.fail(lambda: _copy(error))
 
     # --- what the daemon says --------------------------------------------------------------------
 
@@ -379,11 +347,14 @@ class Session:
                 self._on_opened(stream, message.opened)
             elif kind == "segment":
                 offered = message.segment
-                self._held.append(HeldSegment(offered.segment_id, offered.segment, stream, self._number))
+                held = HeldSegment(offered.segment_id, offered.segment, stream, self._number)
+                self._lent.held.append(held)
             elif kind == "reserved":
-                self._reserved = message.reserved
+                self._lent.reserved = message.reserved
             elif kind == "progress":
-                self._on_progress(message.progress)
+                fenced = self._pending.on_progress(message.progress)
+                if fenced and message.progress.session == self._number:
+                    self._on_fenced()
             elif kind == "refused":
                 self._on_refused(message.refused)
             elif kind == "fenced":
@@ -407,42 +378,24 @@ class Session:
         self._open = True
         self._fenced, self._renews, self._loads = False, 0, False
         self._error, self._pause_s, self._retry_at, self._lost_at = None, 0.0, 0.0, None
-        if self._reservation is not None:
-            stream.post(pb.TrainerMessage(reserve=self._reservation))
-        for (number, _), pending in self._pending.items():
-            again = pb.Sealed()
-            again.CopyFrom(pending.sealed)
-            again.session = number
-            stream.post(pb.TrainerMessage(sealed=again))
-
-    def _on_progress(self, progress: pb.SaveProgress) -> None:
-        key = progress.session, progress.step
-        pending = self._pending.get(key)
-        if pending is None:
-            return
-        pending.handle._absorb(progress)
-        if pending.handle.done:
-            del self._pending[key]
-            if isinstance(pending.handle.exception(), FencedError) and progress.session == self._number:
-                self._on_fenced()
+        for sealed in self._pending.sealed_again():
+            stream.post(pb.TrainerMessage(sealed=sealed))
+        self._lent.ask_again(stream)
 
     def _on_refused(self, refused: pb.Refused) -> None:
         error = from_code(refused.error.code, refused.error.message)
         if not refused.HasField("step"):
-            self._refused = error
+            self._lent.refused = error
             return
-        pending = self._pending.pop((refused.session, refused.step), None)
-        if pending is not None:
-            pending.handle._finish(as_save_error(error))
-        else:
-            self._refused_steps[refused.step] = error
+        if not self._pending.refuse(refused.session, refused.step, error):
+            self._lent.refused_steps[refused.step] = error
         if isinstance(error, FencedError) and refused.session == self._number:
             self._on_fenced()
 
     def _on_fenced(self) -> None:
         """The session is over. What it has sealed is still followed, until the next one is taken."""
         self._fenced = True
-        self._drop_held()
+        self._lent.drop()
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -455,22 +408,19 @@ class Session:
         """
         self.take_again()
         deadline = time.monotonic() + self.timeout_s
+        lent = self._lent
         with self._changed:
             stream = self._require_stream()
-            self._reserved = self._refused = None
-            self._abandon_below(state_bytes + record_bytes)
-            self._reservation = pb.ReserveMemory(state_bytes=state_bytes, record_bytes=record_bytes)
-            stream.post(pb.TrainerMessage(reserve=self._reservation))
+            lent.ask(stream, state_bytes, record_bytes)
             self._wait_for_news(
-                stream, lambda: self._refused is not None or self._reserved is not None, deadline
+                stream, lambda: lent.refused is not None or lent.reserved is not None, deadline
             )
-            if self._refused is None and self._reserved is not None and not self._held:
-                # Said to be there, but not there yet: it is on its way, or will be refused.
-                self._wait_for_news(stream, lambda: self._refused is not None or bool(self._held), deadline)
-            if self._refused is not None:
-                raise self._refused
-            assert self._reserved is not None
-            return self._reserved
+            # Said to be there, but not there yet: it is on its way, or will be refused.
+            self._wait_for_news(stream, lambda: lent.refused is not None or bool(lent.held), deadline)
+            if lent.refused is not None:
+                raise lent.refused
+            assert lent.reserved is not None
+            return lent.reserved
 
     def wait_held(self, count: int, deadline: float) -> list[HeldSegment]:
         """The segments that this process holds, once there are so many, or at the deadline; raises as `reserve`."""
@@ -478,11 +428,11 @@ class Session:
             stream = self._require_stream()
             with contextlib.suppress(DaemonUnavailableError):
                 self._wait_for_news(
-                    stream, lambda: len(self._held) >= count or self._refused is not None, deadline
+                    stream, lambda: len(self._lent.held) >= count or self._lent.refused is not None, deadline
                 )
-            if self._refused is not None:
-                raise self._refused
-            return list(self._held)
+            if self._lent.refused is not None:
+                raise self._lent.refused
+            return list(self._lent.held)
 
     def segment(self, state_bytes: int, record_bytes: int, step: int) -> tuple[HeldSegment, float]:
         """A segment to fill with a step; and how long it was waited for, in seconds.
@@ -497,8 +447,8 @@ class Session:
         while True:
             self.take()
             with self._changed:
-                self._check_not_pending(self._number, step)
-                found = self._pick(size)
+                self._pending.check_new(self._number, step)
+                found = self._lent.pick(size)
                 if found is not None:
                     return found, 0.0
                 try:
@@ -508,38 +458,21 @@ class Session:
                     if time.monotonic() < deadline:
                         continue
                     raise
-                found = self._pick(size)
+                found = self._lent.pick(size)
                 assert found is not None
                 return found, time.monotonic() - began
 
-    def _pick(self, size: int) -> HeldSegment | None:
-        found = next((held for held in self._held if held.ref.bytes >= size), None)
-        if found is not None:
-            self._held.remove(found)
-        return found
-
-    def _abandon_below(self, size: int) -> None:
-        """Give back what is too small: the daemon makes larger ones of it."""
-        for held in [held for held in self._held if held.ref.bytes < size]:
-            self._held.remove(held)
-            held.stream.post(pb.TrainerMessage(abandon=pb.AbandonSegment(segment_id=held.segment_id)))
-
     def _wait_for_segment(self, state_bytes: int, record_bytes: int, step: int, deadline: float) -> None:
-        stream = self._require_stream()
-        size = state_bytes + record_bytes
-        self._refused_steps.clear()
-        self._abandon_below(size)
-        self._reservation = pb.ReserveMemory(state_bytes=state_bytes, record_bytes=record_bytes)
-        reserve = pb.ReserveMemory(state_bytes=state_bytes, record_bytes=record_bytes, step=step)
-        stream.post(pb.TrainerMessage(reserve=reserve))
+        stream, lent = self._require_stream(), self._lent
+        lent.ask(stream, state_bytes, record_bytes, step)
 
         def answered() -> bool:
-            self._abandon_below(size)
-            return bool(self._held) or step in self._refused_steps
+            lent.abandon_below(state_bytes + record_bytes)
+            return bool(lent.held) or step in lent.refused_steps
 
         self._wait_for_news(stream, answered, deadline)
-        if step in self._refused_steps:
-            raise self._refused_steps.pop(step)
+        if step in lent.refused_steps:
+            raise lent.refused_steps.pop(step)
 
     def _require_stream(self) -> Stream:
         if self._stream is None or not self._open or self._fenced:
@@ -570,7 +503,7 @@ class Session:
         """A segment will not be sealed: the next step gets it. Nobody writes to it any more."""
         with self._changed:
             if held.stream is self._stream and held.session == self._number and not self._fenced:
-                self._held.insert(0, held)
+                self._lent.held.insert(0, held)
                 self._changed.notify_all()
 
     # --- sealed ----------------------------------------------------------------------------------
@@ -617,9 +550,9 @@ class Session:
                     "the daemon restarted, or its stream broke, while the state was copied: this step is not saved, "
                     "the next one can be"
                 )
-            self._check_not_pending(held.session, sealed.step)
+            self._pending.check_new(held.session, sealed.step)
             handle._stage(staged.waited_s, staged.stage_s, staged.lazy_bytes)
-            self._pending[held.session, sealed.step] = _Pending(handle, sealed)
+            self._pending.add(held.session, sealed, handle)
             self._heard_at = time.monotonic()
             if record is not None:
                 record(sealed.SerializeToString())
@@ -629,10 +562,6 @@ class Session:
         """Returns when the daemon has said anything of a sealed step, or has not for a while."""
         with self._changed:
             self._changed.wait_for(lambda: handle._told or handle.done or self._closed, self.timeout_s)
-
-    def _check_not_pending(self, session: int, step: int) -> None:
-        if (session, step) in self._pending:
-            raise NotNewerError(f"step {step} is already under way: save a later one")
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -649,15 +578,8 @@ class Session:
             stream.ended.wait(_CLOSE_S)
         with self._changed:
             self._closed = True
-            self._held.clear()
-            for pending in self._pending.values():
-                pending.handle._finish(
-                    ClosedError(
-                        f"the Checkpointer was closed before step {pending.handle.step} was committed; "
-                        "the daemon goes on with it"
-                    )
-                )
-            self._pending.clear()
+            self._lent.drop()
+            self._pending.close()
             self._changed.notify_all()
         self.cut()
         for thread in (keeper, stream.thread if stream is not None else None):

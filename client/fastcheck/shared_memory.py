@@ -21,11 +21,12 @@ from .errors import FastCheckError
 from .gpu import Cuda, Gpu
 from .handle import SaveHandle
 from .lazy import LazyCopy
+from .lent import HeldSegment
 from .pinning import Pinner
 from .prefault import Prefaulter
 from .progress import Reporter
 from .segments import Segment, SegmentCache
-from .session import HeldSegment, Session
+from .session import Session
 from .state.flatten import FlatState
 from .transport import Loaded, Patience, Staged, Staging, check_ready, sealed_of
 

@@ -16,9 +16,10 @@ from .copying import contiguous_bytes
 from .daemon import CONNECT_S
 from .errors import CorruptError, FastCheckError, OutOfMemoryError, SaveFailedError
 from .handle import SaveHandle
+from .lent import HeldSegment
 from .progress import Reporter
 from .segments import Segment, anonymous
-from .session import HeldSegment, Session
+from .session import Session
 from .state.flatten import FlatState
 from .transport import Loaded, Patience, Staged, Staging, check_ready, sealed_of
 

@@ -25,7 +25,6 @@ from .workload import change, gpt2_state, state_bytes
 
 #: Saves before the measured ones: the first ones touch fresh memory.
 _WARM_UP = 3
-_SETTLE_S = 60
 
 Say = Callable[[str], None]
 
@@ -106,7 +105,6 @@ def _first(size: Size, say: Say) -> list[Figure]:
                 ckpt.steps()
                 if prepared:
                     ckpt.prepare(state)
-                    _until_warm(ckpt)
                 limits.append(memcpy.run() * 1e3)
                 runs.append(_save_ms(ckpt, 1, state))
                 say(f"first save, prepared {prepared}: {runs[-1]:.0f} ms, memcpy {limits[-1]:.0f} ms")
@@ -114,16 +112,6 @@ def _first(size: Size, say: Say) -> list[Figure]:
         goal = "ratio <= 2" if prepared else ""
         figures.append(Figure(name, "ms", runs, limits, "memcpy, 1 thread", goal))
     return figures
-
-
-def _until_warm(ckpt: Checkpointer) -> None:
-    """What training would take longer for than this; the SDK itself never waits for it."""
-    deadline = time.monotonic() + _SETTLE_S
-    segments = ckpt._transport._cache._segments  # type: ignore[attr-defined]
-    while not all(segment.warm for segment in segments.values()):
-        if time.monotonic() > deadline:
-            raise RuntimeError("the prepared memory did not become warm")
-        time.sleep(0.01)
 
 
 def _even_state(tensors: int, size_bytes: int) -> dict[str, Any]:

@@ -23,10 +23,10 @@ def test_the_daemon_dies_during_a_save_and_training_goes_on(shared_cluster):
     for handle in after:
         assert isinstance(handle.exception(), DaemonUnavailableError)
     cluster.start("node-0")
-    with pytest.raises(FastCheckError):
-        under_way.result(timeout=60)
+    # Its bytes are in memory that outlives the daemon, which carries on with the step if it had its manifest.
+    committed = under_way.exception(timeout=60) is None
     job.start()
-    assert job.load() == 1
+    assert job.load() == (2 if committed else 1)
     job.commit(6)
 
 
@@ -34,7 +34,7 @@ def test_a_third_step_in_flight_waits_and_is_counted(shared_cluster):
     cluster = shared_cluster(2)
     job = Job(cluster, ["node-0"], "third")
     job.commit(1)
-    until(lambda: len(job.ranks[0]._session._held) == 2, "memory for two saves")
+    until(lambda: len(job.ranks[0]._session._lent.held) == 2, "memory for two saves")
     waits = counters(cluster, "node-0")["save_waits"]
     with paused(process_of(cluster, "node-1", "data")):
         first, second = job.save(2)[0], job.save(3)[0]
@@ -113,7 +113,7 @@ def test_a_data_process_that_is_stopped_holds_no_save_up(shared_cluster):
     job = Job(cluster, ["node-0"], "stopped")
     job.commit(1)
     state = job.state(2, 0)
-    until(lambda: len(job.ranks[0]._session._held) == 2, "memory for two saves")
+    until(lambda: len(job.ranks[0]._session._lent.held) == 2, "memory for two saves")
     with paused(process_of(cluster, "node-0", "data")):
         started = time.monotonic()
         handle = job.ranks[0].save(2, state)

@@ -13,19 +13,19 @@ def test_the_lane_listens_on_and_connects_from_the_chosen_address(make_cluster):
     )
     job = Job(cluster, ["node-0"], megabytes=24)
     (handle,) = job.save(1)
-    data = process_of(cluster, "node-0", "data")
+    data = process_of(cluster, "node-1", "data")
     with AdminClient(cluster.address("node-0"), timeout_s=5) as admin:
         nodes = {n["node_id"]: n for n in admin.nodes()["nodes"]}
     lanes = {node_id: node["lane_address"] for node_id, node in nodes.items()}
     assert all(address.startswith("127.0.0.9:") for address in lanes.values())
     assert nodes["node-0"]["lane"]["interface"] == "lo"
     assert nodes["node-0"]["address"].startswith("127.0.0.1:")
-    port = int(lanes["node-1"].rpartition(":")[2])
+    port = int(lanes["node-0"].rpartition(":")[2])
 
-    def sending():
+    def reading():
         return [c.laddr.ip for c in data.net_connections("tcp") if c.raddr and c.raddr.port == port]
 
-    assert set(until(sending, "connections to the holder's lane")) == {"127.0.0.9"}
+    assert set(until(reading, "connections to the owner's lane")) == {"127.0.0.9"}
     handle.result(timeout=60)
     assert counters(cluster, "node-1")["shards_received"] > 0
 

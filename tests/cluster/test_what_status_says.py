@@ -108,11 +108,11 @@ def refused(ckpt: Checkpointer, step: int, state: dict[str, Any]) -> FastCheckEr
 
 
 def test_a_job_that_is_refused_for_a_finished_ones_bytes_names_that_and_what_to_do(cluster):
-    finished = Job(cluster, ["node-0"], "finished", megabytes=90)
+    finished = Job(cluster, ["node-0"], "finished", megabytes=50)
     finished.commit(1)
     finished.stop()
     log = Log(cluster, "node-0")
-    waiting = Job(cluster, ["node-0"], "waiting", megabytes=60)
+    waiting = Job(cluster, ["node-0"], "waiting", megabytes=45)  # and so much again for the next step
     ckpt = waiting.ranks[0]
     for step in range(1, 13):
         assert isinstance(refused(ckpt, step, waiting.state(step, 0)), OutOfMemoryError)

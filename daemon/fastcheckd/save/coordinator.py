@@ -240,6 +240,11 @@ class SaveCoordinator:
         if stream.reserving is not None:
             stream.reserving.cancel()
 
+    def stream_of(self, request: tpb.OpenSession) -> TrainerSession | None:
+        """The stream that a client which opens one has here already, and has lost without this node knowing."""
+        rank = self._ranks.get((request.job, request.rank))
+        return rank.stream if rank is not None and rank.client_id == request.client_id else None
+
     def leave(self, session: TrainerSession) -> None:
         """The stream has ended, and with it the trainer or its way to here; what it has sealed goes on."""
         session.over = True
@@ -320,11 +325,9 @@ class SaveCoordinator:
         assert rank.contract is not None
         session.tell_reserved(rank.contract.message(self.supply.offered(rank)))
         if step is not None:
-            began = time.monotonic()
             if await self._backlog.wait_below(rank, session.in_flight, step):
                 self._counters.add("save_waits")
             self._check_newer(rank, session, step)
-            self._durations.add("save_wait", time.monotonic() - began)
         await self.supply.lend_for(rank, session, step, self._gives_way)
 
     def _check_newer(self, rank: RankState, session: TrainerSession, step: int) -> None:
@@ -387,9 +390,14 @@ class SaveCoordinator:
             session.refuse(error, sealed.step)
             self.supply.take_back(rank, session, segment)
             return
+        except asyncio.CancelledError:  # the stream has ended: whoever ends the session finds it
+            session.sealing -= 1
+            session.held[sealed.segment_id] = segment
+            raise
         session.sealing -= 1
         self._counters.add("saves_staged")
         self._counters.add("bytes_staged", save.state_bytes)
+        self._durations.add("save_wait", sealed.waited_s)
         self._durations.add("save_copy", time.monotonic() - save.begun_at)
         self._launch(rank, save, sealed.waited_s)
         session.follow(save)

@@ -33,6 +33,7 @@ from ..restore.without_quorum import LOOKUP_TIMEOUT_S as PROVISIONAL_LOOKUP_TIME
 from ..rpc import abort, answers
 from ..save.coordinator import SaveCoordinator
 from ..save.session import TrainerSession
+from ..tasks import settled
 from .admission import CALLER
 from .deletions import delete_steps
 from .owners import Owners
@@ -81,7 +82,8 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             reading.add_done_callback(lambda _: session.hang_up())
             async for message in session.messages():
                 yield message
-            await reading
+            if reading.done():  # if not, the same client has another stream by now
+                await reading
         except FastCheckdError as error:
             await abort(context, error)
         except grpc.aio.BaseError:
@@ -90,13 +92,14 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             logger.exception("a session met a defect")
             await abort(context, FastCheckdError(f"internal error: {error!r}"))
         finally:
-            if reading is not None:
+            if reading is not None and session is not None:
                 reading.cancel()
-            if session is not None:
                 # Apart from this call, which may have been cancelled.
-                ending = asyncio.create_task(self._end(session), name="session-end")
+                ending = asyncio.create_task(self._end(session, reading), name="session-end")
                 self._ending.add(ending)
                 ending.add_done_callback(self._ending.discard)
+                # The messages that it reads are closed when this returns.
+                await settled({reading})
 
     async def _open(self, messages: AsyncIterator[tpb.TrainerMessage]) -> TrainerSession:
         first = await anext(messages, None)
@@ -110,6 +113,8 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             raise InvalidRequestError(f"at most {IN_FLIGHT_MAX} steps may be under way")
         await self._owners.check(request.job)
         self._restore.expect(request.job, request.rank)
+        if (lost := self._saving.stream_of(request)) is not None:
+            await self._end(lost)
         return await self._saving.open(request, str(CALLER.get()))
 
     async def _read(self, session: TrainerSession, messages: AsyncIterator[tpb.TrainerMessage]) -> None:
@@ -160,8 +165,12 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             return
         await self._saving.sealed(session, sealed)
 
-    async def _end(self, session: TrainerSession) -> None:
+    async def _end(self, session: TrainerSession, reading: asyncio.Task[None] | None = None) -> None:
         """The stream is over. What the trainer sealed without being able to say so is found in its segments."""
+        if reading is not None:
+            await settled({reading})
+            if not reading.cancelled():
+                reading.exception()  # the call's own, if it was there to be told
         try:
             for segment_id, segment in [] if session.over else list(session.held.items()):
                 record = await asyncio.to_thread(read_record, segment.view, segment_id)

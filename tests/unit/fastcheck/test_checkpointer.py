@@ -38,7 +38,7 @@ from fastcheck import (
 )
 from fastcheck import connection as connection_module
 from fastcheck import session as session_module
-from fastcheck.segments import Segment
+from fastcheck.segments import MAPPINGS_MAX, Segment
 from fastcheck.state.flatten import flatten
 from fastcheck_proto.v1 import common_pb2, trainer_pb2
 
@@ -197,15 +197,15 @@ def test_mappings_are_kept_while_the_file_stays_and_renewed_when_it_is_replaced(
 
 
 def test_mappings_are_bounded(daemon, ckpt):
-    for step in range(12):
+    for step in range(MAPPINGS_MAX + 4):
         ckpt.save(step, make_state()).result(timeout=60)
-    assert len(ckpt._transport._cache._segments) == 8
+    assert len(ckpt._transport._cache._segments) == MAPPINGS_MAX
 
 
 def test_segments_are_mapped_and_touched_as_soon_as_they_are_offered(daemon, ckpt):
     ckpt.save(1, make_state()).result(timeout=60)
-    wait_until(lambda: len(ckpt._session._held) == 2)
-    offered = {held.ref.path for held in ckpt._session._held}
+    wait_until(lambda: len(ckpt._session._lent.held) == 2)
+    offered = {held.ref.path for held in ckpt._session._lent.held}
     segments = ckpt._transport._cache._segments
     wait_until(lambda: offered <= set(segments) and all(segments[path].warm for path in offered))
 

@@ -173,7 +173,7 @@ def test_a_save_waits_for_nobody_who_has_to_answer(world):
     """The daemon's loop stands still: `save` returns all the same, its handle goes on when the loop does."""
     with Checkpointer("gpt", rank=0, world_size=1, address=world.address) as ckpt:
         ckpt.save(1, state()).result(timeout=30)
-        until(lambda: len(stream_of(world).held) == 2 and len(ckpt._session._held) == 2)
+        until(lambda: len(stream_of(world).held) == 2 and len(ckpt._session._lent.held) == 2)
         stands, goes_on = threading.Event(), threading.Event()
 
         def stand() -> None:
@@ -205,16 +205,39 @@ def test_a_stream_that_breaks_is_opened_again_and_its_steps_are_followed(world):
         assert ckpt.save(2, state(2)).result(timeout=30).committed
 
 
+def test_what_was_sealed_on_a_stream_that_only_the_trainer_knows_to_be_lost_is_kept(world):
+    """A daemon that was stopped for a while meets the same client's next stream before the end of the one before."""
+    with grpc.insecure_channel(f"unix:{world.socket}") as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        with SpokenSession(stub, "gpt", "a") as first, SpokenSession(stub, "other", "a") as other:
+            other.opened()
+            number = first.opened()
+            segment = first.segment(2 * CHUNK)
+            sealed = pb.Sealed(
+                segment_id=segment.segment_id, step=3, state_bytes=CHUNK, header_bytes=10, header_offset=9
+            )
+            data = bytearray(segment.segment.bytes)
+            write_record(memoryview(data), segment.segment_id, sealed.SerializeToString())
+            with Path(segment.segment.path).open("r+b") as file:
+                file.write(data)
+            with SpokenSession(stub, "gpt", "a", session=number, again=True) as second:
+                assert second.opened() == number
+                sealed.session = number
+                second.say(sealed=sealed)
+                until(lambda: second.hear("progress").state == pb.SAVE_STATE_COMMITTED)
+                assert first.hear("opened") is None and first.ended == ""
+
+
 def test_a_newer_process_takes_over_and_the_older_one_is_told(world):
     with Checkpointer("gpt", rank=0, world_size=1, address=world.address) as old:
         old.save(1, state()).result(timeout=30)
-        lent = {held.ref.path for held in until(lambda: old._session._held)}
+        lent = {held.ref.path for held in until(lambda: old._session._lent.held)}
         world.registry.session = 2
         with Checkpointer("gpt", rank=0, world_size=1, address=world.address) as new:
             new.save(2, state(2)).result(timeout=30)
             until(lambda: old._session._fenced)
             until(lambda: not any(Path(path).exists() for path in lent))
-            assert not {held.ref.path for held in new._session._held} & lent
+            assert not {held.ref.path for held in new._session._lent.held} & lent
 
 
 def test_what_a_trainer_sealed_and_could_not_say_is_found_in_its_segment(world):
