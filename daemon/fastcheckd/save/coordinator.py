@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from functools import partial
 
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 5.0
 #: How long a trainer's question about a step waits for a restarted process to know its own past.
 RESUME_PATIENCE_S = 20.0
+#: A trainer may say anything of how long it waited.
+WAITED_S_MAX = 3600.0
 
 
 class SaveCoordinator:
@@ -397,9 +400,11 @@ class SaveCoordinator:
         session.sealing -= 1
         self._counters.add("saves_staged")
         self._counters.add("bytes_staged", save.state_bytes)
-        self._durations.add("save_wait", sealed.waited_s)
-        self._durations.add("save_copy", time.monotonic() - save.begun_at)
-        self._launch(rank, save, sealed.waited_s)
+        waited_s = min(max(0.0, sealed.waited_s), WAITED_S_MAX)
+        self._durations.add("save_wait", waited_s)
+        if math.isfinite(save.begun_at):
+            self._durations.add("save_copy", max(0.0, time.monotonic() - save.begun_at - waited_s))
+        self._launch(rank, save, waited_s)
         session.follow(save)
         self.supply.replenish(rank)
 
@@ -413,7 +418,7 @@ class SaveCoordinator:
         self._check_newer(rank, session, sealed.step)
         now = time.monotonic()
         # No later than now; a moment before this node started is as good as any.
-        began_at = min(now, sealed.begun_s) if sealed.begun_s > 0 else float("-inf")
+        began_at = min(now, sealed.begun_s) if sealed.begun_s > 0 else -math.inf
         save = Save(
             key=SaveKey(rank.job, rank.rank, sealed.step),
             save_id=sealed.segment_id,

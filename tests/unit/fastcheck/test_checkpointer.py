@@ -585,6 +585,7 @@ def test_a_daemon_that_hangs_costs_a_moment_once_and_is_used_again_when_it_wakes
         with Checkpointer(job="gpt", address=f"unix://{tmp_path}/fastcheckd.sock") as ckpt:
             wait_until(lambda: ckpt.save(0, make_state()).exception(timeout=60) is None)
             assert ckpt.save(1, make_state()).result(timeout=60).committed
+            wait_until(lambda: len(ckpt._session._lent.held) == 2)
             process.send_signal(signal.SIGSTOP)
             started = time.monotonic()
             for step in (2, 3):  # into the segments that it has; nobody has to answer for that
