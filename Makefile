@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# The stub generator is old on purpose (docs/protocol.md) and would pull the runtime down with it.
+# The stub generator is old on purpose (docs/decisions/0013-decided-against.md) and would pull the runtime down with it.
 PROTO_VENV := .venv-proto
 PROTO_READY := $(PROTO_VENV)/.ready
 # The storage server of the paper's experiment: nothing else needs it.
