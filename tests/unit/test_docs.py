@@ -94,6 +94,15 @@ def test_every_guarantee_has_a_statement_tests_and_limits():
         assert "tests/" in text.partition("*Tests.*")[2], text[:30]
 
 
+@page_by_page
+def test_sequence_diagrams_have_no_semicolon(page):
+    """Mermaid ends a statement there, and the site would show an error in the diagram's place."""
+    diagrams = re.findall(
+        r"^```mermaid\n(sequenceDiagram\n.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert not [line for diagram in diagrams for line in diagram.splitlines() if ";" in line]
+
+
 def test_renamed_counters_lead_to_names_that_exist():
     rows = re.findall(r"^\| (`.+`.*) \| `(\w+)` \|$", section("docs/operations.md", "Metrics"), re.MULTILINE)
     renamed = {old: new for olds, new in rows for old in re.findall(r"`(\w+)`", olds)}
