@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# The stub generator is old on purpose (docs/protocol.md) and would pull the runtime down with it.
+# The stub generator is old on purpose (docs/decisions/0013-decided-against.md) and would pull the runtime down with it.
 PROTO_VENV := .venv-proto
 PROTO_READY := $(PROTO_VENV)/.ready
 # The storage server of the paper's experiment: nothing else needs it.
@@ -147,7 +147,15 @@ $(DOCS_READY): pyproject.toml constraints.txt docs/site/requirements.txt
 		--requirement docs/site/requirements.txt --editable '.[daemon,cli,certs]'
 	touch $@
 
-docs: $(DOCS_READY)
+# Draws the diagrams. The theme would load it from another server; without npm the site shows them as text.
+MERMAID := mermaid@11.17.2
+DOCS_MERMAID := $(DOCS_VENV)/mermaid.min.js
+$(DOCS_MERMAID): $(DOCS_READY)
+	@cd $(DOCS_VENV) && { npm pack --silent $(MERMAID) >/dev/null \
+		&& tar -xzmf mermaid-*.tgz --strip-components=2 package/dist/mermaid.min.js && rm mermaid-*.tgz; } \
+		|| echo "the site shows diagrams as text: npm cannot fetch $(MERMAID)"
+
+docs: $(DOCS_READY) $(DOCS_MERMAID)
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict && echo "the site is in site/"
 
 format: $(READY)

@@ -103,7 +103,7 @@ class Config:
     #: Most that the RAM store may take. Half of the memory: the other half is the trainer's.
     ram_budget_bytes: int = field(default_factory=lambda: psutil.virtual_memory().total // 2)
     #: Most of it that one job may have, its own states and the copies that are held for it together; 0: no limit but
-    #: the node's. Where jobs share nodes, so that none can fill one and keep the others' steps out (docs/memory.md).
+    #: the node's. Where jobs share nodes, so that none can fill one and keep the others' steps out (docs/operations.md).
     job_budget_bytes: int = 0
 
     #: What this node says of itself, such as {rack: a1, zone: b}; `failure_domain` names the one that counts.
@@ -139,7 +139,7 @@ class Config:
     worker_threads: int = field(default_factory=lambda: max(2, (os.cpu_count() or 2) // 2))
     #: What travels to holders and readers: `auto` encodes what makes it faster, `always` everything that shrinks,
     #: `never` nothing. Auto: whether encoding pays depends on the link and the cores, and both are measured
-    #: (codec/planner.py, codec/get_planner.py).
+    #: (transfer/policy.py).
     codec: str = "auto"
     #: Threads that encode and decode. Half the cores: the trainer comes first.
     codec_threads: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) // 2))

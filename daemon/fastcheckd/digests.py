@@ -3,7 +3,7 @@
 A chunk's digest is the xxh3-128 of its bytes. A shard's digest is the xxh3-128 of its chunk digests
 in order, so chunks may be checked in any order, by many threads, in one pass, and the list of chunk
 digests is itself proved by the 16 bytes that the registry commits. xxh3 finds accidents, not
-attackers: whoever can forge bytes inside the cluster already holds its keys (docs/protocol.md).
+attackers: whoever can forge bytes inside the cluster already holds its keys (docs/formats.md).
 """
 
 from __future__ import annotations

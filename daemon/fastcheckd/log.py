@@ -1,7 +1,7 @@
 """Log lines on stderr, one per event: for people, or as JSON for a collector.
 
 A line is one line and not endless, whatever is logged: a name or an error from elsewhere can neither forge a second
-one nor fill a disk. Fields and their meaning: docs/operating/observability.md.
+one nor fill a disk. Fields and their meaning: docs/operations.md.
 """
 
 from __future__ import annotations

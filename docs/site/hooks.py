@@ -12,15 +12,23 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from pymdownx.superfences import fence_code_format
 
 #: What a browser would fetch by itself from another place.
 _FOREIGN = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?(https?:)?//[^>]*>""")
+_MERMAID = site_map.ROOT / ".venv-docs" / "mermaid.min.js"
+_MERMAID_ON_SITE = "assets/javascripts/mermaid.min.js"
 _HARMLESS = re.compile(r"""\brel=["']?(?:canonical|prev|next|edit)\b""")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Anchors as on a code host, so that one link is right on both."""
+    """Anchors as on a code host, so that one link is right on both; diagrams, where the library is here."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = site_map.slug
+    if _MERMAID.is_file():
+        # With the library on the page the theme does not load it from elsewhere.
+        config.extra_javascript.append(_MERMAID_ON_SITE)
+        fence = {"name": "mermaid", "class": "mermaid", "format": fence_code_format}
+        config.mdx_configs.setdefault("pymdownx.superfences", {})["custom_fences"] = [fence]
     return config
 
 
@@ -34,6 +42,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     linked = pages | {file.src_uri: file.content_string for file in files if file.is_documentation_page()}
     for path in site_map.brought_in(linked):
         files.append(File.generated(config, site_map.on_site(path), abs_src_path=str(site_map.ROOT / path)))
+    if _MERMAID.is_file():
+        files.append(File.generated(config, _MERMAID_ON_SITE, abs_src_path=str(_MERMAID)))
     return files
 
 

@@ -1,4 +1,4 @@
-"""Pages that are made of the code, so that there is no second list: configuration, commands, the Python interface."""
+"""Pages made of the code, so that there is no second list: configuration, commands, counters, the Python interface."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import click
 from fastcheck.cli.app import cli
 from fastcheckd import main
 from fastcheckd.config import Config, Voter
+from fastcheckd.counters import NAMES
+from fastcheckd.observe import families
 
 #: The page of each part of the Python interface: heading → what is shown, in order.
 PYTHON: dict[str, tuple[str, ...]] = {
@@ -119,6 +121,23 @@ def commands(
     return found
 
 
+def counters() -> str:
+    """Every counter of the data process: its name, in Prometheus, and what it counts."""
+    lines = [
+        "# Counters",
+        "",
+        _MADE.format("daemon/fastcheckd/counters.py"),
+        "Counted since the data process started; `fastcheck nodes -o json` shows them, and `/metrics`.",
+        "",
+        "| name | in Prometheus | counts |",
+        "|---|---|---|",
+    ]
+    # A family's name lacks `_total`.
+    shown = [f"{family.name}_total" for family in families.counters(dict.fromkeys(NAMES, 0), NAMES)]
+    lines += [f"| `{name}` | `{metric}` | {NAMES[name]} |" for name, metric in zip(NAMES, shown, strict=True)]
+    return "\n".join(lines) + "\n"
+
+
 def python() -> str:
     """The Python interface; mkdocstrings puts the docstrings in."""
     lines = [
@@ -138,6 +157,7 @@ def python() -> str:
 GENERATED = {
     "reference/configuration.md": configuration,
     "reference/command-line.md": command_line,
+    "reference/counters.md": counters,
     "reference/python.md": python,
 }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+from tests.unit.fastcheckd.observe.observe_facts import all_families
 
 from fastcheck.cli.app import cli
 from fastcheck_proto.v1 import common_pb2
@@ -93,16 +94,38 @@ def test_every_guarantee_has_a_statement_tests_and_limits():
         assert "tests/" in text.partition("*Tests.*")[2], text[:30]
 
 
-def test_the_counters_in_the_docs_are_those_of_the_daemon():
-    listed = re.findall(r"^\| `(\w+)` \|", section("docs/architecture.md", "Counters"), re.MULTILINE)
-    assert listed == list(NAMES)
+@page_by_page
+def test_sequence_diagrams_have_no_semicolon(page):
+    """Mermaid ends a statement there, and the site would show an error in the diagram's place."""
+    diagrams = re.findall(
+        r"^```mermaid\n(sequenceDiagram\n.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert not [line for diagram in diagrams for line in diagram.splitlines() if ";" in line]
 
 
-def test_every_error_code_has_its_status_in_the_protocol_page():
+def test_renamed_counters_lead_to_names_that_exist():
+    rows = re.findall(r"^\| (`.+`.*) \| `(\w+)` \|$", section("docs/operations.md", "Metrics"), re.MULTILINE)
+    renamed = {old: new for olds, new in rows for old in re.findall(r"`(\w+)`", olds)}
+    assert len(renamed) == 8
+    gauges = {family.name for family in all_families()["data"]}
+    assert {new for new in renamed.values() if new not in NAMES and f"fastcheck_{new}" not in gauges} == set()
+    assert not set(renamed) & set(NAMES)
+
+
+@pytest.mark.parametrize(
+    "page", ["docs/concepts.md", "docs/formats.md", "docs/operations.md", "CONTRIBUTING.md"]
+)
+def test_files_that_are_named_exist(page):
+    named = re.findall(r"`([\w/]+/(?:[\w/]+\.py)?)`", prose(ROOT / page))
+    roots = [ROOT, ROOT / "daemon" / "fastcheckd"]
+    assert [path for path in named if not any((root / path).exists() for root in roots)] == []
+
+
+def test_every_error_code_has_its_status_on_the_page_of_formats():
     told = {
         f"ERROR_CODE_{code}": status
         for codes, status in re.findall(
-            r"([A-Z_]+(?:,\s[A-Z_]+)*)\s→\s([A-Z_]+)", section("docs/protocol.md", "Errors")
+            r"([A-Z_]+(?:,\s[A-Z_]+)*)\s→\s([A-Z_]+)", section("docs/formats.md", "Errors")
         )
         for code in re.split(r",\s", codes)
     }

@@ -1,4 +1,4 @@
-"""Where each tensor's bytes go, and what the chunks of a state hold: docs/codec.md, "Layout". Pure.
+"""Where each tensor's bytes go, and what the chunks of a state hold: docs/formats.md, "State". Pure.
 
 What belongs together lies together. A group (a parameter with its moments and copies) that fits into a
 chunk lies in one; a larger one is cut into pieces of elements, and each chunk holds the same elements of

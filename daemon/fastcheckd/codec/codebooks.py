@@ -6,7 +6,7 @@ by, so what counts is the relative error, and none of them may ever become zero.
 them are not coded.
 
 Every number of a book is its own nearest, and the scale is the same computed from the rounded group: coding
-twice changes nothing. All arithmetic is exact: powers of two, and integers. docs/codec.md, "Lossy", has the books.
+twice changes nothing. All arithmetic is exact: powers of two, and integers. docs/formats.md has the books.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Encoded chunks as bytes: packing, and parsing with every claim checked. Pure.
 
-docs/codec.md, "Encoded chunk", describes the format. Parsing allocates nothing that grows with a
+docs/formats.md, "Encoded chunk", describes the format. Parsing allocates nothing that grows with a
 claim: afterwards every offset, size and count is within the chunk and the payload, sections do not overlap,
 and the checksum over all of it holds. What the numbers mean is the codecs' matter.
 """
@@ -45,7 +45,7 @@ assert _SECTION.size == SECTION_BYTES and _PLANE.size == PLANE_BYTES
 
 
 class CodecId(IntEnum):
-    """Codecs by their number in encoded chunks; numbers are never reused. Names as in docs/codec.md, in lower case."""
+    """Codecs by their number in encoded chunks; numbers are never reused. Names as in docs/formats.md, in lower case."""
 
     RAW = 0
     SAME = 1

@@ -1,4 +1,4 @@
-"""What may be lost, where, and how: only what the trainer asked for (docs/codec.md, "Lossy"). Pure.
+"""What may be lost, where, and how: only what the trainer asked for (docs/formats.md, "Lossy codings"). Pure.
 
 `quantise` changes a chunk into what the lossy codecs can say, before anything of it is hashed or sent; `encode_lossy`
 then finds the codes in the changed bytes. So what is encoded is exact again, and every check of the

@@ -1,7 +1,7 @@
 """Numbers split into planes, one for each byte of them, each stored as cheaply as it can be. Pure.
 
 Low bytes of a float are noise and cost nothing but a copy; high bytes repeat and compress. zstd level 1
-is enough: higher levels are slower and no smaller on such planes (docs/codec.md).
+is enough: higher levels are slower and no smaller on such planes (docs/formats.md).
 """
 
 from __future__ import annotations

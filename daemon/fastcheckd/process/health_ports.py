@@ -1,4 +1,4 @@
-"""How a node is watched: the agent's HTTP ports and gRPC's health service (docs/operating/observability.md)."""
+"""How a node is watched: the agent's HTTP ports and gRPC's health service (docs/operations.md)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A chunk: some bytes of a shard that never change, in one of two forms.
 
-Raw: its bytes lie in a place. Delta: an encoded chunk lies there (docs/codec.md), and gives the bytes when it is
+Raw: its bytes lie in a place. Delta: an encoded chunk lies there (docs/formats.md), and gives the bytes when it is
 decoded against another chunk, its base. The form may change while the chunk is in use; the bytes that it stands for
 are the same.
 """

@@ -1,7 +1,7 @@
 """The bulk lane's bytes: hello and frame headers, packed, parsed and checked. Pure.
 
 Everything that a peer claims is bounded here, before anybody allocates or reads a payload. What the
-fields mean is in docs/protocol.md, "Bulk lane". No sockets and no state of a transfer live here.
+fields mean is in docs/formats.md, "Bulk lane". No sockets and no state of a transfer live here.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Codec(IntEnum):
     """How a DATA payload is encoded. Only what is listed here may travel."""
 
     RAW = 0
-    #: An encoded chunk, docs/codec.md; its own header says which base it needs.
+    #: An encoded chunk, docs/formats.md; its own header says which base it needs.
     ENCODED = 1
 
 

@@ -437,7 +437,7 @@ class CodecUse(google.protobuf.message.Message):
     RAW_BYTES_FIELD_NUMBER: builtins.int
     ENCODED_BYTES_FIELD_NUMBER: builtins.int
     codec: builtins.str
-    """Name as in docs/codec.md."""
+    """Name as in docs/formats.md."""
     raw_bytes: builtins.int
     encoded_bytes: builtins.int
     def __init__(

@@ -466,7 +466,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     """Most that one job may have; 0: no limit of its own."""
     @property
     def counters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Names as in docs/architecture.md, "Counters"."""
+        """Names as in fastcheckd/counters.py."""
 
     @property
     def lane(self) -> Global___LaneReport: ...
