@@ -26,10 +26,11 @@ from .slots import Place
 
 logger = logging.getLogger(__name__)
 
-#: A lean draft gives the base's slots back in batches, each of which rewrites the base's manifest: so many at most,
-#: or batches of about so many bytes.
-FLUSHES_MAX = 64
+#: A lean draft gives the base's slots back in batches, each of which rewrites the base's manifest: of about so many
+#: bytes, but of at most this share of the shard, and of more where there would be too many batches.
 FLUSH_BYTES = 16 << 20
+FLUSH_SHARE = 16
+FLUSHES_MAX = 64
 #: A lean draft waits for a slot that readers, or other drafts, are about to give back.
 SLOT_WAIT_S = 1.0
 
@@ -62,6 +63,12 @@ class Draft:
         self._deltas_bytes = 0
         self._pins = contextlib.ExitStack()
         self._history: History | None = None
+
+    @property
+    def _flush_bytes(self) -> int:
+        """How large a batch of the base's slots is that go back together: a small part of a shard of any size."""
+        size = self.manifest.bytes
+        return max(min(FLUSH_BYTES, size // FLUSH_SHARE), size // FLUSHES_MAX)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -229,7 +236,7 @@ class Draft:
                 return
             self._deltas[older] = Form(place, newer)
             self._deltas_bytes += older.size
-            due = self.lean and self._deltas_bytes >= max(FLUSH_BYTES, self.manifest.bytes // FLUSHES_MAX)
+            due = self.lean and self._deltas_bytes >= self._flush_bytes
         if due:
             self._flush()
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 from ..errors import OverBudgetError, StoreError
 from .segment_pools import SegmentPools
-from .segments import SLAB_POOL, Segment, rounded
+from .segments import PAGE_BYTES, SLAB_POOL, Segment, rounded
 
 #: A slab has this share of the node's budget, within these bounds: few files, and none that is hard to give back.
 SLAB_SHARE = 32
@@ -63,6 +63,12 @@ class _Slab:
         self.ends: dict[int, int] = {}
 
 
+def _delta_slot_bytes(length: int) -> int:
+    """Size of the slot of a delta: eight sizes for each power of two, so that the next step's fits where an older was."""
+    quantum = max(PAGE_BYTES, 1 << max(0, length.bit_length() - 4))
+    return -(-length // quantum) * quantum
+
+
 class SlotPool:
     """All slots of a store. Thread-safe; memory of new slabs is allocated outside of its lock."""
 
@@ -92,7 +98,7 @@ class SlotPool:
             OverBudgetError: no room, and for `wait_s` there was none.
             StoreFullError: the file system is full.
         """
-        size = rounded(length)
+        size = _delta_slot_bytes(length) if delta else rounded(length)
         self._pools.charge(job, size, wait_s=wait_s)
         try:
             slab, offset = self._find(size, delta, wait_s)
