@@ -69,7 +69,7 @@ def assert_loads(trainers, step: int, saved) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep_steps", "states_of_room"), [(2, 5.2), pytest.param(1, 3.8, marks=pytest.mark.long)]
+    ("keep_steps", "states_of_room"), [(2, 4.9), pytest.param(1, 3.8, marks=pytest.mark.long)]
 )
 def test_step_after_step_fits_into_little_more_than_what_one_takes(training, keep_steps, states_of_room):
     cluster, trainers = training(states_of_room, keep_steps=keep_steps)

@@ -22,6 +22,8 @@ from .segments import PAGE_BYTES, SLAB_POOL, Segment, rounded
 #: A slab has this share of the node's budget, within these bounds: few files, and none that is hard to give back.
 SLAB_SHARE = 32
 SLAB_BYTES_MIN = 1 << 20
+#: Slabs for deltas are so many times smaller.
+DELTA_SLABS = 8
 SLAB_BYTES_MAX = 256 << 20
 #: How often somebody who waits for a slot looks again whether the pools have memory.
 _LOOK_S = 0.05
@@ -186,7 +188,9 @@ class SlotPool:
     def _grow(self, size: int, delta: bool) -> tuple[_Slab, int]:
         """A slot in a slab that has none in use yet; where a whole one does not fit, in a smaller one."""
         # Whole chunks: what is left over at the end of a slab would fit none.
-        slab_bytes = max(self._slab_bytes, size) if delta else max(1, self._slab_bytes // size) * size
+        # Deltas of a step come and go together: in smaller slabs they leave whole ones free.
+        wanted = self._slab_bytes // DELTA_SLABS if delta else self._slab_bytes
+        slab_bytes = max(1, wanted // size) * size
         while True:
             try:
                 file = self._pools.allocate(slab_bytes, SLAB_POOL)
@@ -194,8 +198,7 @@ class SlotPool:
             except OverBudgetError:
                 if slab_bytes == size:
                     raise
-                fewer = rounded(slab_bytes // 4)
-                slab_bytes = max(size, fewer if delta else fewer // size * size)
+                slab_bytes = max(size, slab_bytes // 4 // size * size)
         slab = self._enter(file, deltas=delta)
         with self._changed:
             slab.used_bytes = size
