@@ -103,7 +103,7 @@ class Config:
     #: Most that the RAM store may take. Half of the memory: the other half is the trainer's.
     ram_budget_bytes: int = field(default_factory=lambda: psutil.virtual_memory().total // 2)
     #: Most of it that one job may have, its own states and the copies that are held for it together; 0: no limit but
-    #: the node's. Where jobs share nodes, so that none can fill one and keep the others' steps out (docs/operations.md).
+    #: the node's. For nodes that jobs share: no job can fill one and keep the others' steps out (docs/operations.md).
     job_budget_bytes: int = 0
 
     #: What this node says of itself, such as {rack: a1, zone: b}; `failure_domain` names the one that counts.

@@ -45,7 +45,7 @@ NAMES: dict[str, str] = {
     "manifests_dropped": "manifests found broken at start",
     "replicas_repaired": "copies that this node made for itself because others were lost",
     "repair_bytes": "bytes of those",
-    "repair_pauses": "chunks of them that waited for saves, puts or restores of this node",
+    "repair_pauses": "chunks of them that waited for saves, copies or restores of this node",
     "replicas_scrubbed": "replicas whose bytes were read and compared with their digests again",
     "inventory_reported": "replicas that this node told the registry of, held or lost",
     "restores": "loads answered with a step",

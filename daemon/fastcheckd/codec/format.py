@@ -45,7 +45,7 @@ assert _SECTION.size == SECTION_BYTES and _PLANE.size == PLANE_BYTES
 
 
 class CodecId(IntEnum):
-    """Codecs by their number in encoded chunks; numbers are never reused. Names as in docs/formats.md, in lower case."""
+    """Codecs by their number in encoded chunks; numbers are never reused. Names are those of docs/formats.md."""
 
     RAW = 0
     SAME = 1

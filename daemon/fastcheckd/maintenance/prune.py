@@ -1,6 +1,6 @@
 """Drops what the registry does not keep any more: with each new view, and now and then.
 
-Now and then, because a copy can arrive after the view that says that its step is not kept: of a put or a repair that
+Now and then, because a copy can arrive after the view that says that its step is not kept: of an offer or a repair that
 was under way, or of a load that has published what it brought.
 """
 

@@ -188,7 +188,7 @@ class _DataRooms:
         return Gate(pacer, busy, paused=lambda: self._counters.add("repair_pauses"))
 
     def _shared_interface(self) -> str:
-        """The interface to whose other traffic puts give way; empty: to none."""
+        """The interface to whose other traffic copies give way; empty: to none."""
         used = self._interface
         # All nodes of this machine and whatever else it says to itself share the loopback: nobody's link is full there.
         if self._config.pacing == "off" or used is None or "127.0.0.1" in used.addresses:

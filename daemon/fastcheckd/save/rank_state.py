@@ -1,7 +1,7 @@
 """All that a data process knows of one rank: its session, its memory, and which of its steps are under way.
 
-Kept apart from `coordinator.py` and `supply.py`, which act on it: nothing here waits, sends or frees. Owned by the
-event loop's thread.
+Kept apart from `coordinator.py` and `segment_supply.py`, which act on it: nothing here waits, sends or frees. Owned
+by the event loop's thread.
 """
 
 from __future__ import annotations

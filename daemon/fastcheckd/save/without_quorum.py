@@ -1,6 +1,6 @@
-"""PlacementClient without a registry: by what this node knew last. Pure, but for the memory of what that was.
+"""Placement without a registry: by what this node knew last. Pure, but for the memory of what that was.
 
-Wrong guesses cost a refused put or a copy that no commit names; they never cost a committed step, since only the
+Wrong guesses cost a refused offer or a copy that no commit names; they never cost a committed step, since only the
 registry commits, and it checks every holder's life then.
 """
 

@@ -11,7 +11,7 @@ from collections import Counter
 
 from ..errors import JobBudgetError
 
-#: Threads that may wait at once for memory of one job that is at its limit: others' puts begin in the same threads.
+#: Threads that may wait at once for memory of one job that is at its limit: others' copies begin in the same threads.
 WAITERS_MAX = 2
 
 

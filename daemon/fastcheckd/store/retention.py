@@ -90,7 +90,7 @@ def provisional_to_drop(
 
     Args:
         held: the replicas of that shard here, of one kind.
-        coming: a newer one, about to be put by the owner.
+        coming: a newer one, about to come from the owner.
         obsolete_steps: what that owner gave up without having reported it.
         kept_steps: committed steps of the job, by the newest view: none of them goes.
 

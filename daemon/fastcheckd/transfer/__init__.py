@@ -1,1 +1,1 @@
-"""Moving one shard between two nodes: the bulk lane, and the put and get of a shard over it."""
+"""Moving shards between nodes: the receiver pulls their chunks over the bulk lane."""

@@ -55,9 +55,9 @@ class Gaps:
 
     @property
     def share(self) -> float:
-        """Part of the last seconds that puts could have had; 0 until one was seen.
+        """Part of the last seconds that copies could have had; 0 until one was seen.
 
-        Looks come only while puts are under way, often for a second in many: faded sums know the share after the
+        Looks come only while copies are under way, often for a second in many: faded sums know the share after the
         first of them, where a faded mean that begins at 0 would need several.
         """
         return self._open_s / max(self._seen_s, BELIEVED_AFTER_S)

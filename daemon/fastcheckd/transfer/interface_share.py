@@ -1,22 +1,22 @@
-"""How fast puts may go while others use the same network interface. Pure: every moment and figure is given.
+"""How fast copies may go while others use the same network interface. Pure: every moment and figure is given.
 
 The rule, in the words of the figures: what the interface carries at most is its **capacity**; what others sent at their
 busiest of the last seconds is theirs, so that an all-reduce that comes once per step finds its place free; of the rest,
-puts take what leaves some headroom. Should the interface be full nevertheless, puts halve at once and grow again
+copies take what leaves some headroom. Should the interface be full nevertheless, copies halve at once and grow again
 little by little (AIMD, as TCP's own control; Chiu and Jain 1989). That is the aim of scavenger transports (LEDBAT,
 RFC 6817; TCP-LP), had from byte counts: delay says nothing where others run BBR, which keeps queues short, or where
 CPUs are busy.
 
     rate = max(floor, min(grown slowly, HEADROOM * capacity - others' peak))
 
-Most training is silent in turns: it computes, then exchanges. While others are silent (`gaps.py`) puts have all but the
-headroom; while they are not, puts need no floor for what the gaps to come will carry, if they go on as they did:
+Most training is silent in turns: it computes, then exchanges. While others are silent (`gaps.py`) copies have all but
+the headroom; while they are not, copies need no floor for what the gaps to come will carry, if they go on as they did:
 
     rate in a gap = HEADROOM * capacity
     floor elsewhere = floor - RELIED_ON * share of gaps * rate in a gap
 
 The capacity is only seen while the interface is full, so there is a **look** when it is not known, or was seen long
-ago: a moment in which puts are not held back. What drivers say of themselves is not believed: links are shaped
+ago: a moment in which copies are not held back. What drivers say of themselves is not believed: links are shaped
 elsewhere.
 The floor is what it takes to be done in time; it wins over everything but the operator's cap.
 """
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from .gaps import Gaps
 
-#: Puts and others together aim at this share of the capacity.
+#: Copies and others together aim at this share of the capacity.
 HEADROOM = 0.9
 #: From this share on the interface is full.
 FULL_SHARE = 0.95
@@ -42,9 +42,9 @@ PEAK_S = 3.0
 #: A capacity that was seen so long ago is looked for again.
 CAPACITY_S = 60.0
 LOOK_S = 0.3
-#: Of what the gaps would carry, puts count on this share: the next ones may be shorter.
+#: Of what the gaps would carry, copies count on this share: the next ones may be shorter.
 RELIED_ON = 0.7
-#: Share of the capacity that puts keep while others speak and time is left: connections that the kernel lets send
+#: Share of the capacity that copies keep while others speak and time is left: connections that the kernel lets send
 #: nothing notice only late that they may again.
 TRICKLE_SHARE = 0.005
 #: Parts of these windows: bounds what is remembered.
@@ -77,7 +77,7 @@ class WindowMax:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What puts may take together, in bytes per second, and why: see `PacingReport.reason`."""
+    """What copies may take together, in bytes per second, and why: see `PacingReport.reason`."""
 
     bytes_per_s: float
     reason: str
@@ -105,7 +105,7 @@ class InterfaceShare:
         return self._others.at(now)
 
     def crowded(self, now: float) -> bool:
-        """Whether others send so much that puts have to mind them."""
+        """Whether others send so much that copies have to mind them."""
         return self._others.at(now) > CHATTER_SHARE * self._capacity.at(now)
 
     def notice(self, now: float, *, others: float) -> None:
@@ -116,7 +116,7 @@ class InterfaceShare:
         """Bytes per second since the last sample, of all our lanes and of everybody else.
 
         Args:
-            putting: puts were under way all that time and nothing else held them back.
+            putting: copies were under way all that time and nothing else held them back.
         """
         since_s = 0.0 if self._sampled_at is None else max(0.0, now - self._sampled_at)
         self._sampled_at = now
@@ -134,7 +134,7 @@ class InterfaceShare:
         self._rate = min(target, grown)
 
     def allowance(self, now: float, *, floor: float) -> Allowance:
-        """What puts may take now. `floor`: bytes per second without which they are not done in time."""
+        """What copies may take now. `floor`: bytes per second without which they are not done in time."""
         if not self.crowded(now) or self._looking_since is not None:
             return Allowance(math.inf, "none")
         capacity = self._capacity.at(now)

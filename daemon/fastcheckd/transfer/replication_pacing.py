@@ -29,24 +29,24 @@ from .sockets import PATIENCE
 
 logger = logging.getLogger(__name__)
 
-#: Between two looks at the counters, while puts are under way or others are there; and while neither is. Others'
-#: busiest moment has to be known before a put begins: over a second a burst and the silence around it are half a burst.
+#: Between two looks at the counters, while copies are under way or others are there; and while neither is. Others'
+#: busiest moment has to be known before a copy begins: over a second a burst and the silence around it are half one.
 SAMPLE_S = 0.1
-#: While puts have to mind others, for gaps: what others lose when they begin to speak again is about so long.
+#: While copies have to mind others, for gaps: what others lose when they begin to speak again is about so long.
 GLANCE_S = 0.01
 IDLE_SAMPLE_S = 1.0
 #: What a cap lets through at once, as seconds of its rate.
 _BURST_S = 0.1
-#: A connection may be this much above its share: others of the same put may have less to send.
+#: A connection may be this much above its share: others of the same copy may have less to send.
 _SHARE_SLACK = 1.25
-#: An overdue put has at least this long, so that its rate is a number.
+#: An overdue copy has at least this long, so that its rate is a number.
 _LEFT_S_MIN = 0.05
 #: What connections of ours may have in the interface's queue, at most: the kernel's limit for each is about this.
 _QUEUE_BYTES = 512 << 10
 
 
 class Course:
-    """A put on its way: how much of it is left. Thread-safe."""
+    """A copy on its way: how much of it is left. Thread-safe."""
 
     def __init__(self, raw_bytes: int, due: Callable[[], float]) -> None:
         self._lock = threading.Lock()
@@ -75,11 +75,11 @@ class Course:
 
 
 class ReplicationPacing:
-    """One per data process; a `ChunkGate` for the streams of puts.
+    """One per data process; a `ChunkGate` for the streams of copies.
 
     Args:
         cap_bytes_per_s: 0: none.
-        interface: its counters tell of others' traffic; empty: puts yield to nobody.
+        interface: its counters tell of others' traffic; empty: copies yield to nobody.
         restoring: whether a load is under way here or served from here; may be asked from any thread.
         chunk_bytes: size of most pieces.
         transfer_timeout_s: a connection that is silent for so long is held to be dead.
@@ -133,10 +133,10 @@ class ReplicationPacing:
         self._glanced_at = 0.0
         self._foreign = Foreign()
 
-    # As a gate, asked by the threads of puts.
+    # As a gate, asked by the threads of copies.
 
     def begin(self, stream: object) -> None:
-        """A connection of a put begins."""
+        """A connection of a copy begins."""
         self._gate.begin(stream)
         if isinstance(stream, Channel):
             with self._lock:
@@ -159,7 +159,7 @@ class ReplicationPacing:
 
     @contextlib.contextmanager
     def replicating(self, raw_bytes: int, due: Callable[[], float] | None = None) -> Iterator[Course]:
-        """While a put lasts that should be done at `due()`, on this object's clock; None: no matter when."""
+        """While a copy lasts that should be done at `due()`, on this object's clock; None: no matter when."""
         course = Course(raw_bytes, due or (lambda: math.inf))
         self._courses.add(course)
         self._putting.set()
@@ -184,7 +184,7 @@ class ReplicationPacing:
                     await self._putting.wait()
 
     def idle_s(self) -> float:
-        """How long to wait for the next sample while there are no puts."""
+        """How long to wait for the next sample while there are no copies."""
         return SAMPLE_S if self._yielding.crowded(self._clock()) else IDLE_SAMPLE_S
 
     async def _glance_for(self, seconds: float) -> None:
@@ -237,7 +237,7 @@ class ReplicationPacing:
         self._allow(self._yielding.allowance(now, floor=self._floor(now)))
 
     def _floor(self, now: float) -> float:
-        """Bytes per second without which a put is late. What was handed to the kernel is not there yet."""
+        """Bytes per second without which a copy is late. What was handed to the kernel is not there yet."""
         if not self._courses:
             return 0.0
         with self._lock:
@@ -246,7 +246,7 @@ class ReplicationPacing:
         return waiting_bytes / soonest_s + sum(course.needs_bytes_per_s(now) for course in self._courses)
 
     def report(self) -> peer_pb2.PacingReport:
-        """For people: what holds puts back now, or would if there were any."""
+        """For people: what holds copies back now, or would if there were any."""
         now = self._clock()
         allowed = self._allowance
         return peer_pb2.PacingReport(
@@ -263,7 +263,7 @@ class ReplicationPacing:
             self._allowance = allowance
             return
         if allowance.reason != self._allowance.reason:
-            logger.debug("puts: %s, %.3g bytes/s", allowance.reason, allowance.bytes_per_s)
+            logger.debug("copies: %s, %.3g bytes/s", allowance.reason, allowance.bytes_per_s)
         self._allowance = allowance
         self._gate.set_rate(max(1.0, allowance.bytes_per_s))
         self._limit_lanes()
