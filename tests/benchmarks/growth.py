@@ -40,7 +40,7 @@ ONE_STEP = {"spread": 1, "keep_steps": 1}
 MEMORY_STATE_BYTES = 0.75e9
 #: A node's store, in states: of its own and of another's two kept steps and one under way, and more than enough room.
 AMPLE = 9.0
-#: The default; one step; that with the codec, whose older step is reverse deltas; the lean budgets of docs/memory.md.
+#: The default; one step; that with the codec, whose older step is reverse deltas; lean budgets (docs/operations.md).
 MEMORY_SETTINGS: tuple[tuple[dict[str, Any], float], ...] = (
     ({"keep_steps": 2, "codec": "auto"}, AMPLE),
     ({"keep_steps": 1, "codec": "auto"}, AMPLE),

@@ -153,7 +153,7 @@ def test_a_lossy_step_is_the_same_everywhere_says_so_and_is_not_loaded_by_mistak
         assert ckpt.load(near.state) == 3  # whoever saves lossy may load lossy
     for name, exact in training.tensors().items():
         error = (near.tensors()[name] - exact).abs().max()
-        # docs/codec.md, "Lossy": second moments to 2 bits, first ones to half a step of 1/8 of their group's largest.
+        # docs/formats.md, "Lossy": second moments to 2 bits, first ones to half a step of 1/8 of their group's largest.
         bound = {"exp_avg_sq": 1 / 8, "exp_avg": 1 / 16}.get(name.rpartition(".")[2], 1 / 100)
         assert error <= bound * exact.abs().max(), name
     with AdminClient(cluster.address("node-1"), timeout_s=5) as admin:

@@ -1,6 +1,6 @@
 """Ranks of one node share its link: neither's restore nor its copies wait for the other's to be done.
 
-Below some 4 Gbit/s it is TCP that shares, among equally many connections of each rank (docs/architecture.md). A rank
+Below some 4 Gbit/s it is TCP that shares, among equally many connections of each rank (docs/concepts.md). A rank
 that had to wait would have next to nothing when the other is done. Chunks are small: with large ones of which each
 connection has one half received, what is counted as done is far from what has come.
 """

@@ -1,6 +1,6 @@
 """What must hold, whoever is asked: the simulation's own books, and the checks against them.
 
-Written from the promises in docs/registry.md, not from the code that keeps them. The first thing that does not
+Written from the promises in docs/concepts.md, not from the code that keeps them. The first thing that does not
 hold ends the run. Everything that happens goes through `note` into a bounded trace, and all of it into a hash
 by which two runs of a seed are compared.
 """

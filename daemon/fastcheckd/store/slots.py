@@ -66,7 +66,7 @@ class _Slab:
 
 
 def _delta_slot_bytes(length: int) -> int:
-    """Size of the slot of a delta: eight sizes for each power of two, so that the next step's fits where an older was."""
+    """Size of a slot for a delta: eight for each power of two, so that the next step's fits where an older was."""
     quantum = max(PAGE_BYTES, 1 << max(0, length.bit_length() - 4))
     return -(-length // quantum) * quantum
 

@@ -1,4 +1,4 @@
-"""What pysyncobj does when it is used as it comes, one test for each; the table is in docs/registry.md."""
+"""What pysyncobj does when it is used as it comes, one test for each trap that `registry/raft` guards against."""
 
 import asyncio
 import contextlib
