@@ -63,6 +63,7 @@ class SaveHandle:
             "copies": 0,
             "resent_shards": 0,
             "provisional": False,
+            "memory": "",
         }
 
     @property
@@ -100,7 +101,8 @@ class SaveHandle:
         `bytes` of the state, `encoded_bytes` sent to all holders divided by the number of `copies`, their
         `ratio` (None until known), `codecs`: what each did, name → `raw_bytes` and `encoded_bytes` per copy;
         `lossy`: whether the bytes are those of a lossy coding that you asked for; `resent_shards`; `provisional`:
-        whether it was replicated while the registry did not answer; `lazy_bytes`: copied after `save` had returned;
+        whether it was replicated while the registry did not answer; `memory`: what the node has set aside for this
+        rank, "full" or, where memory is short, "lean" (docs/operations.md); `lazy_bytes`: copied after `save` had returned;
         and the seconds `waited_s` (for older steps), `stage_s` (copying), `blocked_s` (that the training thread spent
         in `save` and waiting at fences), `encode_s` (of threads), `replicate_s` and `commit_s`. Zero until known.
         """
@@ -184,10 +186,10 @@ class SaveHandle:
 
     # What follows is called by the SDK only.
 
-    def _stage(self, waited_s: float, stage_s: float, lazy_bytes: int = 0) -> None:
+    def _stage(self, waited_s: float, stage_s: float, lazy_bytes: int = 0, contract: str = "") -> None:
         with self._condition:
             self._staged = True
-            self._stats.update(waited_s=waited_s, stage_s=stage_s, lazy_bytes=lazy_bytes)
+            self._stats.update(waited_s=waited_s, stage_s=stage_s, lazy_bytes=lazy_bytes, memory=contract)
             self._condition.notify_all()
 
     def _block(self, seconds: float) -> None:

@@ -36,6 +36,12 @@ class LentMemory:
         #: What was asked for last: a daemon that has restarted is asked for it before the next save.
         self._reservation: pb.ReserveMemory | None = None
 
+    @property
+    def contract(self) -> str:
+        """What the daemon has set aside for this rank: "full", or "lean" where memory is short; empty: not known yet."""
+        kind = pb.MEMORY_CONTRACT_UNSPECIFIED if self.reserved is None else self.reserved.contract
+        return {pb.MEMORY_CONTRACT_FULL: "full", pb.MEMORY_CONTRACT_LEAN: "lean"}.get(kind, "")
+
     def drop(self) -> None:
         """The stream has ended, and with it all loans."""
         self.held.clear()

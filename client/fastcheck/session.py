@@ -551,7 +551,7 @@ class Session:
                     "the next one can be"
                 )
             self._pending.check_new(held.session, sealed.step)
-            handle._stage(staged.waited_s, staged.stage_s, staged.lazy_bytes)
+            handle._stage(staged.waited_s, staged.stage_s, staged.lazy_bytes, self._lent.contract)
             self._pending.add(held.session, sealed, handle)
             self._heard_at = time.monotonic()
             if record is not None:

@@ -14,12 +14,18 @@ from __future__ import annotations
 import hashlib
 import struct
 
-_MAGIC = b"FCSEAL01"
+_KIND = b"FCSEAL"
+VERSION = 1
+_MAGIC = _KIND + b"%02d" % VERSION
 _FOOTER = struct.Struct("<8s16sI")
 #: What a record takes beside its body.
 FOOTER_BYTES = _FOOTER.size
 #: Of a body: no message of a trainer is larger.
 BODY_BYTES_MAX = 16 << 20
+
+
+class NewerRecordError(ValueError):
+    """A record of a version that this side does not read: its trainer is newer than the daemon."""
 
 
 def write_record(view: memoryview, segment_id: str, body: bytes) -> None:
@@ -31,11 +37,19 @@ def write_record(view: memoryview, segment_id: str, body: bytes) -> None:
 
 
 def read_record(view: memoryview, segment_id: str) -> bytes | None:
-    """The body of a loan's record; None: there is no whole one."""
+    """The body of a loan's record; None: there is no whole one.
+
+    Raises:
+        NewerRecordError: there may be one, of another version.
+    """
     end = len(view) - FOOTER_BYTES
     if end < 0:
         return None
     magic, digest, length = _FOOTER.unpack(view[end:])
+    if magic.startswith(_KIND) and magic != _MAGIC and magic[len(_KIND) :].isdigit():
+        raise NewerRecordError(
+            f"a seal record has version {int(magic[len(_KIND) :])}, this daemon reads {VERSION}: upgrade the daemon"
+        )
     if magic != _MAGIC or length > min(end, BODY_BYTES_MAX):
         return None
     body = bytes(view[end - length : end])

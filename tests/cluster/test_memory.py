@@ -57,7 +57,7 @@ def commit(trainers, step: int):
     """All save and the step is committed; what each then had."""
     saved = [trainer.train() for trainer in trainers]
     for handle in [trainer.ckpt.save(step, trainer.state) for trainer in trainers]:
-        handle.result(timeout=DEADLINE_S)
+        assert handle.result(timeout=DEADLINE_S).stats["memory"] == "lean"
     return saved
 
 

@@ -178,8 +178,10 @@ def parse_header(payload: Buffer) -> tuple[Header, int]:
     (magic, version, flags, sections, raw, size, base_step, step, digest, base_digest, reserved) = (
         _HEADER.unpack(head[: _HEADER.size])
     )
-    if magic != _MAGIC or version != _VERSION:
-        _bad("it is none, or of a version that this side does not know")
+    if magic != _MAGIC:
+        _bad("it is none")
+    if version != _VERSION:
+        _bad(f"it has version {version}, this side reads {_VERSION}: upgrade the node that reads it")
     if size != len(payload):
         _bad(f"it says {size} bytes and has {len(payload)}")
     check = xxhash.xxh3_64(head[: _HEADER.size])

@@ -20,7 +20,7 @@ from fastcheck_proto.conventions import (
     STREAM_PIECE_BYTES,
     check_name,
 )
-from fastcheck_proto.seal_record import FOOTER_BYTES, read_record
+from fastcheck_proto.seal_record import FOOTER_BYTES, NewerRecordError, read_record
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 from fastcheck_proto.v1 import trainer_pb2_grpc as tpb_grpc
@@ -177,6 +177,8 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
                 sealed = None if record is None else _parsed(record, segment_id)
                 if sealed is not None:
                     await self._seal(session, sealed)
+        except NewerRecordError as error:
+            logger.warning("a step of rank %d of job %s is lost: %s", session.rank, session.job, error)
         except FastCheckdError as error:
             logger.info(
                 "what rank %d of job %s has sealed is not looked for: %s", session.rank, session.job, error

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheck_proto.seal_record import FOOTER_BYTES, read_record, write_record
+from fastcheck_proto.seal_record import FOOTER_BYTES, NewerRecordError, read_record, write_record
 
 LOAN = "0" * 32
+#: Where a record's version stands: the last two bytes of its magic, before digest and length.
+VERSION_AT = (-22, -21)
 
 
 @given(body=st.binary(max_size=300), room=st.integers(0, 200))
@@ -30,7 +32,19 @@ def test_a_torn_record_is_none(at):
     segment = bytearray(200)
     write_record(memoryview(segment), LOAN, b"b" * 50)
     segment[at] ^= 1
-    assert read_record(memoryview(segment), LOAN) is None
+    if at in VERSION_AT:
+        with pytest.raises(NewerRecordError):
+            read_record(memoryview(segment), LOAN)
+    else:
+        assert read_record(memoryview(segment), LOAN) is None
+
+
+def test_a_record_of_a_newer_version_is_refused_and_both_are_named():
+    segment = bytearray(200)
+    write_record(memoryview(segment), LOAN, b"b" * 50)
+    segment[VERSION_AT[0] : VERSION_AT[1] + 1] = b"07"
+    with pytest.raises(NewerRecordError, match="has version 7, this daemon reads 1"):
+        read_record(memoryview(segment), LOAN)
 
 
 @pytest.mark.parametrize("length", [1, 172, 173, 2**24 + 1, 2**32 - 1])
