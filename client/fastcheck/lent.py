@@ -38,7 +38,7 @@ class LentMemory:
 
     @property
     def contract(self) -> str:
-        """What the daemon has set aside for this rank: "full", or "lean" where memory is short; empty: not known yet."""
+        """What the daemon has set aside for this rank: "full", "lean" where memory is short, empty if not known yet."""
         kind = pb.MEMORY_CONTRACT_UNSPECIFIED if self.reserved is None else self.reserved.contract
         return {pb.MEMORY_CONTRACT_FULL: "full", pb.MEMORY_CONTRACT_LEAN: "lean"}.get(kind, "")
 

@@ -20,7 +20,13 @@ import fastcheckd
 from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster, LocalClusterError
+<<<<<<< HEAD
+=======
+from fastcheck.local.processes import own_environment
+from fastcheck_proto.v1.registry_log_pb2 import RaftSnapshot
+>>>>>>> w-registry
 from fastcheckd.registry.model import SCHEMA
+from fastcheckd.registry.raft.snapshots import CHECKSUM_BYTES
 
 PRESENT, NEWER = fastcheckd.__version__, newer_build.VERSION
 NODES = ["node-0", "node-1", "node-2"]
@@ -132,7 +138,9 @@ def replaced(cluster, job, node, start, *, while_away):
 def kept_schema(cluster, node):
     """The schema of the registry's state in a voter's snapshot; 0: there is no snapshot."""
     snapshot = cluster.dir / node / "state" / "registry" / "snapshot"
-    return json.loads(json.loads(snapshot.read_text())["state"])["schema"] if snapshot.exists() else 0
+    if not snapshot.exists():
+        return 0
+    return RaftSnapshot.FromString(snapshot.read_bytes()[CHECKSUM_BYTES:]).state.schema
 
 
 @pytest.mark.timeout(400)  # eleven starts of a daemon, and as many of a command
