@@ -20,11 +20,7 @@ import fastcheckd
 from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster, LocalClusterError
-<<<<<<< HEAD
-=======
-from fastcheck.local.processes import own_environment
 from fastcheck_proto.v1.registry_log_pb2 import RaftSnapshot
->>>>>>> w-registry
 from fastcheckd.registry.model import SCHEMA
 from fastcheckd.registry.raft.snapshots import CHECKSUM_BYTES
 
