@@ -103,8 +103,8 @@ class SaveHandle:
         `lossy`: whether the bytes are those of a lossy coding that you asked for; `resent_shards`; `provisional`:
         whether it was replicated while the registry did not answer; `memory`: what the node has set aside for this
         rank, "full" or, where memory is short, "lean" (docs/operations.md); `lazy_bytes`: copied after `save` had
-        returned; and the seconds `waited_s` (for older steps), `stage_s` (copying), `blocked_s` (that the training thread spent
-        in `save` and waiting at fences), `encode_s` (of threads), `replicate_s` and `commit_s`. Zero until known.
+        returned; and the seconds `waited_s` (for older steps), `stage_s` (copying), `blocked_s` (that the
+        training thread spent in `save` and waiting at fences), `encode_s` (of threads), `replicate_s` and `commit_s`. Zero until known.
         """
         with self._condition:
             return MappingProxyType(dict(self._stats))
