@@ -104,7 +104,8 @@ class SaveHandle:
         whether it was replicated while the registry did not answer; `memory`: what the node has set aside for this
         rank, "full" or, where memory is short, "lean" (docs/operations.md); `lazy_bytes`: copied after `save` had
         returned; and the seconds `waited_s` (for older steps), `stage_s` (copying), `blocked_s` (that the
-        training thread spent in `save` and waiting at fences), `encode_s` (of threads), `replicate_s` and `commit_s`. Zero until known.
+        training thread spent in `save` and waiting at fences), `encode_s` (of threads), `replicate_s` and `commit_s`.
+        Zero until known.
         """
         with self._condition:
             return MappingProxyType(dict(self._stats))
