@@ -36,6 +36,7 @@ from .plots import write_plots
 from .replicated import replicated
 from .report import Figure, print_table
 from .restoring import restoring
+from .save_loop import save_loop
 from .scale import scale
 from .seed_noise import print_experiment
 from .workload import change, gpt2_state, state_bytes
@@ -168,6 +169,7 @@ PARTS = (
     "import",
     "detection",
     "status",
+    "loop",
     "transfer",
     "staging",
     "restore",
@@ -211,6 +213,7 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
         "detection": lambda: detection(arguments.trials, say),
         "status": lambda: status.measure(rounds, say),
         "soak": lambda: soak(arguments.minutes, say, arguments.burners),
+        "loop": lambda: save_loop(3, width=64) if quick else save_loop(),
         "transfer": lambda: transfers(arguments.rounds),
         "restore": lambda: restores(rounds, quick),
         "lanes": lambda: lanes.measure(arguments.rounds, say, arguments.rows),
