@@ -47,7 +47,7 @@ class SharedCluster:
             for node in self._cluster.node_ids:
                 if not self._cluster.pids(node):
                     self._cluster.start(node)
-            self._cluster.wait_up(self._cluster.node_ids)
+            self._cluster.wait_up(self._cluster.node_ids, timeout_s=60)
             return self._cluster
         self.end()
         self._sizes.append(nodes)
