@@ -7,7 +7,8 @@ import sys
 import time
 
 import pytest
-from tests.netlab.lab import ROOT, Lab
+from tests.netlab.lab import Lab
+from tests.netlab.wires import ROOT
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("network_namespaces")]
 
