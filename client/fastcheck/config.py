@@ -24,7 +24,7 @@ _NO = frozenset({"", "0", "false", "no", "off"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identity:
+class RankConfig:
     """A rank of a job and its daemon. `enabled` is False when FASTCHECK_DISABLE is set."""
 
     job: str
@@ -40,7 +40,7 @@ def resolve(
     world_size: int | None = None,
     address: str | None = None,
     environment: Mapping[str, str] | None = None,
-) -> Identity:
+) -> RankConfig:
     """Determine the identity of this process.
 
     Raises:
@@ -56,7 +56,7 @@ def resolve(
             f"rank {the_rank} does not exist in a world of {the_world}: pass rank= and world_size=, "
             "or set RANK and WORLD_SIZE together as torchrun does"
         )
-    return Identity(
+    return RankConfig(
         job=_job(job, env, needed=enabled),
         rank=the_rank,
         world_size=the_world,

@@ -19,7 +19,7 @@ from operator import attrgetter, not_
 import torch
 
 from .errors import SaveFailedError
-from .gaps import Gaps
+from .gaps import ZeroedGaps
 from .gpu import Cuda, Gpu, Mark, Pair
 from .pages import populate
 from .state import dtypes
@@ -105,7 +105,7 @@ class Copier:
     def __init__(self, threads: int, gpu: Gpu | None = None) -> None:
         self._threads = threads
         self._gpu = Cuda() if gpu is None else gpu
-        self._gaps = Gaps()
+        self._gaps = ZeroedGaps()
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 

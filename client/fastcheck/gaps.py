@@ -12,7 +12,7 @@ from .state.flatten import FlatState
 _LINE_BYTES = TENSOR_ALIGNMENT_BYTES
 
 
-class Gaps:
+class ZeroedGaps:
     """Knows the gaps of the state that it met last: ten thousand tensors have as many, at every save the same."""
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ from .reshard import load_resharded
 from .session import Session
 from .state.fill import RelaidError, fill
 from .step_reader import StepReader
-from .transport import Loaded, Patience, Transport
+from .transport import Loaded, Timeouts, Transport
 
 logger = logging.getLogger("fastcheck")
 
@@ -119,7 +119,7 @@ class Loads:
         reporter: Reporter,
         agree: Callable[[], None],
     ) -> int | None:
-        patience = Patience(CONNECT_S, _LOAD_S)
+        patience = Timeouts(CONNECT_S, _LOAD_S)
         started = time.monotonic()
         step = request.step if request.HasField("step") else None
         try:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
-from .config import Identity
+from .config import RankConfig
 from .daemon import CONNECT_S, RECONNECT_S, Daemon
 from .errors import (
     ClosedError,
@@ -72,7 +72,7 @@ class Session:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: RankConfig,
         daemon: Daemon,
         timeout_s: float,
         max_in_flight: int,

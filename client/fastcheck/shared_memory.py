@@ -28,7 +28,7 @@ from .progress import Reporter
 from .segments import Segment, SegmentCache
 from .session import Session
 from .state.flatten import FlatState
-from .transport import Loaded, Patience, Staged, Staging, check_ready, sealed_of
+from .transport import Loaded, Staged, Staging, Timeouts, check_ready, sealed_of
 
 logger = logging.getLogger("fastcheck")
 
@@ -85,7 +85,7 @@ class SharedMemory:
 
     @contextmanager
     def load(
-        self, request: pb.LoadRequest, patience: Patience, *, allow_lossy: bool, reporter: Reporter
+        self, request: pb.LoadRequest, patience: Timeouts, *, allow_lossy: bool, reporter: Reporter
     ) -> Iterator[Loaded | None]:
         """The checkpoint's bytes, valid inside the block; None when there is no committed step."""
         ahead = MappedAhead()

@@ -21,7 +21,7 @@ from .state.records import Pour, pour_plainly
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """How long to try to find the daemon, and how long one call may take. Seconds."""
 
     connect_s: float
@@ -72,7 +72,7 @@ class Transport(Protocol):
         ...
 
     def load(
-        self, request: pb.LoadRequest, patience: Patience, *, allow_lossy: bool, reporter: Reporter
+        self, request: pb.LoadRequest, patience: Timeouts, *, allow_lossy: bool, reporter: Reporter
     ) -> AbstractContextManager[Loaded | None]:
         """The bytes of a committed step, valid inside the block; None when there is none. Tells `reporter`."""
         ...

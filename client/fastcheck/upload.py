@@ -21,7 +21,7 @@ from .progress import Reporter
 from .segments import Segment, anonymous
 from .session import Session
 from .state.flatten import FlatState
-from .transport import Loaded, Patience, Staged, Staging, check_ready, sealed_of
+from .transport import Loaded, Staged, Staging, Timeouts, check_ready, sealed_of
 
 #: A link slower than this is of no use; it bounds how long a push may take.
 _BYTES_PER_S_MIN = 10_000_000
@@ -86,7 +86,7 @@ class Streams:
 
     @contextmanager
     def load(
-        self, request: pb.LoadRequest, patience: Patience, *, allow_lossy: bool, reporter: Reporter
+        self, request: pb.LoadRequest, patience: Timeouts, *, allow_lossy: bool, reporter: Reporter
     ) -> Iterator[Loaded | None]:
         """Receive everything into memory of our own."""
         with self._daemon.errors(patience.connect_s) as link:

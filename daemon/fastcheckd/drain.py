@@ -21,7 +21,7 @@ CALL_TIMEOUT_S = 1.5
 LOOK_INTERVAL_S = 1.0
 
 
-class Registry(Protocol):
+class DrainRegistry(Protocol):
     """The part of the registry's client that a drain needs."""
 
     async def set_draining(
@@ -34,7 +34,11 @@ class Registry(Protocol):
 
 
 async def drain(
-    node_id: str, registry: Registry, *, within_s: float, going_on: Callable[[str], None] = lambda _: None
+    node_id: str,
+    registry: DrainRegistry,
+    *,
+    within_s: float,
+    going_on: Callable[[str], None] = lambda _: None,
 ) -> bool:
     """Drain this node until it may be stopped without loss or the time is over; whether it may.
 

@@ -16,7 +16,7 @@ from .errors import NoQuorumError
 NEXT_LIFE_S = 2.0
 
 
-class Identity:
+class NodeLife:
     """This node's life as its data process knows it. Owned by the event loop's thread."""
 
     def __init__(self, node_id: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
-from .identity import Identity
+from .identity import NodeLife
 from .last_view import LastView
 from .registry.client import RegistryClient
 from .registry.owners import LOCAL
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class ViewFollower:
     """Keeps the newest view and wakes those who wait for a change of it."""
 
-    def __init__(self, registry: RegistryClient, identity: Identity, last: LastView | None = None) -> None:
+    def __init__(self, registry: RegistryClient, identity: NodeLife, last: LastView | None = None) -> None:
         """`last`: where the newest view is kept; what an earlier life kept there is read at once."""
         self._view = rpb.ClusterView()
         self._jobs: dict[str, rpb.JobView] = {}

@@ -3,7 +3,8 @@
 It answers what a training engineer asks first: how long `save` blocks, how long a step takes to be safe, the worst of
 thirty steps of both, and how much memory a node takes at most, all included.
 
-`python -m tests.benchmarks --only loop`; with other sizes, `python -m tests.benchmarks.save_loop --steps 30 --width 768`.
+`python -m tests.benchmarks --only loop`; other sizes: `python -m tests.benchmarks.save_loop --steps 30
+--width 768`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.counters import Counters
 from fastcheckd.errors import FencedError, NoLeaseError, NotHeldError, PeerError, StoreFullError
 from fastcheckd.health.lease import LeaseHolder
-from fastcheckd.identity import Identity
+from fastcheckd.identity import NodeLife
 from fastcheckd.maintenance.inventory import Inventory
 from fastcheckd.rpc import answers
 from fastcheckd.store.retention import what_to_drop
@@ -56,7 +56,7 @@ class Data:
         self.rng = machine.world.rng(f"data/{machine.name}")
         self.replicas = machine.ram.replicas
         self.client = machine.client()
-        self.identity = Identity(machine.name)
+        self.identity = NodeLife(machine.name)
         self.lease = LeaseHolder(
             machine.name, lambda: self.identity.incarnation, lambda: int(process.now * 1e9)
         )

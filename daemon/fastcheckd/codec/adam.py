@@ -41,7 +41,7 @@ _EXTRA = struct.Struct("<III4x7f")
 
 
 @dataclass(frozen=True, slots=True)
-class Constants:
+class AdamConstants:
     """The step's hyper-parameters as the arithmetic needs them, each already rounded to single precision."""
 
     #: 1 / (1 - beta1): from a difference of m to the gradient.
@@ -57,7 +57,7 @@ class Constants:
     decay: np.float32
 
     @classmethod
-    def of(cls, step: pb.OptimizerStep, lr: float | None = None) -> Constants | None:
+    def of(cls, step: pb.OptimizerStep, lr: float | None = None) -> AdamConstants | None:
         """From an optimizer's step, with another `lr` if given; None when they make no sense."""
         rate = step.lr if lr is None else lr
         count = step.step
@@ -86,7 +86,7 @@ class Constants:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class AdamRuns:
     """The runs of an Adam unit, all float32; `v_max` with amsgrad only."""
 
     w: Run
@@ -95,7 +95,7 @@ class Runs:
     v_max: Run | None
 
     @classmethod
-    def of(cls, unit: Unit) -> Runs | None:
+    def of(cls, unit: Unit) -> AdamRuns | None:
         """None if the unit is no such thing."""
         role = {run.role: run for run in unit.runs if run.dtype == DType.FLOAT32}
         step = unit.step
@@ -116,7 +116,7 @@ class Runs:
 class _Block:
     """The arithmetic on one block, in scratch; `x`, `y` are destroyed by the next call."""
 
-    def __init__(self, constants: Constants, size: int) -> None:
+    def __init__(self, constants: AdamConstants, size: int) -> None:
         self._c = constants
         self._x: F32 = SCRATCH.array("adam.x", size, np.float32)
         self._y: F32 = SCRATCH.array("adam.y", size, np.float32)
@@ -200,7 +200,7 @@ def apply_residual(values: Ints, predicted: Ints, out: Ints) -> None:
     np.add(values, predicted, out=out)
 
 
-def encode_adam(runs: Runs, constants: Constants, new: Any, base: Any) -> Section:
+def encode_adam(runs: AdamRuns, constants: AdamConstants, new: Any, base: Any) -> Section:
     """Section of the whole unit."""
     n = runs.w.elements
     i1 = [signed(new, DType.FLOAT32, run.offset, n) for run in runs.all()]
@@ -266,7 +266,7 @@ def reverse_adam(section: Section, base: Any, new: Any) -> Section:
     runs, constants = parse_extra(section, len(new))
     if section.flags & REVERSED:
         w, m, v, *v_max = runs
-        return encode_adam(Runs(w, m, v, v_max[0] if v_max else None), constants, base, new)
+        return encode_adam(AdamRuns(w, m, v, v_max[0] if v_max else None), constants, base, new)
     n = section.elements
     i1 = [signed(new, DType.FLOAT32, run.offset, n) for run in runs]
     i0 = [signed(base, DType.FLOAT32, run.offset, n) for run in runs]
@@ -290,7 +290,9 @@ def reverse_adam(section: Section, base: Any, new: Any) -> Section:
     )
 
 
-def sample_cost(runs: Runs, constants: Constants, new: Any, base: Any, elements: int) -> tuple[float, float]:
+def sample_cost(
+    runs: AdamRuns, constants: AdamConstants, new: Any, base: Any, elements: int
+) -> tuple[float, float]:
     """Mean bits of the residuals of v and of w on a stretch from the middle."""
     start = max(0, runs.w.elements // 2 - elements // 2)
     stop = min(runs.w.elements, start + elements)
@@ -309,7 +311,7 @@ def _mean_bits(values: Ints) -> float:
     return float(np.log2(values.view(np.uint32) + np.float64(1)).mean())
 
 
-def parse_extra(section: Section, chunk_bytes: int) -> tuple[list[Run], Constants]:
+def parse_extra(section: Section, chunk_bytes: int) -> tuple[list[Run], AdamConstants]:
     """Runs (w m v, max v) and constants.
 
     Raises:
@@ -321,7 +323,7 @@ def parse_extra(section: Section, chunk_bytes: int) -> tuple[list[Run], Constant
     offsets = [section.offset, m, v] + ([v_max] if v_max != _NO_RUN else [])
     check_runs(section, offsets, chunk_bytes)
     runs = [Run(offset, section.elements, DType.FLOAT32, pb.ROLE_UNSPECIFIED) for offset in offsets]
-    return runs, Constants(*map(np.float32, values))
+    return runs, AdamConstants(*map(np.float32, values))
 
 
 def check_runs(section: Section, offsets: list[int], chunk_bytes: int) -> None:
@@ -333,7 +335,7 @@ def check_runs(section: Section, offsets: list[int], chunk_bytes: int) -> None:
         raise CodecError("an encoded chunk is malformed: the runs of a unit do not fit")
 
 
-def _section(runs: Runs, constants: Constants, flags: int, splitters: list[PlaneSplitter]) -> Section:
+def _section(runs: AdamRuns, constants: AdamConstants, flags: int, splitters: list[PlaneSplitter]) -> Section:
     v_max = runs.v_max.offset if runs.v_max else _NO_RUN
     extra = _EXTRA.pack(runs.m.offset, runs.v.offset, v_max, *constants.values())
     planes = sum((splitter.planes() for splitter in splitters), ())

@@ -150,33 +150,33 @@ def _encode_lossy(runs: list[Run], new: Any, base: Any | None, precision: pb.Pre
 
 
 def _predict_adam(unit: Unit, new: Any, base: Any, fits: Fits) -> tuple[Section, tuple[Run, ...]] | None:
-    runs, step = adam.Runs.of(unit), unit.step
+    runs, step = adam.AdamRuns.of(unit), unit.step
     if runs is None or step is None or not runs.w.elements:
         return None
 
     def bits(rate: float) -> float:
-        constants = adam.Constants.of(step, rate)
+        constants = adam.AdamConstants.of(step, rate)
         if constants is None:
             return math.inf
         # v is explained whatever the rate: when it is not, this is no Adam step, or not just one.
         return max(adam.sample_cost(runs, constants, new, base, _SAMPLE))
 
     rate = _find_rate(step, fits, bits, lambda: fit_adam_lr(runs, step, new, base))
-    constants = None if rate is None else adam.Constants.of(step, rate)
+    constants = None if rate is None else adam.AdamConstants.of(step, rate)
     return None if constants is None else (adam.encode_adam(runs, constants, new, base), runs.all())
 
 
 def _predict_sgd(unit: Unit, new: Any, base: Any, fits: Fits) -> tuple[Section, tuple[Run, ...]] | None:
-    runs, step = sgd.Runs.of(unit), unit.step
+    runs, step = sgd.SgdRuns.of(unit), unit.step
     if runs is None or step is None or not runs.w.elements:
         return None
 
     def bits(rate: float) -> float:
-        constants = sgd.Constants.of(step, rate)
+        constants = sgd.SgdConstants.of(step, rate)
         return math.inf if constants is None else sgd.sample_cost(runs, constants, new, base, _SAMPLE)
 
     rate = _find_rate(step, fits, bits, lambda: fit_sgd_lr(runs, step, new, base))
-    constants = None if rate is None else sgd.Constants.of(step, rate)
+    constants = None if rate is None else sgd.SgdConstants.of(step, rate)
     return None if constants is None else (sgd.encode_sgd(runs, constants, new, base), (runs.w, runs.b))
 
 

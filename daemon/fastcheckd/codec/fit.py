@@ -58,7 +58,7 @@ class Fits:
         self._failures[id(step)] = failures
 
 
-def fit_adam_lr(runs: adam.Runs, step: pb.OptimizerStep, new: Any, base: Any) -> float | None:
+def fit_adam_lr(runs: adam.AdamRuns, step: pb.OptimizerStep, new: Any, base: Any) -> float | None:
     """The rate that explains w0 -> w1 best; None when the numbers do not tell."""
     w1, m1, v1 = (_sample(new, run) for run in (runs.w, runs.m, runs.v_max or runs.v))
     w0 = _sample(base, runs.w)
@@ -72,9 +72,9 @@ def fit_adam_lr(runs: adam.Runs, step: pb.OptimizerStep, new: Any, base: Any) ->
         return _least_squares(per_rate, w0 - w1, w0)
 
 
-def fit_sgd_lr(runs: sgd.Runs, step: pb.OptimizerStep, new: Any, base: Any) -> float | None:
+def fit_sgd_lr(runs: sgd.SgdRuns, step: pb.OptimizerStep, new: Any, base: Any) -> float | None:
     """The rate that explains w0 -> w1 best; None when the numbers do not tell."""
-    unit = sgd.Constants.of(step, lr=1.0)
+    unit = sgd.SgdConstants.of(step, lr=1.0)
     if unit is None:
         return None
     w1, b1 = (_sample(new, run) for run in (runs.w, runs.b))

@@ -32,14 +32,14 @@ _EXTRA = struct.Struct("<I4xddd")
 
 
 @dataclass(frozen=True, slots=True)
-class Constants:
+class SgdConstants:
     """w1 = w0 - (direct * b1 + from_b0 * b0), all in double precision."""
 
     direct: float
     from_b0: float
 
     @classmethod
-    def of(cls, step: pb.OptimizerStep, lr: float | None = None) -> Constants | None:
+    def of(cls, step: pb.OptimizerStep, lr: float | None = None) -> SgdConstants | None:
         """None when the hyper-parameters make no sense."""
         rate = step.lr if lr is None else lr
         direct, from_b0 = rate, 0.0
@@ -56,14 +56,14 @@ class Constants:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class SgdRuns:
     """The runs of an SGD unit, both float32."""
 
     w: Run
     b: Run
 
     @classmethod
-    def of(cls, unit: Unit) -> Runs | None:
+    def of(cls, unit: Unit) -> SgdRuns | None:
         """None if the unit is no such thing."""
         role = {run.role: run for run in unit.runs if run.dtype == DType.FLOAT32}
         if unit.step is None or unit.step.kind != pb.OPTIMIZER_KIND_SGD:
@@ -74,7 +74,7 @@ class Runs:
 
 
 class _Block:
-    def __init__(self, constants: Constants, size: int) -> None:
+    def __init__(self, constants: SgdConstants, size: int) -> None:
         self._c = constants
         self._x = SCRATCH.array("sgd.x", size, np.float64)
         self._y = SCRATCH.array("sgd.y", size, np.float64)
@@ -100,7 +100,7 @@ class _Block:
         return settled(self._out)
 
 
-def encode_sgd(runs: Runs, constants: Constants, new: Any, base: Any) -> Section:
+def encode_sgd(runs: SgdRuns, constants: SgdConstants, new: Any, base: Any) -> Section:
     """Section of the whole unit."""
     n = runs.w.elements
     w1, b1, w0, b0 = (
@@ -150,7 +150,7 @@ def reverse_sgd(section: Section, base: Any, new: Any) -> Section:
     """The section that leads from `new` back to `base`."""
     (w_run, b_run), constants = parse_extra(section, len(new))
     if section.flags & REVERSED:
-        return encode_sgd(Runs(w_run, b_run), constants, base, new)
+        return encode_sgd(SgdRuns(w_run, b_run), constants, base, new)
     n = section.elements
     w1, b1, w0, b0 = (
         signed(chunk, DType.FLOAT32, run.offset, n) for chunk in (new, base) for run in (w_run, b_run)
@@ -168,7 +168,7 @@ def reverse_sgd(section: Section, base: Any, new: Any) -> Section:
     )
 
 
-def sample_cost(runs: Runs, constants: Constants, new: Any, base: Any, elements: int) -> float:
+def sample_cost(runs: SgdRuns, constants: SgdConstants, new: Any, base: Any, elements: int) -> float:
     """Mean bits of w's residual on a stretch from the middle."""
     n = runs.w.elements
     start = max(0, n // 2 - elements // 2)
@@ -181,7 +181,7 @@ def sample_cost(runs: Runs, constants: Constants, new: Any, base: Any, elements:
     return float(np.log2(values.view(np.uint32) + np.float64(1)).mean())
 
 
-def parse_extra(section: Section, chunk_bytes: int) -> tuple[tuple[Run, Run], Constants]:
+def parse_extra(section: Section, chunk_bytes: int) -> tuple[tuple[Run, Run], SgdConstants]:
     """Runs (w, momentum) and constants.
 
     Raises:
@@ -194,7 +194,7 @@ def parse_extra(section: Section, chunk_bytes: int) -> tuple[tuple[Run, Run], Co
     w_run, b_run = (
         Run(offset, section.elements, DType.FLOAT32, pb.ROLE_UNSPECIFIED) for offset in (section.offset, b)
     )
-    return (w_run, b_run), Constants(direct, from_b0)
+    return (w_run, b_run), SgdConstants(direct, from_b0)
 
 
 def _f(bits: Ints) -> F32:

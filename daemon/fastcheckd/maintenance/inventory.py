@@ -16,7 +16,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..counters import Counters
 from ..errors import FastCheckdError, FencedError, NoQuorumError
-from ..identity import Identity
+from ..identity import NodeLife
 from ..registry.client import RegistryClient
 from ..store.replica import Replica
 from ..store.replica_store import ReplicaStore
@@ -44,7 +44,7 @@ class Inventory:
     def __init__(
         self,
         *,
-        identity: Identity,
+        identity: NodeLife,
         store: ReplicaStore,
         registry: RegistryClient,
         checker: Checker,

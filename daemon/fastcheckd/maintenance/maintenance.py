@@ -12,7 +12,7 @@ from fastcheck_proto.v1 import peer_pb2
 
 from ..config import Config
 from ..counters import Counters
-from ..identity import Identity
+from ..identity import NodeLife
 from ..registry.client import RegistryClient
 from ..store.replica import Replica
 from ..store.replica_store import ReplicaStore
@@ -43,7 +43,7 @@ class Maintenance:
         self,
         *,
         config: Config,
-        identity: Identity,
+        identity: NodeLife,
         store: ReplicaStore,
         registry: RegistryClient,
         view: ViewFollower,

@@ -48,7 +48,7 @@ class NodeFacts:
 
 
 @dataclass(frozen=True)
-class Usage:
+class ProcessUsage:
     """What a process takes of the machine, by the kernel."""
 
     resident_bytes: int
@@ -61,7 +61,7 @@ def families(
     cluster_id: str,
     node_id: str,
     ready: bool,
-    usage: Mapping[str, Usage],
+    usage: Mapping[str, ProcessUsage],
     answered: Mapping[str, bool],
     durations: Mapping[str, Histogram],
     certificate_ends_at_s: float | None,

@@ -20,7 +20,7 @@ from fastcheck_proto.v1 import observe_pb2_grpc as opb_grpc
 from ..config import Config
 from ..durations import Durations
 from ..rpc import CHANNEL_OPTIONS
-from .agent_metrics import NodeFacts, Usage, families
+from .agent_metrics import NodeFacts, ProcessUsage, families
 from .families import exposition
 from .readiness import why_not_ready
 
@@ -87,10 +87,10 @@ class NodeScrape:
             await channel.close()
 
 
-def _usage(pid: int | None) -> Usage | None:
+def _usage(pid: int | None) -> ProcessUsage | None:
     with contextlib.suppress(psutil.Error, OSError):  # it is gone, or no descriptor is left to look
         if pid is not None:
             process = psutil.Process(pid)
             times = process.cpu_times()
-            return Usage(process.memory_info().rss, times.user + times.system)
+            return ProcessUsage(process.memory_info().rss, times.user + times.system)
     return None

@@ -35,7 +35,7 @@ from ..errors import (
     StoreError,
 )
 from ..health.lease import LeaseHolder
-from ..identity import Identity
+from ..identity import NodeLife
 from ..interfaces import faster_than, interface_of, interfaces
 from ..last_view import LastView
 from ..maintenance.maintenance import Maintenance
@@ -91,7 +91,7 @@ class _DataRooms:
         self._counters = counters
         self._durations = durations = Durations(DATA)
         self.dialer = dialer = Dialer.of(config)
-        self.identity = identity = Identity(config.node_id)
+        self.identity = identity = NodeLife(config.node_id)
         self.lease = LeaseHolder(config.node_id, lambda: identity.incarnation)
         self.store = store
         self.hashing = ThreadPoolExecutor(config.worker_threads, thread_name_prefix="hash")

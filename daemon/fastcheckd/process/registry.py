@@ -32,7 +32,7 @@ ROOM_PAUSE_S = 1.0
 ROOM_TOLD_S = 60.0
 
 
-class Progress:
+class Liveness:
     """Tells the parent that both go on, the event loop and the engine's thread."""
 
     def __init__(self, giver: BeatGiver) -> None:
@@ -52,7 +52,7 @@ class Progress:
             await asyncio.sleep(BEAT_INTERVAL_S)
 
 
-async def _room(config: Config, progress: Progress) -> None:
+async def _room(config: Config, progress: Liveness) -> None:
     """Return when the state directory has room to vote and to acknowledge.
 
     A voter on a full disk would be elected, fail at its first entry and end, again and again.
@@ -79,7 +79,7 @@ async def _room(config: Config, progress: Progress) -> None:
 async def run(config: Config, giver: BeatGiver) -> None:
     """The registry process of a voter; returns after SIGTERM, raises when this voter can go on no more."""
     stopping = stop_signal()
-    durations, progress = Durations(REGISTRY), Progress(giver)
+    durations, progress = Durations(REGISTRY), Liveness(giver)
     beating = asyncio.create_task(progress.tell(), name="signs of life")
     room = asyncio.create_task(_room(config, progress), name="room on disk")
     await asyncio.wait({stopping, room}, return_when=asyncio.FIRST_COMPLETED)

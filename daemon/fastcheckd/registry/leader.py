@@ -17,7 +17,7 @@ from . import commands
 from .arbiter import Arbiter
 from .commands import SHARDS_MAX
 from .commits import Standing, check_session, standing
-from .loads import Loads, domain_label
+from .loads import NodeLoads, domain_label
 from .model import Job, Ref, State
 from .outward import GrpcOutward, Outward
 from .raft.consensus import Consensus
@@ -62,7 +62,7 @@ class Leader:
         self.arbiter = Arbiter(config, raft, detector, self.outward, on_suspects, draw=draw, wall_ms=wall_ms)
         self._wake = asyncio.Event()
         self._news = asyncio.Event()
-        self._loads = Loads()
+        self._loads = NodeLoads()
         self._barrier_running: asyncio.Task[None] | None = None
         self._barrier_next: asyncio.Task[None] | None = None
         #: Term in which this voter has proved that it leads and has applied all that was committed before.

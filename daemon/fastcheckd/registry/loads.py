@@ -55,7 +55,7 @@ class _Placed:
     holders: Sequence[Sequence[str]]
 
 
-class Loads:
+class NodeLoads:
     """The bytes by node, the members and the groups, kept for as long as the state they were made from."""
 
     def __init__(self) -> None:

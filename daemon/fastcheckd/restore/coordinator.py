@@ -35,13 +35,13 @@ from .rank_loader import RankLoader
 from .shared_states import Bytes, SharedStates, is_in_parts
 from .step_lookup import Candidate, StepLookup
 from .tally import Tally
-from .without_quorum import Survey
+from .without_quorum import PeerSurvey
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedRank:
     """A rank's state in local memory, which stays put until it is closed."""
 
     ready: tpb.LoadReady
@@ -79,7 +79,7 @@ class RestoreCoordinator:
         self._counters = counters
         self._durations = durations
         self._on_brought = on_brought
-        self.survey = Survey(client, view)
+        self.survey = PeerSurvey(client, view)
         self._bringer = RankLoader(config, store, registry, client, fetcher, view, counters)
         self._finder = StepLookup(registry, self.survey)
         self.reading = RangeReader(config, store, self._finder, self._bringer, counters)
@@ -99,7 +99,7 @@ class RestoreCoordinator:
         """A new process takes the rank's place: what is here and it will probably load begins to be checked."""
         self._own_copies.expect(job, rank)
 
-    async def bring(self, request: tpb.LoadRequest, tally: Tally) -> Loaded | None:
+    async def bring(self, request: tpb.LoadRequest, tally: Tally) -> LoadedRank | None:
         """Bring the asked-for step into a local segment, which stays put until `Loaded.close`; `tally` follows it.
 
         None when no step was asked for by number and none is committed.
@@ -121,7 +121,7 @@ class RestoreCoordinator:
             self._durations.add("restore", loaded.ready.restore_s)
         return loaded
 
-    async def _bring_newest(self, request: tpb.LoadRequest, tally: Tally) -> Loaded | None:
+    async def _bring_newest(self, request: tpb.LoadRequest, tally: Tally) -> LoadedRank | None:
         started = time.monotonic()
         checks = self._own_copies.begin_checks(request, tally)
         candidates = await self._finder.find(request)
@@ -139,7 +139,7 @@ class RestoreCoordinator:
 
     async def _bring_one_part(
         self, request: tpb.LoadRequest, candidate: Candidate, tally: Tally, checks: Checks, started: float
-    ) -> Loaded:
+    ) -> LoadedRank:
         """Bring the rank's own state here: all that it saved."""
         record = candidate.record
         lock = self._locks.setdefault((request.job, request.rank), asyncio.Lock())
@@ -167,11 +167,11 @@ class RestoreCoordinator:
                     provisional=candidate.provisional,
                 )
                 self._counters.add("restores")
-                return Loaded(ready, segment, pins.pop_all())
+                return LoadedRank(ready, segment, pins.pop_all())
 
     async def _bring_all_parts(
         self, request: tpb.LoadRequest, candidate: Candidate, tally: Tally, checks: Checks, started: float
-    ) -> Loaded:
+    ) -> LoadedRank:
         """Bring a state here whose ranks saved a part each. Any rank of any world size may have it."""
         step, nodes = candidate.record, candidate.nodes
         if nodes is None:
@@ -212,7 +212,7 @@ class RestoreCoordinator:
             ready.lossy = any(rank.lossy for rank in step.ranks)
             ready.provisional = candidate.provisional
             self._counters.add("restores")
-            return Loaded(ready, found.segment, pins.pop_all())
+            return LoadedRank(ready, found.segment, pins.pop_all())
 
     async def _bring(
         self,

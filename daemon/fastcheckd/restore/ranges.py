@@ -15,7 +15,7 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 from ..chunks import ChunkTable
 from ..errors import InvalidRequestError
 from ..store.segments import PAGE_BYTES
-from ..transfer.scheduler import Part
+from ..transfer.scheduler import WantedChunks
 
 #: In one request: each costs some microseconds, and its chunks at most once.
 RANGES_MAX = 1 << 18
@@ -45,7 +45,7 @@ class Marked:
 
     want: Want
     header: range
-    parts: Mapping[int, Part]
+    parts: Mapping[int, WantedChunks]
 
     def stretches(self) -> list[range]:
         """Bytes of the segment that will be written."""
@@ -116,7 +116,7 @@ def wants(request: tpb.ReadRequest, step: rpb.StepRecord) -> list[Want]:
 
 def mark(want: Want, header: range, tables: Mapping[int, ChunkTable]) -> Marked:
     """The chunks that a rank's ranges touch, and its header if that is wanted; `tables` of the touched shards."""
-    parts: dict[int, Part] = {}
+    parts: dict[int, WantedChunks] = {}
     asked = [want.ranges, (header,)] if want.header and header else [want.ranges]
     for shard in want.record.shards:
         chunks: set[int] = set()
@@ -125,7 +125,7 @@ def mark(want: Want, header: range, tables: Mapping[int, ChunkTable]) -> Marked:
                 low, high = max(0, each.start - shard.offset), min(shard.bytes, each.stop - shard.offset)
                 chunks.update(tables[shard.shard].touched(low, high))
         if chunks:
-            parts[shard.shard] = Part(tables[shard.shard], tuple(sorted(chunks)))
+            parts[shard.shard] = WantedChunks(tables[shard.shard], tuple(sorted(chunks)))
     return Marked(want, header, parts)
 
 

@@ -17,12 +17,12 @@ from ..store.replica_store import ReplicaStore
 from ..tasks import settled
 from ..transfer.client import PeerClient
 from ..transfer.fetch import Fetcher
-from ..transfer.reader import FairTurns, Progress
-from ..transfer.scheduler import Part
+from ..transfer.reader import FairTurns, FetchProgress
+from ..transfer.scheduler import WantedChunks
 from ..view import ViewFollower
 from .manifest_lookup import ManifestLookup
 from .plan import ShardPlan
-from .shard_loader import Shard, ShardLoader
+from .shard_loader import ShardLoader, WantedShard
 from .shared_states import Bytes
 from .tally import Tally
 
@@ -59,7 +59,7 @@ class RankLoader:
         into: Bytes,
         nodes: Mapping[str, rpb.NodeRecord],
         tally: Tally,
-        parts: Mapping[int, Part] | None = None,
+        parts: Mapping[int, WantedChunks] | None = None,
     ) -> list[pb.ShardManifest]:
         """Get all these shards of a rank, or `parts` of some, into their places in `into`; their manifests.
 
@@ -68,12 +68,12 @@ class RankLoader:
         """
         wanted = parts or {}
         numbers = [plan.record.shard for plan in plans]
-        progress = Progress(numbers, self._turns, tally.came, parts=wanted)
+        progress = FetchProgress(numbers, self._turns, tally.came, parts=wanted)
 
-        def shard(record: rpb.ShardRecord, plan: ShardPlan) -> Shard:
+        def shard(record: rpb.ShardRecord, plan: ShardPlan) -> WantedShard:
             key = pb.ShardKey(job=job, step=step, rank=rank, shard=record.shard)
             place = into.view[record.offset : record.offset + record.bytes]
-            return Shard(key, plan, place, wanted.get(record.shard))
+            return WantedShard(key, plan, place, wanted.get(record.shard))
 
         with self._turns.taking_part():
             pulls = [

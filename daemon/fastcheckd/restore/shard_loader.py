@@ -27,8 +27,8 @@ from ..tasks import settled, to_its_end
 from ..transfer.client import PeerClient
 from ..transfer.fetch import Failures, Fetcher
 from ..transfer.frames import CHUNK_BYTES_MIN
-from ..transfer.reader import MemoryTarget, Progress
-from ..transfer.scheduler import Part
+from ..transfer.reader import FetchProgress, MemoryTarget
+from ..transfer.scheduler import WantedChunks
 from .plan import ShardPlan, other_sources
 from .tally import Tally
 
@@ -43,14 +43,14 @@ ASK_AGAIN_AFTER_S = 1.5
 
 
 @dataclass(frozen=True)
-class Shard:
+class WantedShard:
     """A shard that is to be brought into memory; see `transfer.fetch.Wanted`."""
 
     key: pb.ShardKey
     plan: ShardPlan
     into: memoryview
     #: None: all of it.
-    part: Part | None = None
+    part: WantedChunks | None = None
 
     purpose = peer_pb2.PURPOSE_RESTORE
 
@@ -101,7 +101,7 @@ class ShardLoader:
         self._counters = counters
 
     async def pull(
-        self, shard: Shard, nodes: Mapping[str, rpb.NodeRecord], progress: Progress, tally: Tally
+        self, shard: WantedShard, nodes: Mapping[str, rpb.NodeRecord], progress: FetchProgress, tally: Tally
     ) -> pb.ShardManifest:
         """Get one shard into its place, checked; its manifest.
 
@@ -133,7 +133,7 @@ class ShardLoader:
             f"({'; '.join(dict.fromkeys(failures.told)) or 'none of its holders is known'})"
         )
 
-    async def _copy_local(self, shard: Shard) -> pb.ShardManifest | None:
+    async def _copy_local(self, shard: WantedShard) -> pb.ShardManifest | None:
         for kind in (pb.REPLICA_KIND_OWNER, pb.REPLICA_KIND_COPY):
             held = self._store.find(shard.key, kind)
             if held is None or held.manifest.digest != shard.digest:
@@ -151,7 +151,12 @@ class ShardLoader:
         return None
 
     async def _read(
-        self, shard: Shard, sources: Iterable[pb.Holder], progress: Progress, tally: Tally, failures: Failures
+        self,
+        shard: WantedShard,
+        sources: Iterable[pb.Holder],
+        progress: FetchProgress,
+        tally: Tally,
+        failures: Failures,
     ) -> pb.ShardManifest | None:
         """Fetch a shard from several peers together; its manifest, or None when they do not have all of it."""
 

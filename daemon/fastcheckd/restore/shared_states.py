@@ -41,7 +41,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Place:
+class SharedPlace:
     """Where one rank's state lies in the whole's segment, and its header in there."""
 
     offset: int
@@ -58,12 +58,12 @@ def is_in_parts(record: rpb.StepRecord) -> bool:
     return any(rank.HasField("shared") for rank in record.ranks)
 
 
-def places(ranks: Sequence[rpb.RankRecord]) -> list[Place]:
+def places(ranks: Sequence[rpb.RankRecord]) -> list[SharedPlace]:
     """One rank's state after the other's, by rank, each at a page's start."""
     found = []
     offset = 0
     for rank in ranks:
-        found.append(Place(offset, rank.state_bytes, rank.shared))
+        found.append(SharedPlace(offset, rank.state_bytes, rank.shared))
         offset += -(-rank.state_bytes // PAGE_BYTES) * PAGE_BYTES
     return found
 
@@ -73,7 +73,7 @@ class Whole:
     """All parts of a step, for as long as somebody reads them."""
 
     segment: Segment
-    places: list[Place]
+    places: list[SharedPlace]
     key: tuple[str, int, bytes]
     #: Of each rank, one manifest: it says where the rank's header lies.
     manifests: list[pb.ShardManifest] = field(default_factory=list)

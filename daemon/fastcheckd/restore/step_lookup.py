@@ -12,7 +12,7 @@ from ..errors import InvalidRequestError, NoQuorumError, StepGoneError, WorldSiz
 from ..registry.client import RegistryClient
 from .shared_states import is_in_parts
 from .without_quorum import LOOKUP_TIMEOUT_S as PROVISIONAL_LOOKUP_TIMEOUT_S
-from .without_quorum import Survey
+from .without_quorum import PeerSurvey
 
 LOOKUP_TIMEOUT_S = 20.0
 
@@ -43,7 +43,7 @@ class Candidate:
 class StepLookup:
     """Asks the registry, and all nodes if need be."""
 
-    def __init__(self, registry: RegistryClient, survey: Survey) -> None:
+    def __init__(self, registry: RegistryClient, survey: PeerSurvey) -> None:
         self._registry = registry
         self._survey = survey
 

@@ -24,7 +24,7 @@ ASKED_AT_ONCE = 64
 LOOKUP_TIMEOUT_S = 5.0
 
 
-class Survey:
+class PeerSurvey:
     """Asks all nodes about a job."""
 
     def __init__(self, peers: PeerClient, view: ViewFollower) -> None:

@@ -28,7 +28,7 @@ from ..errors import (
     StoreError,
     SupersededError,
 )
-from ..identity import Identity
+from ..identity import NodeLife
 from ..registry.client import RegistryClient
 from ..registry.owners import LOCAL
 from ..store.replica_store import ReplicaStore
@@ -65,7 +65,7 @@ class SaveCoordinator:
         self,
         *,
         config: Config,
-        identity: Identity,
+        identity: NodeLife,
         store: ReplicaStore,
         registry: RegistryClient,
         view: ViewFollower,

@@ -13,7 +13,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..errors import FastCheckdError, NoQuorumError, StoreError
-from ..identity import Identity
+from ..identity import NodeLife
 from ..registry.client import RegistryClient
 from ..store.replica_store import ReplicaStore
 from ..store.retention import Kept
@@ -33,7 +33,7 @@ class GivenUp:
     def __init__(
         self,
         *,
-        identity: Identity,
+        identity: NodeLife,
         store: ReplicaStore,
         registry: RegistryClient,
         view: ViewFollower,

@@ -16,7 +16,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..config import Config
 from ..errors import FastCheckdError, IncarnationOverError, NoQuorumError, PeerError, PlacementError
-from ..identity import Identity
+from ..identity import NodeLife
 from ..registry.client import RegistryClient
 from ..view import ViewFollower
 from .holders import Quarantine
@@ -55,7 +55,7 @@ class PlacementClient:
     def __init__(
         self,
         config: Config,
-        identity: Identity,
+        identity: NodeLife,
         registry: RegistryClient,
         view: ViewFollower,
         quarantine: Quarantine,

@@ -42,7 +42,7 @@ from ..errors import (
     SupersededError,
     from_code,
 )
-from ..identity import Identity
+from ..identity import NodeLife
 from ..registry.client import RegistryClient
 from ..store.replica_store import ReplicaStore
 from ..tasks import settled, to_its_end
@@ -80,7 +80,7 @@ class Replicator:
         self,
         *,
         config: Config,
-        identity: Identity,
+        identity: NodeLife,
         store: ReplicaStore,
         registry: RegistryClient,
         client: PeerClient,

@@ -22,8 +22,8 @@ from ..rpc import answers
 from . import admin_reports as reports
 from . import checkpoints
 from . import health_codes as health
-from .admin_changes import AdminChanges, Context, Patience, checked_job
-from .admin_needs import Peers, Registry
+from .admin_changes import AdminChanges, AdminTimeouts, Context, checked_job
+from .admin_needs import AdminRegistry, Peers
 from .health_of_saves import ASKED_MAX, stuck_jobs
 from .survival import survival
 
@@ -36,14 +36,14 @@ STATUS_S = 1.2
 class AdminService(AdminChanges):
     """Answers for the whole cluster from one node."""
 
-    def __init__(self, config: Config, registry: Registry, peers: Peers) -> None:
+    def __init__(self, config: Config, registry: AdminRegistry, peers: Peers) -> None:
         super().__init__(config, registry, peers)
         self._last_view = LastView(config)
 
     @answers
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusResponse:
         """One answer to "is it well, and if not, why". Without a registry it says just that."""
-        patience = Patience(context, STATUS_S)
+        patience = AdminTimeouts(context, STATUS_S)
         try:
             view = await self._registry.view(patience.question_s())
         except FastCheckdError as error:
@@ -63,7 +63,7 @@ class AdminService(AdminChanges):
     @answers
     async def Nodes(self, request: admin_pb2.NodesRequest, context: Context) -> admin_pb2.NodesResponse:
         """All members, with the counters of those that answered."""
-        patience = Patience(context)
+        patience = AdminTimeouts(context)
         view = await self._registry.view(patience.question_s())
         stats = await self._stats(view, patience.question_s())
         return admin_pb2.NodesResponse(nodes=reports.node_reports(view, stats))
@@ -71,7 +71,7 @@ class AdminService(AdminChanges):
     @answers
     async def Jobs(self, request: admin_pb2.JobsRequest, context: Context) -> admin_pb2.JobsResponse:
         """All jobs and the steps kept of each."""
-        within_s = Patience(context).question_s()
+        within_s = AdminTimeouts(context).question_s()
         listed = await self._registry.list_jobs(registry_pb2.ListJobsRequest(), within_s)
         # The registry remembers a job of which all was deleted; nobody else needs to.
         shown = [
@@ -87,7 +87,7 @@ class AdminService(AdminChanges):
     ) -> admin_pb2.CheckpointsResponse:
         """A job's steps that can be loaded or are under way, provisional ones too: those only the nodes know."""
         job = checked_job(request.job)
-        patience = Patience(context)
+        patience = AdminTimeouts(context)
         steps: Sequence[registry_pb2.StepSummary] | None = None
         try:
             ask = registry_pb2.ListJobStepsRequest(job=job)
@@ -102,7 +102,7 @@ class AdminService(AdminChanges):
             unreachable=reports.unanswered(view, held),
         )
 
-    async def _any_view(self, patience: Patience) -> registry_pb2.ClusterView:
+    async def _any_view(self, patience: AdminTimeouts) -> registry_pb2.ClusterView:
         """Whom to ask: any voter's view, or the last one that this node has kept."""
         try:
             return await self._registry.view(patience.question_s())
@@ -118,7 +118,7 @@ class AdminService(AdminChanges):
     ) -> admin_pb2.ReplicasResponse:
         """Who really holds what of a job's kept steps, or of one of them."""
         job = checked_job(request.job)
-        patience = Patience(context)
+        patience = AdminTimeouts(context)
         view = await self._registry.view(patience.question_s())
         if request.HasField("step"):
             records = [await self._record(job, request.step, patience)]
@@ -135,7 +135,7 @@ class AdminService(AdminChanges):
     @answers
     async def Inspect(self, request: admin_pb2.InspectRequest, context: Context) -> admin_pb2.InspectResponse:
         """One committed step: its record and where its shards lie."""
-        patience = Patience(context)
+        patience = AdminTimeouts(context)
         view = await self._registry.view(patience.question_s())
         record = await self._record(checked_job(request.job), request.step, patience)
         held = await self._held(view, patience.question_s(), record.job, record.step)
@@ -189,7 +189,7 @@ class AdminService(AdminChanges):
         return registry_pb2.ClusterView(cluster_id=self._config.cluster_id, voters=voters)
 
     async def _copies(
-        self, view: registry_pb2.ClusterView, patience: Patience
+        self, view: registry_pb2.ClusterView, patience: AdminTimeouts
     ) -> tuple[list[registry_pb2.StepRecord], dict[str, list[peer_pb2.Replica]], bool]:
         """Newest steps, what the nodes hold, and whether the registry could answer.
 
@@ -224,7 +224,7 @@ class AdminService(AdminChanges):
         self,
         newest: Sequence[registry_pb2.StepRecord],
         held: Mapping[str, Sequence[peer_pb2.Replica]],
-        patience: Patience,
+        patience: AdminTimeouts,
     ) -> list[registry_pb2.StepRecord]:
         """Leave out steps that look short because newer ones replaced them while the nodes were asked."""
         keep = []
@@ -246,7 +246,7 @@ class AdminService(AdminChanges):
         return await self._registry.lookup(registry_pb2.LookupRequest(job=job, step=step), within_s)
 
     async def _records(
-        self, job: str, steps: Iterable[int], patience: Patience
+        self, job: str, steps: Iterable[int], patience: AdminTimeouts
     ) -> list[registry_pb2.StepRecord]:
         """Records of steps that were just listed, without those that newer ones have replaced since."""
         within_s = patience.question_s()
@@ -258,7 +258,7 @@ class AdminService(AdminChanges):
                 raise error
         return [r.record for r in found if not isinstance(r, BaseException) and r.HasField("record")]
 
-    async def _record(self, job: str, step: int, patience: Patience) -> registry_pb2.StepRecord:
+    async def _record(self, job: str, step: int, patience: AdminTimeouts) -> registry_pb2.StepRecord:
         found = await self._lookup(job, step, patience.question_s())
         if not found.HasField("record"):
             kept = ", ".join(map(str, found.kept_steps)) or "none"
@@ -266,7 +266,7 @@ class AdminService(AdminChanges):
         return found.record
 
     async def _stats_and_late(
-        self, view: registry_pb2.ClusterView, patience: Patience
+        self, view: registry_pb2.ClusterView, patience: AdminTimeouts
     ) -> tuple[dict[str, peer_pb2.GetStatsResponse], dict[str, Sequence[registry_pb2.LateRank]]]:
         """What the nodes say of themselves, and whom the jobs wait for that get nowhere by that."""
         stats = await self._stats(view, patience.question_s())

@@ -19,7 +19,7 @@ from ..config import Config
 from ..errors import FastCheckdError, InvalidRequestError, NoQuorumError
 from ..rpc import answers
 from . import admin_reports as reports
-from .admin_needs import Peers, Registry
+from .admin_needs import AdminRegistry, Peers
 from .deletions import check, delete_steps
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ QUORUM_S = 2.5
 REPLY_S = 0.3
 
 
-class Patience:
+class AdminTimeouts:
     """How long the questions may take that an answer is made of, so that the caller is still there for it.
 
     Silence then costs the caller a part of the answer instead of all of it.
@@ -61,7 +61,7 @@ class Patience:
 class AdminChanges(admin_pb2_grpc.AdminServiceServicer):
     """Half of the admin service; `AdminService` in `admin.py` is whole."""
 
-    def __init__(self, config: Config, registry: Registry, peers: Peers) -> None:
+    def __init__(self, config: Config, registry: AdminRegistry, peers: Peers) -> None:
         self._config = config
         self._registry = registry
         self._peers = peers
@@ -108,7 +108,7 @@ class AdminChanges(admin_pb2_grpc.AdminServiceServicer):
         """Put another node in the place of a voter that is gone for good."""
         _node(request.change.old_node_id)
         _node(request.change.new_node_id)
-        patience = Patience(context)
+        patience = AdminTimeouts(context)
         await self._need_quorum(patience)
         changed = await self._registry.replace_voter(request.change, patience.question_s(WORK_TIMEOUT_S))
         return admin_pb2.ChangeVoterResponse(voters=changed.voters)
@@ -120,12 +120,12 @@ class AdminChanges(admin_pb2_grpc.AdminServiceServicer):
         """Have more nodes vote."""
         for voter in request.change.voters:
             _node(voter.node_id)
-        patience = Patience(context)
+        patience = AdminTimeouts(context)
         await self._need_quorum(patience)
         changed = await self._registry.add_voters(request.change, patience.question_s(WORK_TIMEOUT_S))
         return admin_pb2.EnlargeVotersResponse(voters=changed.voters)
 
-    async def _need_quorum(self, patience: Patience) -> None:
+    async def _need_quorum(self, patience: AdminTimeouts) -> None:
         """Only voters that can commit can change who votes; without them the change itself would wait for minutes.
 
         Raises:
@@ -144,7 +144,7 @@ class AdminChanges(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.ListVotersRequest, context: Context
     ) -> admin_pb2.ListVotersResponse:
         """The voters, each asked for itself: also where none leads, or none answers."""
-        views = await self._registry.views(Patience(context).question_s())
+        views = await self._registry.views(AdminTimeouts(context).question_s())
         return admin_pb2.ListVotersResponse(voters=reports.voter_reports(self._registry.voters, views))
 
     @answers
@@ -152,7 +152,7 @@ class AdminChanges(admin_pb2_grpc.AdminServiceServicer):
         """Have every node check what it holds of a job, or of one step, now."""
         job = checked_job(request.job)
         step = request.step if request.HasField("step") else None
-        patience = Patience(context)
+        patience = AdminTimeouts(context)
         view = await self._registry.view(patience.question_s())
         work_s = patience.question_s(WORK_TIMEOUT_S)
         found = await self._ask(

@@ -7,7 +7,7 @@ from typing import Protocol
 from fastcheck_proto.v1 import node_pb2, peer_pb2, registry_pb2
 
 
-class Registry(Protocol):
+class AdminRegistry(Protocol):
     """What is needed of `registry.client.RegistryClient`."""
 
     async def view(self, timeout_s: float) -> registry_pb2.ClusterView:

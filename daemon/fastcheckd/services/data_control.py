@@ -11,7 +11,7 @@ from fastcheck_proto.v1 import node_pb2 as npb
 from fastcheck_proto.v1 import node_pb2_grpc as npb_grpc
 
 from ..health.lease import LeaseHolder
-from ..identity import Identity
+from ..identity import NodeLife
 from ..rpc import answers
 from ..store.replica_store import ReplicaStore
 from ..view import ViewFollower
@@ -24,7 +24,7 @@ class DataControlService(npb_grpc.DataControlServiceServicer):
 
     def __init__(
         self,
-        identity: Identity,
+        identity: NodeLife,
         lease: LeaseHolder,
         store: ReplicaStore,
         view: ViewFollower,

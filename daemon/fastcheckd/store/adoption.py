@@ -30,7 +30,7 @@ from .index import Index, id_of
 from .manifests import CHAIN_MAX, MANIFEST_BYTES_MAX, ReplicaId, chunks_of, decode, file_name
 from .replica import HistoryId, Replica
 from .segments import PAGE_BYTES, SLAB_POOL, Segment, rounded, staging_pool
-from .slots import Place
+from .slots import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class _Adoption:
         for each in found:
             histories[HistoryId.of(each.name)].append(each)
         stale: list[Replica] = []
-        places: dict[str, list[Place]] = defaultdict(list)
+        places: dict[str, list[Slot]] = defaultdict(list)
         for group in histories.values():
             group.sort(key=lambda each: -each.name.step)
             chunks = _chosen(group)
@@ -205,7 +205,7 @@ class _Adoption:
         self._enter_files(found, places)
         return stale
 
-    def _replica(self, found: _Found, chunks: _Chunks, places: dict[str, list[Place]]) -> Replica:
+    def _replica(self, found: _Found, chunks: _Chunks, places: dict[str, list[Slot]]) -> Replica:
         for entry in found.entries[: found.own]:
             _check_chain(entry.key, chunks)
         job = found.name.job
@@ -216,7 +216,7 @@ class _Adoption:
             entry = chunks.forms[key]
             base = None if entry.base is None else made(entry.base)
             slot_bytes = rounded(entry.length) if entry.file.endswith(".slab") else 0
-            place = Place(self._files[entry.file], entry.offset, entry.length, slot_bytes, job)
+            place = Slot(self._files[entry.file], entry.offset, entry.length, slot_bytes, job)
             place.references = 1
             if base is not None:
                 base.references += 1
@@ -227,7 +227,7 @@ class _Adoption:
         content = tuple(made(entry.key) for entry in found.entries[: found.own])
         return Replica(found.manifest, content, 0)
 
-    def _enter_files(self, found: Iterable[_Found], places: dict[str, list[Place]]) -> None:
+    def _enter_files(self, found: Iterable[_Found], places: dict[str, list[Slot]]) -> None:
         """Account for the files of the replicas that were entered; others are forgotten."""
         sessions: dict[str, set[str]] = defaultdict(set)
         jobs: dict[str, str] = {}

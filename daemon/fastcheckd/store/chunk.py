@@ -15,13 +15,13 @@ from ..codec.decoder import decode
 from ..codec.format import Buffer
 from ..digests import chunk_digest
 from ..errors import CodecError, CorruptError
-from .slots import Place
+from .slots import Slot
 
 
 class Form(NamedTuple):
     """Where a chunk's bytes are to be had."""
 
-    place: Place
+    place: Slot
     #: What the encoded chunk in `place` is decoded against; None: the bytes themselves lie there.
     base: Chunk | None = None
 

@@ -22,7 +22,7 @@ from .chunk import Chunk, Form, bytes_of, copy_bytes
 from .index import Index, id_of
 from .replica import History, HistoryId, Replica
 from .reverse_deltas import CHAIN_LIMIT, reverse_delta
-from .slots import Place
+from .slots import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Draft:
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
         self._over = False
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, Slot] = {}
         #: Reverse deltas that are written and not in use yet.
         self._deltas: dict[Chunk, Form] = {}
         self._deltas_bytes = 0
@@ -172,7 +172,7 @@ class Draft:
                 place = self._places.setdefault(index, place)
         return place.view
 
-    def _slot(self, length: int) -> Place:
+    def _slot(self, length: int) -> Slot:
         job = self.manifest.key.job
         try:
             return self._index.slots.take(length, job)

@@ -28,7 +28,7 @@ from .chunk import Chain, Chunk, Form, Link, bytes_of, first_bad
 from .manifests import ReplicaId, describe, encode, file_name, replica_id
 from .replica import History, HistoryId, Listing, Replica
 from .segment_pools import SegmentPools
-from .slots import Place, SlotPool
+from .slots import Slot, SlotPool
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +91,9 @@ class Index:
         for chunk in chunks:
             chunk.references += 1
 
-    def let_go(self, chunks: Iterable[Chunk], history: History) -> list[Place]:
+    def let_go(self, chunks: Iterable[Chunk], history: History) -> list[Slot]:
         """One reference less to each; places that nobody refers to any more, to be freed without the lock."""
-        freed: list[Place] = []
+        freed: list[Slot] = []
         for chunk in chunks:
             chunk.references -= 1
             # Without references its base loses one, too.
@@ -109,7 +109,7 @@ class Index:
         return freed
 
     @staticmethod
-    def _unplace(place: Place) -> list[Place]:
+    def _unplace(place: Slot) -> list[Slot]:
         place.references -= 1
         return [] if place.references else [place]
 
@@ -133,7 +133,7 @@ class Index:
         chains = (len(chunk.chain()) for replica in self.replicas_of(name) for chunk in replica.content)
         return max(chains, default=1) - 1
 
-    def free(self, places: Iterable[Place]) -> None:
+    def free(self, places: Iterable[Slot]) -> None:
         """Give the memory of places back that nobody refers to."""
         for place in places:
             if place.slot_bytes:
@@ -251,7 +251,7 @@ class Index:
         self.free(freed)
         return True
 
-    def _strike(self, replica: Replica, history: History) -> list[Place]:
+    def _strike(self, replica: Replica, history: History) -> list[Slot]:
         """With the lock held: remove manifest and entry."""
         path = self._path_of(replica.id)
         try:
@@ -294,10 +294,10 @@ class Index:
                 listener(each)
         return True
 
-    def _strike_all(self, name: ReplicaId, bad: Link) -> tuple[list[Replica], list[Place]]:
+    def _strike_all(self, name: ReplicaId, bad: Link) -> tuple[list[Replica], list[Slot]]:
         """Drop what leads to a bad chunk; returns it, and places to be freed."""
         chunk, form = bad
-        freed: list[Place] = []
+        freed: list[Slot] = []
         with self.changed:
             form.place.bad = True
             history = self.histories.get(HistoryId.of(name))
@@ -350,7 +350,7 @@ class Index:
 
     def _rename_all(
         self, history: History, staged: Sequence[tuple[Replica, Path]], forms: Mapping[Chunk, Form]
-    ) -> list[Place]:
+    ) -> list[Slot]:
         done = 0
         try:
             for replica, path in staged:
@@ -365,7 +365,7 @@ class Index:
             for chunk in forms:
                 chunk.form.place.references += 1
         history.version += 1
-        freed: list[Place] = []
+        freed: list[Slot] = []
         for chunk, form in forms.items():
             old = chunk.form
             form.place.references += 1

@@ -30,9 +30,9 @@ from .index import Index
 from .manifests import check_manifest, replica_id
 from .replica import Replica
 from .reverse_deltas import ReverseDeltas, relink
-from .segment_pools import SegmentPools, Usage
+from .segment_pools import SegmentPools, StoreUsage
 from .segments import Segment, is_staging, restored_pool, staging_pool
-from .slots import Place, SlotPool
+from .slots import Slot, SlotPool
 from .sparse import SparseSegment
 
 logger = logging.getLogger(__name__)
@@ -265,7 +265,7 @@ class ReplicaStore:
         for index in range(len(table)):
             start, stop = table.range(index)
             digest = own.chunk_digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-            place = Place(segment, offset + start, stop - start)
+            place = Slot(segment, offset + start, stop - start)
             place.references = 1
             content.append(Chunk(digest, stop - start, Form(place), checked=verified))
         replica = Replica(own, tuple(content), self._index.now_ms() if verified else 0)
@@ -448,7 +448,7 @@ class ReplicaStore:
         """What each job has at this moment: segments and slots, not what is free."""
         return self._pools.job_bytes()
 
-    def usage(self) -> Usage:
+    def usage(self) -> StoreUsage:
         """Memory at this moment. Manifests (about 30 bytes per chunk) are not counted."""
         usage = self._pools.usage()
         return dataclasses.replace(usage, free_bytes=usage.free_bytes + self._slots.free_bytes)

@@ -26,7 +26,7 @@ from .chunk import Chain, Chunk, Form, bytes_of, copy_bytes
 from .index import Index
 from .manifests import CHAIN_MAX, ReplicaId
 from .replica import HistoryId, Replica
-from .slots import Place
+from .slots import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class ReverseDeltas:
         self._lock = threading.Lock()
         self._over = False
         #: Slots with deltas, and the digest of the newer chunk that each is for.
-        self._deltas: dict[int, tuple[Place, bytes]] = {}
+        self._deltas: dict[int, tuple[Slot, bytes]] = {}
         self._pins = contextlib.ExitStack()
         self._pins.enter_context(index.open(older))
         self._is_deep = index.longest_chain(older.id) >= CHAIN_LIMIT
@@ -259,7 +259,7 @@ class _Relinking:
         return Form(_written(self._index, data, self._replica))
 
 
-def _written(index: Index, data: Buffer, replica: Replica) -> Place:
+def _written(index: Index, data: Buffer, replica: Replica) -> Slot:
     """A new slot with these bytes, for a chunk of a replica."""
     place = index.slots.take(len(data), replica.key.job, delta=len(data) < replica.chunks.longest // 2)
     copy_bytes(place.view, data)

@@ -38,7 +38,7 @@ UNLINK_WAIT_S = 30.0
 
 
 @dataclass(frozen=True)
-class Usage:
+class StoreUsage:
     """Memory of a store at one moment."""
 
     #: All segments and slabs, in use, free, or being made.
@@ -330,10 +330,10 @@ class SegmentPools:
         self._unlink(doomed)
         return sum(s.size_bytes for s in doomed)
 
-    def usage(self) -> Usage:
+    def usage(self) -> StoreUsage:
         """Memory at this moment."""
         with self._changed:
-            return Usage(
+            return StoreUsage(
                 used_bytes=self._used_bytes,
                 free_bytes=sum(s.size_bytes for s in self._free),
                 budget_bytes=self._budget_bytes,

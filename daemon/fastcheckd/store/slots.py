@@ -29,7 +29,7 @@ SLAB_BYTES_MAX = 256 << 20
 _LOOK_S = 0.05
 
 
-class Place:
+class Slot:
     """A stretch of a file that is in use. `references` belongs to the lock of whoever counts them (`Index`)."""
 
     __slots__ = ("bad", "file", "job", "length", "offset", "references", "slot_bytes")
@@ -92,7 +92,7 @@ class SlotPool:
         with self._changed:
             return sum(length for free in self._free.values() for length, _, _ in free)
 
-    def take(self, length: int, job: str, *, delta: bool = False, wait_s: float = 0.0) -> Place:
+    def take(self, length: int, job: str, *, delta: bool = False, wait_s: float = 0.0) -> Slot:
         """A slot for so many bytes, a chunk's or a delta's, of undefined content; it counts for `job`.
 
         Raises:
@@ -107,9 +107,9 @@ class SlotPool:
         except BaseException:
             self._pools.charge(job, -size)
             raise
-        return Place(slab.file, offset, length, size, job)
+        return Slot(slab.file, offset, length, size, job)
 
-    def free(self, place: Place) -> None:
+    def free(self, place: Slot) -> None:
         """Nobody refers to the slot any more. A bad one is not used again."""
         self._pools.charge(place.job, -place.slot_bytes)
         if place.bad:  # the node has lost it, not the job
@@ -127,7 +127,7 @@ class SlotPool:
         if emptied:
             self._pools.give_back(slab.file)
 
-    def adopt(self, file: Segment, places: Iterable[Place]) -> None:
+    def adopt(self, file: Segment, places: Iterable[Slot]) -> None:
         """Enter a slab of an earlier process, of which these slots are in use; they do not overlap."""
         places = list(places)
         sizes = [place.slot_bytes for place in places]

@@ -35,7 +35,7 @@ from .frames import Codec, Hello
 from .lane_meter import LaneMeter
 from .lane_tls import LaneTls
 from .pacing import ChunkGate, passing
-from .reader import ChunkReceiver, Progress, SourceReader, Target
+from .reader import ChunkReceiver, FetchProgress, SourceReader, Target
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class Fetcher:
         self,
         wanted: Wanted,
         sources: Iterable[pb.Holder],
-        progress: Progress,
+        progress: FetchProgress,
         failures: Failures,
         *,
         streams: int | None = None,
@@ -192,7 +192,7 @@ class Fetcher:
         self,
         wanted: Wanted,
         source: pb.Holder,
-        progress: Progress,
+        progress: FetchProgress,
         failures: Failures,
         streams: int,
         gate: ChunkGate | None,
@@ -246,7 +246,7 @@ class Fetcher:
                 on_bad_copy()
 
     async def _read_once(
-        self, wanted: Wanted, source: pb.Holder, progress: Progress, streams: int, gate: ChunkGate | None
+        self, wanted: Wanted, source: pb.Holder, progress: FetchProgress, streams: int, gate: ChunkGate | None
     ) -> None:
         """Read a shard from one node until nothing more is wanted from it."""
         whom = name_of(source)

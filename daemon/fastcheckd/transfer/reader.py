@@ -24,7 +24,7 @@ from ..errors import CodecError, CorruptError
 from .channel import Channel
 from .codec_pool import CodecPool, call_off, outcome
 from .frames import CODEC_OVERHEAD_BYTES_MAX, Codec, FrameHeader, check_data_frame
-from .scheduler import Part, Scheduler
+from .scheduler import Scheduler, WantedChunks
 
 #: Asked for at once by all loads of a node: a quarter second of a link of 4 Gbit/s, and more than that of none.
 IN_FLIGHT_BYTES = 128 << 20
@@ -103,7 +103,7 @@ class FairTurns:
         return self._in_flight_bytes // max(1, self._loads)
 
 
-class Progress:
+class FetchProgress:
     """The shards of one load, or the one of a copy, on their way here. Thread-safe.
 
     Args:
@@ -118,7 +118,7 @@ class Progress:
         turns: FairTurns,
         on_bytes: Callable[[str, int], None] = lambda _node, _count: None,
         clock: Callable[[], float] = time.monotonic,
-        parts: Mapping[int, Part] | None = None,
+        parts: Mapping[int, WantedChunks] | None = None,
     ) -> None:
         self._scheduler = Scheduler(shards, parts)
         self._turns = turns
@@ -216,7 +216,7 @@ class Progress:
 class Source:
     """One node's part in bringing a shard."""
 
-    def __init__(self, progress: Progress, shard: int, node_id: str) -> None:
+    def __init__(self, progress: FetchProgress, shard: int, node_id: str) -> None:
         self._progress = progress
         self.shard = shard
         self.node_id = node_id
@@ -229,7 +229,7 @@ class Source:
 class SourceReader:
     """Says what one connection is to ask for. Used by its thread."""
 
-    def __init__(self, progress: Progress, source: Source, number: int, bad: list[int]) -> None:
+    def __init__(self, progress: FetchProgress, source: Source, number: int, bad: list[int]) -> None:
         self._progress = progress
         self._source = source
         self._number = number

@@ -33,7 +33,7 @@ from ..errors import (
     PeerError,
 )
 from ..health.lease import LeaseHolder
-from ..identity import Identity
+from ..identity import NodeLife
 from ..store.draft import Draft
 from ..store.provisional import drop_obsolete
 from ..store.replica import Replica
@@ -42,7 +42,7 @@ from ..tasks import to_its_end
 from .checks import BASES_MAX, check_copy, check_life, check_offer
 from .fetch import Failures, Fetcher
 from .pacing import ChunkGate
-from .reader import FairTurns, Progress
+from .reader import FairTurns, FetchProgress
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class Receiver:
     def __init__(
         self,
         config: Config,
-        identity: Identity,
+        identity: NodeLife,
         lease: LeaseHolder,
         store: ReplicaStore,
         fetcher: Fetcher,
@@ -302,7 +302,7 @@ class Receiver:
         if await asyncio.to_thread(self._is_here, request):
             return peer_pb2.ReplicateResponse(digest=request.digest, was_here=True)
         wanted = _WantedCopy(self, request, copy)
-        progress, failures = Progress([request.key.shard], self._turns), Failures()
+        progress, failures = FetchProgress([request.key.shard], self._turns), Failures()
         sources = [s for s in request.sources if s.node.node_id != self._config.node_id]
         try:
             with self._turns.taking_part():

@@ -47,7 +47,7 @@ _NEWEST = 0.3
 
 
 @dataclass(frozen=True)
-class Part:
+class WantedChunks:
     """Only these chunks of a shard are wanted, as it is cut here."""
 
     table: ChunkTable
@@ -75,7 +75,7 @@ class Turn:
 @dataclass
 class _Shard:
     #: None: all of it is wanted, however it is cut.
-    part: Part | None = None
+    part: WantedChunks | None = None
     table: ChunkTable | None = None
     #: How many chunks are wanted.
     count: int = 0
@@ -110,7 +110,7 @@ class Scheduler:
         parts: of which of them not all is wanted.
     """
 
-    def __init__(self, shards: Iterable[int], parts: Mapping[int, Part] | None = None) -> None:
+    def __init__(self, shards: Iterable[int], parts: Mapping[int, WantedChunks] | None = None) -> None:
         self._shards = {key: _Shard((parts or {}).get(key)) for key in shards}
         self._readers: dict[int, _Reader] = {}
         self._next_reader = 0
@@ -131,13 +131,13 @@ class Scheduler:
         """
         found = self._shards[shard]
         if missing is not None and found.part is None:
-            found.part = Part(table, tuple(missing))
+            found.part = WantedChunks(table, tuple(missing))
         if found.table == table:
             return True
         # The first to say it may have been wrong: it is believed no longer than it is of use.
         if found.done or self.is_read(shard):
             return False
-        part = found.part or Part(table, tuple(range(len(table))))
+        part = found.part or WantedChunks(table, tuple(range(len(table))))
         if part.table != table:
             return False
         found.table = table

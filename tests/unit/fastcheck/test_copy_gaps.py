@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcheck.gaps import Gaps
+from fastcheck.gaps import ZeroedGaps
 from fastcheck.state.flatten import FlatState, Piece
 from fastcheck_proto.v1 import layout_pb2
 
@@ -26,7 +26,7 @@ def state(sizes: list[tuple[int, int]]) -> FlatState:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(STATES, min_size=1, max_size=4), st.integers(0, 63))
 def test_gaps_are_zero_and_nothing_after_the_header_begins_is_touched(states, more):
-    gaps = Gaps()
+    gaps = ZeroedGaps()
     for sizes in states:
         flat = state(sizes)
         for _ in range(2):

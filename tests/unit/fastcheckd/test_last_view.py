@@ -7,7 +7,7 @@ import pytest
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.config import Config
-from fastcheckd.identity import Identity
+from fastcheckd.identity import NodeLife
 from fastcheckd.last_view import FILE_NAME, LastView
 from fastcheckd.view import ViewFollower
 
@@ -68,7 +68,7 @@ def test_an_old_view_says_where_nodes_are_and_nothing_else(tmp_path):
     config = config_of(tmp_path)
 
     async def follow(*views):
-        follower = ViewFollower(Registry(*views), Identity("a"), LastView(config))
+        follower = ViewFollower(Registry(*views), NodeLife("a"), LastView(config))
         await follower.run()
         return follower
 
@@ -82,7 +82,7 @@ def test_an_old_view_says_where_nodes_are_and_nothing_else(tmp_path):
 
 
 def test_whether_the_view_calls_this_life_up_and_why_not():
-    follower = ViewFollower(Registry(), Identity("a"))
+    follower = ViewFollower(Registry(), NodeLife("a"))
     ref = pb.NodeRef(node_id="a", incarnation=3)
     assert "no view" in follower.why_not_up(ref)
     node = rpb.NodeRecord(node_id="a", incarnation=2, state=rpb.NODE_STATE_UP)

@@ -3,12 +3,12 @@
 import asyncio
 
 from fastcheckd import identity
-from fastcheckd.identity import Identity
+from fastcheckd.identity import NodeLife
 
 
 def test_whoever_spoke_for_a_life_that_is_over_waits_for_the_next_one(monkeypatch):
     async def scenario():
-        own = Identity("node-1")
+        own = NodeLife("node-1")
         own.assume(3)
         ended = own.ref()
         waiting = asyncio.create_task(own.outlives(ended))

@@ -8,14 +8,14 @@ from tests.unit.fastcheckd.store.store_helpers import CHUNK, open_store, put, tr
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.config import Config
 from fastcheckd.counters import Counters
-from fastcheckd.identity import Identity
+from fastcheckd.identity import NodeLife
 from fastcheckd.process.data import _DataRooms
 from fastcheckd.store.retention import Kept
 from fastcheckd.view import ViewFollower
 
 
 def follower(**job):
-    view = ViewFollower(None, Identity("a"))  # type: ignore[arg-type]
+    view = ViewFollower(None, NodeLife("a"))  # type: ignore[arg-type]
     view.view = rpb.ClusterView(jobs=[rpb.JobView(job="gpt", **job)])
     return view
 

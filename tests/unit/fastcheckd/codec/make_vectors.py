@@ -38,7 +38,7 @@ def predictions() -> dict[str, bytes]:
             "adam": adam_step(kind=pb.OPTIMIZER_KIND_ADAM),
             "odd": adam_step(beta1=0.83, beta2=0.937, eps=1e-5, lr=0.0371, step=2),
         }.items():
-            constants = adam.Constants.of(step)
+            constants = adam.AdamConstants.of(step)
             assert constants is not None
             (w0, m0, v0), (w1, m1, v1) = adam_arrays(n, step, 11)
             for array, shift in ((w0, 0), (m0, 1), (v0, 2), (m1, 3), (v1, 4)):
@@ -52,7 +52,7 @@ def predictions() -> dict[str, bytes]:
             "sgd": sgd_step(),
             "nesterov": sgd_step(nesterov=True, dampening=0.25),
         }.items():
-            of_sgd = sgd.Constants.of(sgd_hyper)
+            of_sgd = sgd.SgdConstants.of(sgd_hyper)
             assert of_sgd is not None
             (w0, b0), (w1, b1) = sgd_arrays(n, sgd_hyper, 12)
             for array, shift in ((w0, 0), (b0, 1), (b1, 2), (w1, 3)):

@@ -108,8 +108,8 @@ def test_denormals_are_kept():
 @pytest.mark.parametrize("size", [1, 3, 7, 8, 15, 16, 17, 31, 33, 1000])
 def test_a_prediction_has_one_nan_only(size):
     nans = [x for x in SPECIALS[DType.FLOAT32] if (x & 0x7FFFFFFF) > 0x7F800000]
-    constants = adam.Constants(*map(F32, (10, 0.999, 0.001, 0.001, 0.3, 1e-8, 1)))
-    block, sgd_block = adam._Block(constants, size), sgd._Block(sgd.Constants(0.1, -0.05), size)
+    constants = adam.AdamConstants(*map(F32, (10, 0.999, 0.001, 0.001, 0.3, 1e-8, 1)))
+    block, sgd_block = adam._Block(constants, size), sgd._Block(sgd.SgdConstants(0.1, -0.05), size)
     with np.errstate(all="ignore"):
         for one, two in itertools.product(nans, nans):
             a = np.full(size, one, np.uint32).view(F32)

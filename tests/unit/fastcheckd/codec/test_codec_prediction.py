@@ -67,15 +67,15 @@ def test_hyper_parameters_of_any_kind_break_nothing(kind, floats, flags, count):
     ],
 )  # fmt: skip
 def test_hyper_parameters_without_sense_make_no_constants(wrong):
-    assert adam.Constants.of(adam_step()) is not None
-    assert adam.Constants.of(adam_step(**wrong)) is None
+    assert adam.AdamConstants.of(adam_step()) is not None
+    assert adam.AdamConstants.of(adam_step(**wrong)) is None
 
 
 def test_sgd_hyper_parameters_without_sense_make_no_constants():
-    assert sgd.Constants.of(sgd_step()) == sgd.Constants(0.05, 0.0)
-    assert sgd.Constants.of(sgd_step(lr=math.nan)) is None
-    assert sgd.Constants.of(sgd_step(nesterov=True, dampening=1.0)) is None
-    assert sgd.Constants.of(sgd_step(nesterov=True, dampening=1 - 2**-53, lr=1e300)) is None
+    assert sgd.SgdConstants.of(sgd_step()) == sgd.SgdConstants(0.05, 0.0)
+    assert sgd.SgdConstants.of(sgd_step(lr=math.nan)) is None
+    assert sgd.SgdConstants.of(sgd_step(nesterov=True, dampening=1.0)) is None
+    assert sgd.SgdConstants.of(sgd_step(nesterov=True, dampening=1 - 2**-53, lr=1e300)) is None
 
 
 @pytest.mark.parametrize("lr", [1e-6, 1e-3, 0.5])
@@ -83,23 +83,23 @@ def test_the_rate_is_found_in_the_numbers(lr):
     for changes in ({}, {"amsgrad": True}, {"kind": pb.OPTIMIZER_KIND_ADAM}):
         step = adam_step(lr=lr, **changes)
         older, newer = adam_arrays(N, step)
-        runs = adam.Runs.of(adam_unit(N, step))
+        runs = adam.AdamRuns.of(adam_unit(N, step))
         assert fit_adam_lr(runs, step, joined(newer), joined(older)) == pytest.approx(lr, rel=1e-2)
     for changes in ({}, {"nesterov": True}, {"dampening": 0.2}):
         step = sgd_step(lr=lr, **changes)
         older, newer = sgd_arrays(N, step)
-        found = fit_sgd_lr(sgd.Runs.of(sgd_unit(N, step)), step, joined(newer), joined(older))
+        found = fit_sgd_lr(sgd.SgdRuns.of(sgd_unit(N, step)), step, joined(newer), joined(older))
         assert found == pytest.approx(lr, rel=1e-2)
 
 
 def test_numbers_that_tell_no_rate():
     step = adam_step()
-    runs = adam.Runs.of(adam_unit(N, step))
+    runs = adam.AdamRuns.of(adam_unit(N, step))
     size = 12 * N
     nan = np.full(3 * N, np.nan, np.float32).tobytes()
     assert fit_adam_lr(runs, step, bytes(size), bytes(size)) is None
     assert fit_adam_lr(runs, step, nan, nan) is None
-    assert fit_sgd_lr(sgd.Runs.of(sgd_unit(N, sgd_step())), sgd_step(), nan, nan) is None
+    assert fit_sgd_lr(sgd.SgdRuns.of(sgd_unit(N, sgd_step())), sgd_step(), nan, nan) is None
 
 
 def test_chunks_of_one_save_share_what_was_fitted():

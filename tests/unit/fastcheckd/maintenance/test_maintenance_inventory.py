@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.counters import Counters
-from fastcheckd.identity import Identity
+from fastcheckd.identity import NodeLife
 from fastcheckd.maintenance.inventory import Inventory
 
 DEADLINE_S = 10.0
@@ -32,7 +32,7 @@ class Node:
         self.kept = None
         self.told = []
         self.replicas = [held(step) for step in steps]
-        self.identity = Identity("node-0")
+        self.identity = NodeLife("node-0")
         self.inventory = Inventory(
             identity=self.identity,
             store=SimpleNamespace(held=lambda: list(self.replicas)),

@@ -14,7 +14,7 @@ from tests.unit.fastcheckd.store.store_helpers import (
 )
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheckd.identity import Identity
+from fastcheckd.identity import NodeLife
 from fastcheckd.maintenance import prune
 from fastcheckd.maintenance.prune import Pruner
 from fastcheckd.view import ViewFollower
@@ -34,7 +34,7 @@ def steps(store):
 
 
 def view_of(**job):
-    view = ViewFollower(None, Identity("a"))  # type: ignore[arg-type]
+    view = ViewFollower(None, NodeLife("a"))  # type: ignore[arg-type]
     view.view = rpb.ClusterView(jobs=[rpb.JobView(job="gpt", **job)])
     return view
 

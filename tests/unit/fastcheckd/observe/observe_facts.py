@@ -4,7 +4,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.counters import Counters
 from fastcheckd.durations import AGENT, DATA, REGISTRY, Durations
 from fastcheckd.observe import agent_metrics, data_metrics, registry_metrics
-from fastcheckd.observe.agent_metrics import NodeFacts, ProcessFacts, Usage
+from fastcheckd.observe.agent_metrics import NodeFacts, ProcessFacts, ProcessUsage
 from fastcheckd.observe.data_metrics import DataFacts
 from fastcheckd.observe.registry_metrics import LeaderFacts, VoterFacts
 from fastcheckd.save.job_progress import JobProgress
@@ -61,7 +61,7 @@ def voter_facts(*, leads=True, **values):
 
 def agent_families(**values):
     known = {
-        "cluster_id": "c", "node_id": "n", "ready": True, "usage": {"agent": Usage(1, 2.0)},
+        "cluster_id": "c", "node_id": "n", "ready": True, "usage": {"agent": ProcessUsage(1, 2.0)},
         "answered": {"data": True}, "durations": Durations(AGENT).snapshot(), "certificate_ends_at_s": 1e9,
     }  # fmt: skip
     return agent_metrics.families(node_facts(), **{**known, **values})

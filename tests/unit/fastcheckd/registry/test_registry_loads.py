@@ -4,7 +4,7 @@ from tests.unit.fastcheckd.registry.small_cluster import DIGEST, apply, open_ran
 from tests.unit.fastcheckd.registry.small_cluster import commit as made_commit
 
 from fastcheckd.placement import Plan, PlannedShard
-from fastcheckd.registry.loads import Loads, committed_bytes, committed_holders, domain_label
+from fastcheckd.registry.loads import NodeLoads, committed_bytes, committed_holders, domain_label
 from fastcheckd.registry.model import Ref, State
 
 
@@ -58,7 +58,7 @@ def test_the_holders_before_are_those_of_the_newest_step_of_as_many_ranks():
 
 
 def test_what_is_under_way_counts_until_it_is_committed_and_not_twice():
-    state, loads = cluster(), Loads()
+    state, loads = cluster(), NodeLoads()
     commit(state, 1, [["n1"]])
     assert loads.by_node(state)["n2"] == 0
     for _ in range(2):  # asked again, placed again
@@ -75,7 +75,7 @@ def test_what_is_under_way_counts_until_it_is_committed_and_not_twice():
 
 
 def test_a_second_step_under_way_goes_where_the_first_one_goes():
-    state, loads = cluster(), Loads()
+    state, loads = cluster(), NodeLoads()
     commit(state, 1, [["n1"]])
     loads.by_node(state)
     assert loads.earlier(state, "gpt", 0, 1) == [["n1"]]
@@ -87,7 +87,7 @@ def test_a_second_step_under_way_goes_where_the_first_one_goes():
 
 
 def test_the_next_term_knows_nothing_of_what_was_placed():
-    state, loads = cluster(), Loads()
+    state, loads = cluster(), NodeLoads()
     commit(state, 1, [["n1"]])
     loads.by_node(state)
     loads.placed(state, "gpt", 0, 1, 2, plan(("n2",)))
@@ -97,7 +97,7 @@ def test_the_next_term_knows_nothing_of_what_was_placed():
 
 
 def test_groups_are_kept_for_an_epoch_and_a_draining_node_stays_in_them():
-    state, loads = cluster(8, label=lambda n: f"r{n % 2}"), Loads()
+    state, loads = cluster(8, label=lambda n: f"r{n % 2}"), NodeLoads()
     first = loads.groups(state, "rack", 3)
     assert loads.groups(state, "rack", 3) is first
     assert loads.groups(state, "", 3) is not first

@@ -22,7 +22,7 @@ from fastcheckd.store.manifests import (
     file_name,
     replica_id,
 )
-from fastcheckd.store.slots import Place
+from fastcheckd.store.slots import Slot
 
 SLAB = "0123456789abcdef" * 2 + ".slab"
 SEGMENT = "0123456789abcdef" * 2 + ".seg"
@@ -80,7 +80,7 @@ def test_what_is_described_is_read_again(lengths, kind, step, chains, seed):
         base = (
             None if not depth else known.get((size, depth - 1)) or chunk(payload(depth, 16), size, depth - 1)
         )
-        place = Place(files[len(known) % 3], len(known) * 4096, size if base is None else 7, 0)
+        place = Slot(files[len(known) % 3], len(known) * 4096, size if base is None else 7, 0)
         made = Chunk(digest, size, Form(place, base))
         known.setdefault((size, depth), made)
         return made

@@ -33,7 +33,7 @@ from fastcheck_proto.v1 import peer_pb2
 from fastcheckd.chunks import ChunkTable
 from fastcheckd.errors import CorruptError, InvalidRequestError, NotHeldError, PeerError
 from fastcheckd.transfer.reader import FairTurns
-from fastcheckd.transfer.scheduler import BAD_CHUNKS_MAX, Part
+from fastcheckd.transfer.scheduler import BAD_CHUNKS_MAX, WantedChunks
 
 SIZES = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 7 * CHUNK + 123]
 COUNT = 60
@@ -94,7 +94,7 @@ async def test_many_fetches_share_a_small_executor(tmp_path: Path) -> None:
 async def test_a_part_of_a_shard_costs_no_more_than_that(tmp_path: Path) -> None:
     async with running_nodes(tmp_path, "source", "reader") as (source, reader):
         manifest = source.publish(DATA)
-        part = Part(ChunkTable.of(manifest), (1, 2, 30, COUNT - 1))
+        part = WantedChunks(ChunkTable.of(manifest), (1, 2, 30, COUNT - 1))
         fetch = reader.begin_fetch(manifest, part=part)
         assert await reader.run(fetch, [source.ref()]) == manifest
         for chunk in part.chunks:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcheckd.chunks import ChunkTable
-from fastcheckd.transfer.scheduler import BAD_CHUNKS_MAX, TRIES_MAX, YIELD_S_MAX, Part, Scheduler
+from fastcheckd.transfer.scheduler import BAD_CHUNKS_MAX, TRIES_MAX, YIELD_S_MAX, Scheduler, WantedChunks
 
 MIB = 1 << 20
 PLENTY = 1 << 40
@@ -261,7 +261,7 @@ def test_every_chunk_is_got_exactly_once_whatever_fails(data, seed):
 
 def test_of_a_part_only_its_chunks_are_asked_for():
     table = ChunkTable.uniform(6 * MIB, MIB)
-    part = Part(table, (1, 2, 5))
+    part = WantedChunks(table, (1, 2, 5))
     scheduler = Scheduler([0, 1], {0: part})
     assert part.bytes == 3 * MIB
     # Its numbers mean nothing for a shard that is cut in another way, whoever says so first.

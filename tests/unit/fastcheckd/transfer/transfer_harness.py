@@ -26,7 +26,7 @@ from fastcheckd.config import Config
 from fastcheckd.counters import Counters
 from fastcheckd.digests import chunk_digest, shard_digest
 from fastcheckd.health.lease import LeaseHolder
-from fastcheckd.identity import Identity
+from fastcheckd.identity import NodeLife
 from fastcheckd.rpc import server_options
 from fastcheckd.services.peer import PeerService
 from fastcheckd.store.replica import Replica
@@ -39,9 +39,9 @@ from fastcheckd.transfer.fetch import Failures, Fetcher
 from fastcheckd.transfer.lane_tls import LaneTls
 from fastcheckd.transfer.pacing import ChunkGate, Gate, Pacer
 from fastcheckd.transfer.policy import RestorePolicy
-from fastcheckd.transfer.reader import FairTurns, MemoryTarget, Progress
+from fastcheckd.transfer.reader import FairTurns, FetchProgress, MemoryTarget
 from fastcheckd.transfer.receiver import Receiver
-from fastcheckd.transfer.scheduler import Part
+from fastcheckd.transfer.scheduler import WantedChunks
 from fastcheckd.transfer.server import TransferServer
 from fastcheckd.transfer.tickets import TicketOffice
 
@@ -132,7 +132,7 @@ class Wanted:
     """A shard, or a part of it, that is fetched into memory; see `fetch.Wanted`."""
 
     manifest: pb.ShardManifest
-    part: Part | None = None
+    part: WantedChunks | None = None
     purpose: peer_pb2.Purpose.ValueType = peer_pb2.PURPOSE_RESTORE
     into: bytearray = field(default_factory=bytearray)
 
@@ -160,7 +160,7 @@ class Fetch:
     """One fetch, and what became of it."""
 
     wanted: Wanted
-    progress: Progress
+    progress: FetchProgress
     came: dict[str, int]
     failures: Failures = field(default_factory=Failures)
     bad_copies: int = 0
@@ -172,7 +172,7 @@ class Node:
 
     config: Config
     counters: Counters
-    identity: Identity
+    identity: NodeLife
     lease: LeaseHolder
     store: ReplicaStore
     tickets: TicketOffice
@@ -276,7 +276,7 @@ class Node:
         made = Wanted(manifest, **wanted)
         shard = manifest.key.shard
         parts = {} if made.part is None else {shard: made.part}
-        return Fetch(made, Progress([shard], FairTurns(), on_bytes, parts=parts), came)
+        return Fetch(made, FetchProgress([shard], FairTurns(), on_bytes, parts=parts), came)
 
     async def run(self, fetch: Fetch, sources: Sequence[pb.Holder], **how: Any) -> pb.ShardManifest | None:
         """Do it."""
@@ -351,7 +351,7 @@ async def running_node(
     store = ReplicaStore.open(
         directory / node_id, budget_bytes=budget_bytes, job_budget_bytes=job_budget_bytes, counters=counters
     )
-    identity = Identity(node_id)
+    identity = NodeLife(node_id)
     identity.assume(INCARNATION)
     identity.saw_epoch(EPOCH)
     lease = LeaseHolder(node_id, lambda: identity.incarnation)
