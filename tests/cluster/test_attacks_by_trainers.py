@@ -231,9 +231,17 @@ _LAYOUTS = {
     "runs": field(2, EMPTY[2] * (REQUEST_BYTES // 2)),
     "optimizer steps": EMPTY[3] * (REQUEST_BYTES // 2),
 }
-_OPENING = pb.TrainerMessage(
-    open=pb.OpenSession(job="swollen", world_size=1, client_id="bob")
-).SerializeToString()
+BOBS = 4
+
+
+def opening(rank: int) -> bytes:
+    """The first message of a session; one with the same client and rank would end the one before it."""
+    session = pb.OpenSession(job="swollen", rank=rank, world_size=BOBS, client_id="bob")
+    return pb.TrainerMessage(open=session).SerializeToString()
+
+
+#: Stands for the opening of the rank that each caller is.
+_OPENING = opening(0)
 #: Method → what it is sent; of a stream, each message.
 SWOLLEN: dict[str, tuple[str, list[bytes]]] = {
     # A layout is field 6 of `sealed`, which is field 3 of the message; digests are its field 8.
@@ -270,8 +278,12 @@ def test_what_is_small_on_the_wire_and_large_once_parsed_takes_bounded_memory(cl
     def say_at_once(
         address: str, method: str, data: list[bytes], compression: grpc.Compression
     ) -> set[grpc.StatusCode]:
-        with ThreadPoolExecutor(4) as bobs:
-            return set(bobs.map(say, *zip(*[(address, method, data, compression)] * 4, strict=True)))
+        calls = [
+            (address, method, [opening(rank), *data[1:]] if data[0] is _OPENING else data, compression)
+            for rank in range(BOBS)
+        ]
+        with ThreadPoolExecutor(BOBS) as bobs:
+            return set(bobs.map(say, *zip(*calls, strict=True)))
 
     refused = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
     pids = cluster.pids("node-0")

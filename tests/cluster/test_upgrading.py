@@ -108,6 +108,12 @@ def versions(cluster):
     return found
 
 
+def looked_again():
+    """Wait until an SDK whose daemon is back has found it: it looks every so often, saving or not."""
+    since = time.monotonic()
+    until(lambda: time.monotonic() - since > SDK_LOOKS_AGAIN_S, "the SDK to look for its daemon again")
+
+
 def replaced(cluster, job, node, start, *, while_away):
     """Another build takes a node's place. The step that falls into it may be late; the next one may not."""
 
@@ -124,8 +130,7 @@ def replaced(cluster, job, node, start, *, while_away):
     fell_into_it = job.step
     # Its copies count again, and its voter: only then comes the next node.
     until(well, f"the cluster to be well again with {node}")
-    well_at = time.monotonic()
-    until(lambda: time.monotonic() - well_at > SDK_LOOKS_AGAIN_S, "the SDK to look for its daemon again")
+    looked_again()
     job.commit()
     job.settle(fell_into_it)
     assert counters(cluster, node)["manifests_adopted"] > 0, "what it held is there, whichever build wrote it"
@@ -178,6 +183,7 @@ def test_nodes_are_upgraded_in_turn_under_a_job_and_may_go_back_until_the_last_v
         said = cluster.log_file("node-2").read_text()
         assert re.search(rf"has schema {SCHEMA + 1}, this version reads \d+ to {SCHEMA}", said)
         upgraded("node-2")
+        looked_again()
         job.commit()
     # The trainers come last: the same steps, bit for bit.
     newest = job.step
