@@ -338,9 +338,13 @@ class Receiver:
         )
 
     def bases(self, key: pb.ShardKey) -> list[Replica]:
-        """Older copies of the shard here whose chunks lie as they are, the newest first."""
-        older = (r for r in self._store.history(key, pb.REPLICA_KIND_COPY) if r.key.step < key.step)
-        return [replica for replica in older if replica.is_whole and replica.manifest.bytes][:BASES_MAX]
+        """Older copies of the shard here, the newest first; of the others only those whose chunks lie as they are.
+
+        The newest may have reverse deltas, too: of a copy that was being made with little memory, and was given up.
+        """
+        copies = (r for r in self._store.history(key, pb.REPLICA_KIND_COPY) if r.manifest.bytes)
+        older = [replica for replica in copies if replica.key.step < key.step]
+        return [*older[:1], *(replica for replica in older[1:] if replica.is_whole)][:BASES_MAX]
 
     async def draft(
         self,
