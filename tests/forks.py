@@ -133,7 +133,9 @@ class Fork:
 
     def _await(self, timeout: float | None) -> int | None:
         if self.returncode is None:
-            ready, _, _ = select.select([self._status], [], [], timeout)
+            ended = select.poll()
+            ended.register(self._status, select.POLLIN)
+            ready = ended.poll(None if timeout is None else timeout * 1e3)
             with self._lock:
                 if ready and self.returncode is None:
                     status = os.read(self._status, 16)
@@ -227,8 +229,11 @@ def _serve(line: socket.socket) -> dict[str, Any] | None:
     signal.set_wakeup_fd(wakes)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     reports: dict[int, int] = {}
+    waiting = select.poll()  # select() takes no descriptor above 1023
+    waiting.register(line, select.POLLIN)
+    waiting.register(woken, select.POLLIN)
     while True:
-        ready, _, _ = select.select([line, woken], [], [])
+        ready = {fd for fd, _ in waiting.poll()}
         if woken in ready:
             os.read(woken, 4096)
             while reports:
@@ -239,7 +244,7 @@ def _serve(line: socket.socket) -> dict[str, Any] | None:
                 with contextlib.suppress(BrokenPipeError):  # nobody asks any more
                     os.write(report, str(status).encode())
                 os.close(report)
-        if line in ready:
+        if line.fileno() in ready:
             message, fds, _, _ = socket.recv_fds(line, _REQUEST_BYTES_MAX, 4)
             if not message:
                 return None
