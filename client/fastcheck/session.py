@@ -61,6 +61,14 @@ _GUARD_INTERVAL_S = 1.0
 _QUIET_S = 60.0
 #: A trainer that ends waits no longer for that to be noted.
 _CLOSE_S = 2.0
+#: Two clocks of whole machines go apart by at most this share of the time, both being slewed by NTP at its limit.
+_DRIFT = 1e-3
+
+
+def _clock_at(known: tuple[float, float], now: float) -> float:
+    """The daemon's clock at a moment of ours, never too late: what it said, and the time since that came. Pure."""
+    clock_s, at = known
+    return clock_s + (now - at) * (1 - _DRIFT) if clock_s else 0.0
 
 
 class Session:
@@ -115,7 +123,8 @@ class Session:
         #: Somebody has waited for a segment since then.
         self._waiting_since: float | None = None
         self._heard_at = 0.0
-        #: The daemon's clock by the last message, and when that came by ours; its clock when the session was opened.
+        #: The daemon's clock by the message that was least delayed, and when that came by ours; its clock when the
+        #: session was opened.
         self._clock = (0.0, 0.0)
         self._opened_s = 0.0
 
@@ -341,7 +350,7 @@ class Session:
         with self._changed:
             if self._stream is not stream or self._closed:
                 return
-            self._clock = (message.clock_s, now)
+            self._clock = max((message.clock_s, now), self._clock, key=lambda clock: _clock_at(clock, now))
             self._heard_at = now
             if kind == "opened":
                 self._on_opened(stream, message.opened)
@@ -514,9 +523,8 @@ class Session:
         Before there is a session nothing can have been loaded since it was opened, so that moment will do. 0: it is not
         known, since the stream was lost just then.
         """
-        clock_s, at = self._clock
-        if clock_s:
-            now_s = clock_s + time.monotonic() - at
+        if self._clock[0]:
+            now_s = _clock_at(self._clock, time.monotonic())
             return lambda: now_s
         return (lambda: 0.0) if self._number else (lambda: self._opened_s)
 

@@ -182,6 +182,7 @@ class Data:
             checks.check_copy(self._manifest(request.key, owner), self.machine.name)
             checks.check_life(request.holder_incarnation, self.identity.incarnation)
             await self._require_lease()
+            checks.check_life(request.holder_incarnation, self.identity.incarnation)
             self._check_session(own, got.session)
             self.truth.took(self.machine.name, self.identity.incarnation, request.holder_incarnation)
             self.truth.repairs += request.repair

@@ -300,6 +300,7 @@ class Receiver:
 
     async def _make(self, request: peer_pb2.ReplicateRequest, copy: _Copy) -> peer_pb2.ReplicateResponse:
         if await asyncio.to_thread(self._is_here, request):
+            await self._require_lease(request)
             return peer_pb2.ReplicateResponse(digest=request.digest, was_here=True)
         wanted = _WantedCopy(self, request, copy)
         progress, failures = FetchProgress([request.key.shard], self._turns), Failures()
@@ -320,13 +321,12 @@ class Receiver:
                     f"({'; '.join(dict.fromkeys(failures.told)) or 'no other node was named'})"
                 )
             # What was true when it began may not be any more.
-            check_life(request.holder_incarnation, self._identity.incarnation)
             await self._require_lease(request)
             self._check_session(wanted.made.draft.manifest)
             codecs = wanted.made.codecs()
             wanted.made.draft.manifest.codecs.extend(codecs)
             await to_its_end(wanted.made.draft.publish)
-            # Publishing took time: what is acknowledged is acknowledged under a lease.
+            # Publishing took time: what is acknowledged is acknowledged under a lease, and by this life.
             await self._require_lease(request)
         finally:
             if wanted.made is not None:
@@ -401,12 +401,21 @@ class Receiver:
         return False
 
     async def _require_lease(self, request: peer_pb2.ReplicateRequest) -> None:
-        """Raise NoLeaseError unless this node may act as a holder; one that is on its way is waited for a moment."""
+        """Raise unless this node may act as a holder, still in the life that the offer is for.
+
+        A lease that is on its way is waited for a moment; it may be that of the next life.
+
+        Raises:
+            NoLeaseError: it has none.
+            FencedError: it has registered anew.
+        """
+        check_life(request.holder_incarnation, self._identity.incarnation)
         if request.provisional:
             return
         with contextlib.suppress(NoLeaseError):
             await self._lease.until_held()
         self._lease.require()
+        check_life(request.holder_incarnation, self._identity.incarnation)
 
     def _check_session(self, manifest: pb.ShardManifest) -> None:
         """A copy from a rank's newer process is not replaced by one from its older."""

@@ -1,5 +1,6 @@
 """What FastCheckIO and its callback refuse, by name: URLs that are none, ranks that do not fit, ways to shard."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +71,9 @@ def test_a_save_needs_a_step_and_a_load_a_committed_one(io):
 def test_a_good_url_however_it_comes(io, url):
     io._other = Elsewhere()
     io.save_checkpoint({"a": 1}, url)
+    deadline = time.monotonic() + 30
+    while 3 not in io.checkpointer.steps():  # `save_checkpoint` has returned before the commit
+        assert time.monotonic() < deadline, io.checkpointer.steps()
     assert io.load_checkpoint(url) == {"a": 1}
 
 

@@ -9,3 +9,11 @@ journal, snapshots, disk,   files that survive crashes and power cuts, and whose
 voter_folder
 recovery                    one voter that is left goes on alone
 """
+
+import _socket
+import socket
+
+import pysyncobj.tcp_connection  # noqa: F401  # whichever module here comes first, this is done after it
+
+# pysyncobj puts a function in its place that works on Windows alone.
+socket.inet_ntop = _socket.inet_ntop

@@ -9,7 +9,6 @@ own, private ones included.
 
 from __future__ import annotations
 
-import _socket
 import logging
 import socket
 import struct
@@ -214,8 +213,6 @@ class _Zlib:
 
 
 pysyncobj.tcp_connection.zlib = _Zlib
-# pysyncobj puts a function in its place that works on Windows alone.
-socket.inet_ntop = _socket.inet_ntop
 # Both modules make connections by this name.
 pysyncobj.tcp_server.TcpConnection = GuardedConnection
 pysyncobj.transport.TcpConnection = GuardedConnection

@@ -17,6 +17,7 @@ from transfer_harness import (
     CHUNK,
     EPOCH,
     INCARNATION,
+    LEASE_FOR_EVER_NS,
     BadWire,
     Node,
     damage,
@@ -383,6 +384,31 @@ async def test_what_was_true_when_it_began_has_to_be_true_at_the_end(
             await offer
         assert holder.store.held() == []
         assert holder.reserved_bytes == 0
+
+
+@in_a_loop
+async def test_a_lease_that_comes_with_the_next_life_does_not_count_for_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = Hold()
+    async with (
+        running_node(tmp_path, "owner") as owner,
+        running_node(tmp_path, "holder", incoming=hold.gate) as holder,
+    ):
+        hold.shut.set()
+        offer = asyncio.create_task(owner.offer(holder, owner.publish(DATA)))
+        await hold.until_reached()
+        lose_lease(holder)
+
+        async def until_held(timeout_s: float = 0.0) -> None:
+            holder.identity.assume(INCARNATION + 1)
+            holder.lease.renew(INCARNATION + 1, LEASE_FOR_EVER_NS, has_quorum=True)
+
+        monkeypatch.setattr(holder.lease, "until_held", until_held)
+        hold.shut.clear()
+        with pytest.raises(FencedError):
+            await offer
+        assert holder.store.held() == []
 
 
 @in_a_loop
