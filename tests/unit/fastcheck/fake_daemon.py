@@ -126,7 +126,9 @@ class Tenure:
         except Exception:  # noqa: BLE001  gRPC's, when the stream is over
             pass
         if not self.daemon.stopping:
-            for segment_id, saved in self.held.items():
+            with self.memory.changed:  # another thread may still offer
+                held = list(self.held.items())
+            for segment_id, saved in held:
                 body = read_record(memoryview(saved.path.read_bytes()), segment_id)
                 if body is not None:
                     self.seal(saved, pb.Sealed.FromString(body))
