@@ -116,8 +116,8 @@ class Config:
     #: Holders that one rank's shards are spread over. Enough that a restore pulls from several,
     #: few enough that two losses seldom meet in one group.
     spread: int = 3
-    #: Committed steps kept per job. Two: the newest, and one to go back to if it is ever damaged.
-    keep_steps: int = 2
+    #: Committed steps kept per job. More than the newest only serve to go back, at a state each here and at holders.
+    keep_steps: int = 1
     #: Steps of a rank under way before `save` waits for the oldest.
     max_in_flight: int = 2
     #: Unit of checking and resending. Small enough to stay in cache between hash and send.

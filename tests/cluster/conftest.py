@@ -27,7 +27,10 @@ def make_cluster(tmp_path: Path) -> Iterator[Callable[..., LocalCluster]]:
             nodes: int, *, tolerate: int = 1, ram_budget: str = "256MiB", **settings: Any
         ) -> LocalCluster:
             cluster = stack.enter_context(LocalCluster(tmp_path / "cluster"))
-            cluster.up(nodes, tolerate=tolerate, ram_budget=ram_budget, settings=settings)
+            # Two steps: tests look at what becomes of the older one.
+            cluster.up(
+                nodes, tolerate=tolerate, ram_budget=ram_budget, settings={"keep_steps": 2, **settings}
+            )
             return cluster
 
         yield make
@@ -52,7 +55,7 @@ class SharedCluster:
         self.end()
         self._sizes.append(nodes)
         self._cluster = LocalCluster(self._folder / f"cluster-{len(self._sizes)}").__enter__()
-        self._cluster.up(nodes, ram_budget="256MiB")
+        self._cluster.up(nodes, ram_budget="256MiB", settings={"keep_steps": 2})
         return self._cluster
 
     def end(self) -> None:

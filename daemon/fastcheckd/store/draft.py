@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Iterator
 
 from fastcheck_proto.v1 import common_pb2 as pb
@@ -122,19 +121,17 @@ class Draft:
         self._drop([chunk for chunk in dropped if chunk is not None])
 
     def _reserve(self, wait_s: float) -> None:
-        job = self.manifest.key.job
-        until_s = time.monotonic() + wait_s
+        missing = self.missing
+        ranges = map(self.chunks.range, missing)
+        lengths = [stop - start for start, stop in ranges]
         try:
-            for index in self.missing:
-                start, stop = self.chunks.range(index)
-                left_s = max(0.0, until_s - time.monotonic())
-                self._places[index] = self._index.slots.take(stop - start, job, wait_s=left_s)
+            places = self._index.slots.take_all(lengths, self.manifest.key.job, wait_s=wait_s)
         except OverBudgetError:
             if not self._turns_base:
                 raise
-            places, self._places = list(self._places.values()), {}
-            self._index.free(places)
             self.lean = True
+        else:
+            self._places = dict(zip(missing, places, strict=True))
 
     def _digest(self, index: int) -> bytes:
         return self.manifest.chunk_digests[16 * index : 16 * (index + 1)]

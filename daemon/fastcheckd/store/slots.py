@@ -10,12 +10,13 @@ fits no other chunk.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from ..errors import OverBudgetError, StoreError
+from ..errors import OverBudgetError, StoreError, StoreFullError
 from .segment_pools import SegmentPools
 from .segments import PAGE_BYTES, SLAB_POOL, Segment, rounded
 
@@ -108,6 +109,61 @@ class SlotPool:
             self._pools.charge(job, -size)
             raise
         return Slot(slab.file, offset, length, size, job)
+
+    def take_all(self, lengths: Sequence[int], job: str, *, wait_s: float = 0.0) -> list[Slot]:
+        """Slots for the chunks of one step, all or none; raises as `take`.
+
+        Of a large step, what fits no free stretch lies side by side in slabs made to measure: the next step of the
+        shard is cut alike and takes them whole, and nothing is lost at their ends.
+        """
+        until_s = time.monotonic() + wait_s
+        places: list[Slot] = []
+        try:
+            at = 0
+            while at < len(lengths):
+                batch = self._batch(lengths, at)
+                self._make_room(batch)
+                for length in batch:
+                    left_s = max(0.0, until_s - time.monotonic())
+                    places.append(self.take(length, job, wait_s=left_s))
+                at += len(batch)
+        except BaseException:
+            for place in places:
+                self.free(place)
+            with self._changed:
+                untouched = [slab for slab in self._slabs.values() if not slab.used_bytes]
+                for slab in untouched:
+                    self._forget(slab)
+            for slab in untouched:
+                self._pools.give_back(slab.file)
+            raise
+        return places
+
+    @staticmethod
+    def _batch(lengths: Sequence[int], at: int) -> Sequence[int]:
+        """From one on as many as a slab holds, at least one."""
+        stop, total = at + 1, rounded(lengths[at])
+        while stop < len(lengths) and (total := total + rounded(lengths[stop])) <= SLAB_BYTES_MAX:
+            stop += 1
+        return lengths[at:stop]
+
+    def _make_room(self, lengths: Sequence[int]) -> None:
+        """Have a slab for those of these chunks that fit nowhere, if they fill one and there is memory for it."""
+        with self._growing:
+            with self._changed:
+                found = [(size, self._fit(size, False)) for size in map(rounded, lengths)]
+                for size, place in found:
+                    if place is not None:
+                        slab, offset = place
+                        slab.used_bytes -= size
+                        self._insert(slab, offset, size)
+            lack = sum(size for size, place in found if place is None)
+            if lack < self._slab_bytes:  # small shards share slabs
+                return
+            with contextlib.suppress(OverBudgetError, StoreFullError):
+                slab = self._enter(self._pools.allocate(lack, SLAB_POOL), deltas=False)
+                with self._changed:
+                    self._insert(slab, 0, slab.file.size_bytes)
 
     def free(self, place: Slot) -> None:
         """Nobody refers to the slot any more. A bad one is not used again."""

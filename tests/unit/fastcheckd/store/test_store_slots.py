@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,3 +71,31 @@ def test_what_is_bad_is_not_used_again(tmp_path):
         pass
     assert len(again) == (4 << 20) // PAGE - 1
     assert not any(p.file is bad.file and p.offset == bad.offset for p in again)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 300_000), min_size=20, max_size=60), st.randoms())
+def test_step_after_step_of_a_shard_takes_the_same_memory(tmp_path_factory, lengths, random):
+    """Two of them at a time, whichever order their slots become free in."""
+    pools = SegmentPools(tmp_path_factory.mktemp("slots"), 64 << 20)
+    slots = SlotPool(pools, 32 << 20)
+    older, newer = slots.take_all(lengths, "gpt"), slots.take_all(lengths, "gpt")
+    need = pools.usage().used_bytes
+    for _ in range(4):
+        random.shuffle(older)
+        for place in older:
+            slots.free(place)
+        older, newer = newer, slots.take_all(lengths, "gpt")
+        assert [place.length for place in newer] == lengths
+        assert pools.usage().used_bytes == need
+
+
+def test_slots_that_are_not_all_to_be_had_are_none(tmp_path):
+    pools = SegmentPools(tmp_path, 8 << 20)
+    slots = SlotPool(pools, 8 << 20)
+    kept = slots.take(1 << 20, "gpt")
+    with pytest.raises(OverBudgetError):
+        slots.take_all([1 << 20] * 8, "gpt")
+    assert pools.job_bytes() == {"gpt": 1 << 20}
+    assert len(slots.take_all([1 << 20] * 7, "gpt")) == 7
+    slots.free(kept)
