@@ -45,6 +45,26 @@ class Memcpy:
         return seconds
 
 
+class FreshCopy:
+    """The same copy into shared memory that was never touched: what whoever copies there for the first time pays."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._source = torch.ones(size_bytes, dtype=torch.uint8)
+
+    def run(self) -> float:
+        """Seconds of one copy."""
+        with mmap.mmap(-1, self._source.numel()) as memory:
+            target = torch.frombuffer(memory, dtype=torch.uint8)
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            started = time.perf_counter()
+            target.copy_(self._source)
+            seconds = time.perf_counter() - started
+            torch.set_num_threads(threads)
+            del target
+            return seconds
+
+
 class FramedTcp:
     """Framed TCP over loopback between two processes, from and to warm shared memory.
 

@@ -10,17 +10,22 @@ thirty steps of both, and how much memory a node takes at most, all included.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fastcheck import Checkpointer
+import psutil
+import torch
+
+from fastcheck import Checkpointer, OutOfMemoryError
 from fastcheck.copying import default_copy_threads
 from fastcheck.local import LocalCluster
 
-from .limits import Memcpy
+from .limits import FreshCopy, Memcpy
 from .report import Figure, print_table
 from .resident import Sampler
 from .workload import change, gpt2_state, state_bytes
@@ -37,19 +42,26 @@ def save_loop(steps: int = 30, width: int = 768) -> list[Figure]:
     state = gpt2_state(width=width)
     memcpy = Memcpy(state_bytes(state))
     for threads in (1, default_copy_threads()):
-        with (
-            tempfile.TemporaryDirectory(prefix="fastcheck-bench-") as folder,
-            LocalCluster(Path(folder)) as cluster,
-        ):
-            cluster.up(3, tolerate=1)
+        with _three_nodes() as cluster:
             figures += _loop(cluster, state, memcpy, steps, threads)
+    for prepared in (True, False):
+        figures.append(_first_saves(state, max(3, steps // 6), prepared=prepared))
+    with _three_nodes() as cluster:
+        figures.append(_many_tensors(cluster, steps, state_bytes(state) // 2))
+    with _three_nodes() as cluster:
+        figures.append(_small(cluster, steps))
+        figures.append(_refusals(cluster))
+    return figures
+
+
+@contextlib.contextmanager
+def _three_nodes(**settings: Any) -> Iterator[LocalCluster]:
     with (
         tempfile.TemporaryDirectory(prefix="fastcheck-bench-") as folder,
         LocalCluster(Path(folder)) as cluster,
     ):
-        cluster.up(3, tolerate=1)
-        figures.append(_small(cluster, steps))
-    return figures
+        cluster.up(3, tolerate=1, **settings)
+        yield cluster
 
 
 def _loop(
@@ -114,6 +126,80 @@ def _small(cluster: LocalCluster, steps: int) -> Figure:
             limits.append(limit_ms)
             handle.result(timeout=RESULT_TIMEOUT_S)
     return Figure("save of 1 MB beyond the copy", "ms", runs[WARM_UP:], goal="<= 2")
+
+
+def _first_saves(state: dict[str, Any], clusters: int, *, prepared: bool) -> Figure:
+    """The first save of a job in a new cluster, once per cluster, next to a copy into untouched memory."""
+    fresh = FreshCopy(state_bytes(state))
+    runs, limits = [], []
+    for _ in range(clusters):
+        with (
+            _three_nodes() as cluster,
+            Checkpointer(
+                "first",
+                rank=0,
+                world_size=1,
+                address=cluster.address("node-0"),
+                copy_threads=1,
+                timeout_s=300,
+            ) as ckpt,
+        ):
+            limits.append(fresh.run() * 1e3)
+            if prepared:
+                ckpt.prepare(state)
+            started = time.monotonic()
+            handle = ckpt.save(1, state)
+            runs.append((time.monotonic() - started) * 1e3)
+            handle.result(timeout=RESULT_TIMEOUT_S)
+    name = f"first save, {'after prepare' if prepared else 'without prepare'}, copy threads 1"
+    goal = f"ratio <= {1.2 if prepared else 2}"
+    return Figure(name, "ms", runs, limits, "copy into fresh memory, 1 thread", goal)
+
+
+def _many_tensors(cluster: LocalCluster, steps: int, size: int) -> Figure:
+    """As many bytes in 10,000 tensors as in 40, saved in turns by two jobs."""
+    runs: dict[int, list[float]] = {10_000: [], 40: []}
+    states = {count: {f"t{i}": torch.ones(size // count // 4) for i in range(count)} for count in runs}
+    with contextlib.ExitStack() as stack:
+        ranks = {
+            count: stack.enter_context(
+                Checkpointer(
+                    f"tensors-{count}", rank=0, world_size=1, address=cluster.address(node), timeout_s=300
+                )
+            )
+            for count, node in zip(runs, ("node-0", "node-1"), strict=True)
+        }
+        for step in range(1, steps + WARM_UP + 1):
+            for count, state in states.items():
+                for tensor in state.values():
+                    tensor.add_(1.0)
+                started = time.monotonic()
+                handle = ranks[count].save(step, state)
+                if step > WARM_UP:
+                    runs[count].append((time.monotonic() - started) * 1e3)
+                handle.result(timeout=RESULT_TIMEOUT_S)
+    return Figure(
+        f"save blocks, 10,000 tensors of {size // 10_000 / 1e3:.0f} kB", "ms", runs[10_000], runs[40],
+        "the same bytes in 40 tensors", "ratio <= 2",
+    )  # fmt: skip
+
+
+def _refusals(cluster: LocalCluster) -> Figure:
+    """How soon `prepare` says that a job does not fit: its state alone takes what the node may have."""
+    runs = []
+    state = {"w": torch.empty(psutil.virtual_memory().total // 2 // 3 // 4)}
+    for number in range(5):
+        with Checkpointer(
+            f"refused-{number}", rank=0, world_size=1, address=cluster.address("node-0"), timeout_s=60
+        ) as ckpt:
+            started = time.monotonic()
+            try:
+                ckpt.prepare(state)
+            except OutOfMemoryError:
+                runs.append(time.monotonic() - started)
+            else:
+                raise RuntimeError("a job that does not fit was not refused")
+    return Figure("a job that does not fit is refused", "s", runs, goal="<= 2")
 
 
 def main() -> None:
