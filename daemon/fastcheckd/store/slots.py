@@ -113,16 +113,18 @@ class SlotPool:
     def take_all(self, lengths: Sequence[int], job: str, *, wait_s: float = 0.0) -> list[Slot]:
         """Slots for the chunks of one step, all or none; raises as `take`.
 
-        Of a large step, what fits no free stretch lies side by side in slabs made to measure: the next step of the
+        What fits no free stretch lies side by side in slabs made to measure, if it fills any: the next step of the
         shard is cut alike and takes them whole, and nothing is lost at their ends.
         """
         until_s = time.monotonic() + wait_s
+        is_large = sum(lengths) >= self._slab_bytes
         places: list[Slot] = []
         try:
             at = 0
             while at < len(lengths):
                 batch = self._batch(lengths, at)
-                self._make_room(batch)
+                if is_large:
+                    self._make_room(batch)
                 for length in batch:
                     left_s = max(0.0, until_s - time.monotonic())
                     places.append(self.take(length, job, wait_s=left_s))
@@ -139,16 +141,15 @@ class SlotPool:
             raise
         return places
 
-    @staticmethod
-    def _batch(lengths: Sequence[int], at: int) -> Sequence[int]:
+    def _batch(self, lengths: Sequence[int], at: int) -> Sequence[int]:
         """From one on as many as a slab holds, at least one."""
         stop, total = at + 1, rounded(lengths[at])
-        while stop < len(lengths) and (total := total + rounded(lengths[stop])) <= SLAB_BYTES_MAX:
+        while stop < len(lengths) and (total := total + rounded(lengths[stop])) <= self._slab_bytes:
             stop += 1
         return lengths[at:stop]
 
     def _make_room(self, lengths: Sequence[int]) -> None:
-        """Have a slab for those of these chunks that fit nowhere, if they fill one and there is memory for it."""
+        """Have a slab for those of these chunks that fit nowhere, if there is memory for it."""
         with self._growing:
             with self._changed:
                 found = [(size, self._fit(size, False)) for size in map(rounded, lengths)]
@@ -158,7 +159,7 @@ class SlotPool:
                         slab.used_bytes -= size
                         self._insert(slab, offset, size)
             lack = sum(size for size, place in found if place is None)
-            if lack < self._slab_bytes:  # small shards share slabs
+            if not lack:
                 return
             with contextlib.suppress(OverBudgetError, StoreFullError):
                 slab = self._enter(self._pools.allocate(lack, SLAB_POOL), deltas=False)
