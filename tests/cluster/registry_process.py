@@ -55,7 +55,8 @@ class RegistryCluster:
         )
         self.config = Config(
             **{"cluster_id": "test", "node_id": "node-0", "voters": self.voters, "raft_key_file": key}
-            | values
+            | {"keep_steps": 2}
+            | values,
         )
         #: Config keys that differ from voter to voter.
         self.settings_of: Callable[[str], dict[str, object]] | None = None

@@ -57,7 +57,7 @@ SILENCE_S_MAX = 40.0
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     with LocalCluster(tmp_path_factory.mktemp("attacks")) as made:
-        made.up(3, tolerate=1, ram_budget="128MiB")
+        made.up(3, tolerate=1, ram_budget="128MiB", settings={"keep_steps": 2})
         yield made
 
 

@@ -67,7 +67,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     made = World(tmp_path_factory.mktemp("tokens"))
     keys = {key: str(value) for key, value in made.issuer.settings().items()}
     with made.cluster:
-        made.cluster.up(3, tolerate=1, ram_budget="64MiB", settings=keys, tls=True)
+        made.cluster.up(3, tolerate=1, ram_budget="64MiB", settings={**keys, "keep_steps": 2}, tls=True)
         yield made
 
 
