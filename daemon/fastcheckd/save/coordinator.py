@@ -11,7 +11,6 @@ from functools import partial
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
-from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..config import Config
@@ -20,9 +19,7 @@ from ..durations import Durations
 from ..errors import (
     FastCheckdError,
     FencedError,
-    IncarnationOverError,
     InvalidRequestError,
-    NoQuorumError,
     NotHeldError,
     NotNewerError,
     StoreError,
@@ -30,7 +27,6 @@ from ..errors import (
 )
 from ..identity import NodeLife
 from ..registry.client import RegistryClient
-from ..registry.owners import LOCAL
 from ..store.replica_store import ReplicaStore
 from ..store.retention import PROVISIONAL_KEPT
 from ..store.segments import Segment
@@ -48,6 +44,7 @@ from .save import Save, SaveKey
 from .save_interval import RANKS_MAX
 from .segment_supply import GiveWay, SegmentSupply
 from .session import TrainerSession
+from .sessions import Sessions, taken_over
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +85,7 @@ class SaveCoordinator:
             config=config, store=store, view=view, counters=counters, ranks=self._ranks,
             short_of_room=replicator.short_of_room,
         )  # fmt: skip
+        self.sessions = Sessions(config, identity, store, registry, view, self.supply, self._ranks)
         self._given_up = GivenUp(
             identity=identity, store=store, registry=registry, view=view, silence=replicator.silence
         )
@@ -137,132 +135,6 @@ class SaveCoordinator:
         }
         return self._outcomes.reports(self.progress(), stalled)
 
-    # --- sessions --------------------------------------------------------------------------------
-
-    def _of(self, job: str, rank: int) -> RankState:
-        if (known := self._ranks.get((job, rank))) is None:
-            known = self._ranks[job, rank] = RankState(job, rank)
-            known.note_next_session(self._view.next_session(job), time.monotonic())
-        return known
-
-    async def open(self, request: tpb.OpenSession, identity: str = LOCAL) -> TrainerSession:
-        """Take a rank's place in a job at the registry; whatever an older process left unsealed here goes.
-
-        Raises:
-            FencedError: another process has had the place since.
-            NoQuorumError: the registry does not answer, and this node does not know the session.
-        """
-        number = await self._take_place(request, identity)
-        rank = self._of(request.job, request.rank)
-        self._check_session(rank, number)
-        older = rank.stream
-        if number > rank.session:
-            if older is not None:
-                self._fence(rank, _taken_over(rank))
-            self.supply.let_go(rank, discard=True)
-            rank.begin_session(number)
-            # In the order in which they were taken: what there are too many of goes from the front.
-            self._ranks[rank.job, rank.rank] = self._ranks.pop((rank.job, rank.rank), rank)
-            await asyncio.to_thread(self._store.retire, rank.job, rank.rank, number)
-            self._check_session(rank, number)
-        elif older is not None:
-            self.leave(older)  # the same process: it has lost that stream
-        session = TrainerSession(
-            rank.job,
-            rank.rank,
-            number,
-            request.world_size,
-            request.max_in_flight or self._config.max_in_flight,
-        )
-        rank.stream, rank.client_id = session, request.client_id
-        session.tell_opened()
-        return session
-
-    async def _take_place(self, request: tpb.OpenSession, identity: str) -> int:
-        while True:
-            await self._identity.until_known(OPEN_TIMEOUT_S)
-            asked = rpb.OpenRankRequest(
-                job=request.job,
-                rank=request.rank,
-                world_size=request.world_size,
-                client_id=request.client_id,
-                node=self._identity.ref(),
-                identity=identity,
-                again=request.again,
-                loads=request.loads,
-                renews=request.renews,
-            )
-            try:
-                return (await self._registry.open_rank(asked, timeout_s=OPEN_TIMEOUT_S)).session
-            except IncarnationOverError:
-                if not await self._identity.outlives(asked.node):
-                    raise
-            except NoQuorumError:
-                if not self._knows(request):
-                    raise
-                return request.session
-
-    def _knows(self, request: tpb.OpenSession) -> bool:
-        """Whether a client that comes back had its session here, by what this process and its store remember.
-
-        Sessions are small numbers that anybody can guess: one that nobody opened would fence the rank's next process.
-        """
-        if not request.session or request.loads or request.renews:
-            return False
-        known = self._ranks.get((request.job, request.rank))
-        if known is not None and (known.session, known.client_id) == (request.session, request.client_id):
-            return True
-        newest = known.session if known is not None else 0
-        return request.session >= newest and any(
-            held.kind == pb.REPLICA_KIND_OWNER
-            and (held.key.rank, held.manifest.session) == (request.rank, request.session)
-            for held in self._store.held(request.job)
-        )
-
-    @staticmethod
-    def _check_session(rank: RankState, number: int) -> None:
-        if number < rank.session:
-            raise _taken_over(rank)
-
-    def _fence(self, rank: RankState, error: FastCheckdError) -> None:
-        """The session is over: its process may live, so what it can write to is not used again."""
-        stream = rank.stream
-        if stream is None or stream.over:
-            return
-        stream.fence(error)
-        self._unlend(stream)
-        self.supply.let_go(rank, discard=True)
-        rank.contract = None
-
-    def _unlend(self, stream: TrainerSession) -> None:
-        """Nobody has said that a copy into these has ended, so the memory is not used again."""
-        loop = asyncio.get_running_loop()
-        for segment in stream.held.values():
-            loop.run_in_executor(None, self._store.discard, segment)
-        stream.held.clear()
-        if stream.reserving is not None:
-            stream.reserving.cancel()
-
-    def stream_of(self, request: tpb.OpenSession) -> TrainerSession | None:
-        """The stream that a client which opens one has here already, and has lost without this node knowing."""
-        rank = self._ranks.get((request.job, request.rank))
-        return rank.stream if rank is not None and rank.client_id == request.client_id else None
-
-    def leave(self, session: TrainerSession) -> None:
-        """The stream has ended, and with it the trainer or its way to here; what it has sealed goes on."""
-        session.over = True
-        session.hang_up()
-        self._unlend(session)
-        rank = self._ranks.get((session.job, session.rank))
-        if rank is not None and rank.stream is session:
-            rank.stream = rank.contract = None
-            self.supply.let_go(rank, discard=False)
-
-    async def close(self, session: TrainerSession) -> None:
-        """The rank's process is done: the memory that it copied into is not kept for another step of it."""
-        self.leave(session)
-        await asyncio.to_thread(self._store.retire, session.job, session.rank, session.number + 1)
-
     def note_view(self) -> None:
         """There is a new view: sessions that a deletion has ended are over, and ranks that do nothing are forgotten.
 
@@ -273,7 +145,7 @@ class SaveCoordinator:
         for rank in self._ranks.values():
             rank.note_next_session(self._view.next_session(rank.job), now)
             if self._view.is_void(rank.job, rank.session):
-                self._fence(rank, _deleted(rank.job))
+                self.sessions.fence(rank, _deleted(rank.job))
         idle = [
             name
             for name, rank in self._ranks.items()
@@ -303,11 +175,11 @@ class SaveCoordinator:
 
     async def _reserve(self, session: TrainerSession, request: tpb.ReserveMemory) -> None:
         step = request.step if request.HasField("step") else None
-        rank = self._of(session.job, session.rank)
+        rank = self.sessions.of(session.job, session.rank)
         key = SaveKey(rank.job, rank.rank, step or 0)
         try:
             if session.over:
-                raise _taken_over(rank)
+                raise taken_over(rank)
             if step is None:
                 await self._set_aside(rank, session, request)
             else:
@@ -349,7 +221,7 @@ class SaveCoordinator:
         """A segment that will not be sealed, and that nobody writes to any more; unknown ones are no error."""
         segment = session.held.pop(segment_id, None)
         if segment is not None:
-            self.supply.take_back(self._of(session.job, session.rank), session, segment)
+            self.supply.take_back(self.sessions.of(session.job, session.rank), session, segment)
 
     def held(self, job: str, rank: int, number: int, segment_id: str) -> Segment:
         """A segment that a session may fill now.
@@ -374,7 +246,7 @@ class SaveCoordinator:
 
         A step that is known already is only followed: a process that lost its stream says again what it has sealed.
         """
-        rank = self._of(session.job, session.rank)
+        rank = self.sessions.of(session.job, session.rank)
         key = SaveKey(session.job, session.rank, sealed.step)
         number = sealed.session or session.number
         segment = session.held.pop(sealed.segment_id, None)
@@ -430,8 +302,8 @@ class SaveCoordinator:
             begun_at=began_at,
         )
         await save.describe(sealed, self._config.chunk_bytes)
-        if session.number != rank.session or session.number != self._of(rank.job, rank.rank).session:
-            raise _taken_over(rank)
+        if session.number != rank.session or session.number != self.sessions.of(rank.job, rank.rank).session:
+            raise taken_over(rank)
         return save
 
     async def _follow(self, session: TrainerSession, key: SaveKey, number: int) -> None:
@@ -530,7 +402,7 @@ class SaveCoordinator:
             else:
                 self._drop_own(rank, save.key)
             if isinstance(error, FencedError) and save.session == rank.session:
-                self._fence(rank, error)
+                self.sessions.fence(rank, error)
         # Finished saves are kept for a while, and these are large.
         save.content, save.after = NOTHING, None
         if save.task is None or save.task.done() or save.task is asyncio.current_task():
@@ -586,7 +458,7 @@ class SaveCoordinator:
         """Carry on with staged steps that an earlier life of this process left uncommitted."""
         resumed = 0
         for save in left_over(self._store, self._config.node_id, self._is_over):
-            rank = self._of(save.key.job, save.key.rank)
+            rank = self.sessions.of(save.key.job, save.key.rank)
             rank.session = max(rank.session, save.session)
             self._launch(rank, save)
             resumed += 1
@@ -617,12 +489,6 @@ def _why_waiting(rank: RankState) -> str:
     oldest = under_way[0]
     why = f" does not move: {oldest.stalled_because}" if oldest.stalled_because else " is on its way"
     return f"{len(under_way)} older steps are under way, of which {oldest.key.step}{why}"
-
-
-def _taken_over(rank: RankState) -> FencedError:
-    return FencedError(
-        f"another process has taken over rank {rank.rank} of job {rank.job!r}; this one's saves are refused"
-    )
 
 
 def _deleted(job: str) -> FencedError:

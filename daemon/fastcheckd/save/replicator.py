@@ -18,8 +18,6 @@ from functools import partial
 import psutil
 
 from fastcheck_proto.v1 import common_pb2 as pb
-from fastcheck_proto.v1 import peer_pb2
-from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 from ..chunks import ChunkTable
@@ -29,18 +27,11 @@ from ..config import Config
 from ..counters import Counters
 from ..errors import (
     FastCheckdError,
-    FencedError,
     HolderLostError,
-    JobBudgetError,
-    NoQuorumError,
     NotHeldError,
-    OverBudgetError,
     PeerError,
     PlacementError,
-    ReplicasDisagreeError,
     StoreError,
-    SupersededError,
-    from_code,
 )
 from ..identity import NodeLife
 from ..registry.client import RegistryClient
@@ -53,24 +44,17 @@ from ..transfer.policy import SAMPLE_SHARE, ReplicationPolicy
 from ..transfer.replication_pacing import ReplicationPacing
 from ..view import ViewFollower
 from .holders import Quarantine, pick_holders
-from .placement_client import REGISTRY_TIMEOUT_S, RETRY_PAUSE_MAX_S, RETRY_PAUSE_S, Placed, PlacementClient
+from .offers import Offers
+from .placement_client import RETRY_PAUSE_MAX_S, RETRY_PAUSE_S, Placed, PlacementClient
 from .save import Save
 from .save_interval import SaveIntervals
-from .shards import Copy, Shard, complete_digests, uses_per_copy
+from .shards import Shard, complete_digests, uses_per_copy
+from .step_report import StepReporter
 
 logger = logging.getLogger(__name__)
 
 #: Rounds of offers before the save fails: nodes die one by one, only a defect fails every round.
 OFFER_ATTEMPTS_MAX = 30
-#: How long the leader keeps a report waiting before it says for whom.
-REPORT_WAIT_S = 1.0
-#: An offer ends by its outcome or for want of progress, never by this; a call needs some deadline.
-OFFER_TIMEOUT_S = 86400.0
-#: A holder that has to touch fresh memory for the copy is given this much time for it.
-FRESH_MEMORY_BYTES_PER_S = 200_000_000
-#: A holder that may also pull from others than this node shows less progress here.
-OTHER_SOURCES_PATIENCE = 3
-_LOOK_S = 0.25
 
 
 class Replicator:
@@ -105,10 +89,12 @@ class Replicator:
         #: Shards being sent, of all saves.
         self._at_once = 0
         self.rhythm = SaveIntervals(config.commit_timeout_s / 2)
+        quarantine = Quarantine(config.quarantine_s)
+        self._offers = Offers(config, identity, client, view, counters, quarantine)
         #: Ranks for whose copies a holder had no room.
-        self.short_of_room: set[tuple[str, int]] = set()
-        self._quarantine = Quarantine(config.quarantine_s)
-        self._placing = PlacementClient(config, identity, registry, view, self._quarantine)
+        self.short_of_room = self._offers.short_of_room
+        self._placing = PlacementClient(config, identity, registry, view, quarantine)
+        self._reporter = StepReporter(config, identity, registry, counters, self._placing)
         #: Whether the registry answers these saves.
         self.silence = self._placing.silence
 
@@ -152,7 +138,7 @@ class Replicator:
             save.reach(tpb.SAVE_STATE_REPLICATED)
             reported = time.monotonic()
             try:
-                await self._report(save, shards, placed.response.epoch)
+                await self._reporter.report(save, shards, placed.response.epoch)
             except HolderLostError as error:
                 logger.warning("%s: %s; placing its shards again", save.key, error)
                 for shard in shards:
@@ -357,7 +343,7 @@ class Replicator:
         copies = min(len(s.holders) for s in placed.response.shards)
         for attempt in range(OFFER_ATTEMPTS_MAX):
             offers = [
-                self._offer(save, shard, holder, placed)
+                self._offers.offer(save, shard, holder, placed)
                 for shard in shards
                 for holder in pick_holders(
                     shard.index, copies - len(shard.acknowledged), shard.acknowledged, placed.response
@@ -378,159 +364,6 @@ class Replicator:
             await asyncio.sleep(min(RETRY_PAUSE_S * attempt, RETRY_PAUSE_MAX_S))
             placed = await self._placing.place(save)
         raise AssertionError("unreachable")
-
-    async def _offer(
-        self, save: Save, shard: Shard, holder: pb.Holder, placed: Placed
-    ) -> FastCheckdError | None:
-        """Have one copy made; a failure is returned, and the holder rests, so that the others go on."""
-        node_id = holder.node.node_id
-        request = peer_pb2.ReplicateRequest(
-            cluster_id=self._config.cluster_id,
-            epoch=placed.response.epoch,
-            holder_incarnation=holder.node.incarnation,
-            key=shard.manifest.key,
-            digest=shard.manifest.digest,
-            bytes=shard.bytes,
-            sources=[self._self_as_source(), *(copy.holder for copy in shard.acknowledged.values())],
-            provisional=placed.alone,
-            obsolete_steps=save.obsolete() if placed.alone else (),
-        )
-        offer = asyncio.create_task(self._client.replicate(holder, request, OFFER_TIMEOUT_S))
-        gone = asyncio.create_task(self._view.until_gone(holder.node))
-        idle = asyncio.create_task(self._until_idle(save, shard, node_id, len(request.sources)))
-        try:
-            await asyncio.wait({offer, gone, idle}, return_when=asyncio.FIRST_COMPLETED)
-            if not offer.done():
-                raise PeerError(
-                    f"node {node_id} went DOWN while it fetched shard {shard.index}"
-                    if gone.done()
-                    else f"node {node_id} has fetched nothing of shard {shard.index} for {idle.result():g} s"
-                )
-            answer = offer.result()
-        except FastCheckdError as error:
-            shard.troubled = True
-            if isinstance(error, OverBudgetError):
-                self.short_of_room.add((save.key.job, save.key.rank))
-            logger.warning("%s: shard %d to %s failed: %s", save.key, shard.index, node_id, error)
-            # An old epoch is our lag, not the holder's fault; placed alone, it means another life of the holder.
-            if placed.alone or not isinstance(error, FencedError):
-                # It has room for other jobs.
-                whose = save.key.job if isinstance(error, JobBudgetError) else ""
-                self._quarantine.add(node_id, whose)
-                self._counters.add("peers_quarantined")
-            return error
-        finally:
-            for task in (offer, gone, idle):
-                task.cancel()
-            await asyncio.gather(offer, gone, idle, return_exceptions=True)
-        save.moved()
-        self._counters.add("bytes_replicated", shard.bytes)
-        self._counters.add("bytes_saved", max(0, shard.bytes - answer.received_bytes))
-        shard.acknowledged[node_id] = Copy(holder, answer.received_bytes, tuple(answer.codecs))
-        return None
-
-    def _self_as_source(self) -> pb.Holder:
-        return pb.Holder(
-            node=self._identity.ref(),
-            data_address=self._config.data_address,
-            lane_address=self._config.lane_address,
-        )
-
-    async def _until_idle(self, save: Save, shard: Shard, node_id: str, sources: int) -> float:
-        """Return when a holder has fetched nothing for too long: that long, in seconds."""
-        assert shard.outgoing is not None
-        begun_at = seen_at = time.monotonic()
-        patience_s = self._config.transfer_timeout_s * (1 if sources == 1 else OTHER_SOURCES_PATIENCE)
-        first_s = patience_s + shard.bytes / FRESH_MEMORY_BYTES_PER_S
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            moved_at = shard.outgoing.moved_at(node_id)
-            if moved_at > seen_at:
-                seen_at = moved_at
-                save.moved()
-            allowed_s = patience_s if seen_at > begun_at else first_s
-            if time.monotonic() - seen_at > allowed_s:
-                return allowed_s
-
-    # --- committing ------------------------------------------------------------------------------
-
-    async def _report(self, save: Save, shards: list[Shard], epoch: int) -> None:
-        """Report until the registry commits; raises what it refuses with."""
-        silent_since: float | None = None
-        give_up_at = time.monotonic() + self._config.rank_wait_timeout_s
-        while True:
-            record = rpb.RankRecord(
-                rank=save.key.rank,
-                session=save.session,
-                owner=self._identity.ref(),
-                state_bytes=save.state_bytes,
-                shards=[
-                    rpb.ShardRecord(
-                        shard=s.index,
-                        offset=s.manifest.offset,
-                        bytes=s.bytes,
-                        digest=s.manifest.digest,
-                        # In one order, whoever acknowledged first: the same holders are the same record.
-                        holders=[s.acknowledged[node_id].node for node_id in sorted(s.acknowledged)],
-                    )
-                    for s in shards
-                ],
-                lossy=save.lossy,
-                shared=save.shared,
-                begun_after=save.begun_after or None,
-            )
-            request = rpb.ReportRequest(
-                job=save.key.job,
-                step=save.key.step,
-                world_size=save.world_size,
-                epoch=epoch,
-                record=record,
-                wait_s=REPORT_WAIT_S,
-                shared_digests=save.shared_digests,
-            )
-            save.reported = True
-            try:
-                response = await self._registry.report(request, timeout_s=REPORT_WAIT_S + REGISTRY_TIMEOUT_S)
-            except (NoQuorumError, PeerError) as error:
-                now = time.monotonic()
-                silent_since = now if silent_since is None else silent_since
-                if isinstance(error, NoQuorumError):
-                    self._placing.silence.noted()
-                    if now - silent_since > self._config.provisional_after_s:
-                        # Replicated, and nobody there to commit it: it waits like those that were placed without.
-                        save.reach(tpb.SAVE_STATE_PROVISIONAL)
-                await self._placing.wait_out(save, error)
-                # The silence is not the other ranks' fault.
-                give_up_at = time.monotonic() + self._config.rank_wait_timeout_s
-                continue
-            self._placing.silence.heard()
-            silent_since = None
-            if response.state == rpb.REPORT_STATE_COMMITTED:
-                return
-            if response.state == rpb.REPORT_STATE_WAITING:
-                if response.absent_ranks:
-                    ranks = ", ".join(map(str, response.absent_ranks))
-                    save.stalled(
-                        SupersededError(f"{save.key} is replicated, but rank {ranks} has not saved this step")
-                    )
-                else:
-                    save.moved()
-                if time.monotonic() > give_up_at:
-                    raise SupersededError(
-                        f"{save.key} is replicated, but other ranks did not save this step within "
-                        f"{self._config.rank_wait_timeout_s:g} s; it may still be committed if they do"
-                    )
-                continue
-            if response.error.code == pb.ERROR_CODE_HOLDER_LOST:
-                lost = tuple(n.node_id for n in response.lost_holders)
-                raise HolderLostError(response.error.message, lost)
-            over = response.error.code == pb.ERROR_CODE_INCARNATION_OVER
-            if over and await self._identity.outlives(record.owner):
-                continue
-            if response.error.code == pb.ERROR_CODE_REPLICAS_DISAGREE:
-                self._counters.add("replicas_disagreed")
-                raise ReplicasDisagreeError(response.error.message, response.disagreements)
-            raise from_code(response.error.code, response.error.message)
 
 
 def _route(shard: Shard) -> tuple[str, int, int]:

@@ -113,9 +113,9 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             raise InvalidRequestError(f"at most {IN_FLIGHT_MAX} steps may be under way")
         await self._owners.check(request.job)
         self._restore.expect(request.job, request.rank)
-        if (lost := self._saving.stream_of(request)) is not None:
+        if (lost := self._saving.sessions.stream_of(request)) is not None:
             await self._end(lost)
-        return await self._saving.open(request, str(CALLER.get()))
+        return await self._saving.sessions.open(request, str(CALLER.get()))
 
     async def _read(self, session: TrainerSession, messages: AsyncIterator[tpb.TrainerMessage]) -> None:
         """Act on what a trainer says, in its order, until it has no more to say or says that it is done."""
@@ -134,7 +134,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
                 # Unheard, the job counts as running: then deleting its newest step takes an explicit word.
                 with contextlib.suppress(FastCheckdError):
                     await self._registry.close_rank(closing, timeout_s=CLOSE_TIMEOUT_S)
-                await self._saving.close(session)
+                await self._saving.sessions.close(session)
                 return
             else:
                 raise InvalidRequestError("a session is one open, then reservations, seals and the like")
@@ -184,7 +184,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
                 "what rank %d of job %s has sealed is not looked for: %s", session.rank, session.job, error
             )
         finally:
-            self._saving.leave(session)
+            self._saving.sessions.leave(session)
 
     @answers
     async def Upload(

@@ -119,7 +119,7 @@ class Node:
             self.registry.session = number
             more = {"world_size": 2, "client_id": f"c{number}", **more}
             asked = tpb.OpenSession(job=job, rank=rank, **more)
-            self.sessions[job, rank, number] = await self.coordinator.open(asked)
+            self.sessions[job, rank, number] = await self.coordinator.sessions.open(asked)
         return self.sessions[job, rank, number]
 
     async def segment(

@@ -96,8 +96,8 @@ def test_a_holder_that_is_full_for_one_job_holds_for_another(tmp_path):
         while not node.counters.get("peers_quarantined"):
             await asyncio.sleep(0.01)
         assert holder.counters.get("job_budget_refused")
-        assert node.coordinator._replicator._quarantine.members("greedy") == ["node-1"]
-        assert node.coordinator._replicator._quarantine.members("modest") == []
+        assert node.coordinator._replicator._offers._quarantine.members("greedy") == ["node-1"]
+        assert node.coordinator._replicator._offers._quarantine.members("modest") == []
         state = STATE[: 4 * CHUNK]
         for step in range(1, 4):
             state = next_step(state)
@@ -172,7 +172,7 @@ def test_ranks_of_deleted_jobs_are_forgotten_and_others_are_bounded(tmp_path, mo
             await node.save(1, STATE[:CHUNK], job=f"j{number}")
             for held in node.store.held(f"j{number}"):
                 node.store.drop(held)
-            coordinator.leave(node.sessions.pop((f"j{number}", 0, 1)))
+            coordinator.sessions.leave(node.sessions.pop((f"j{number}", 0, 1)))
         await until_idle(coordinator)
         coordinator.note_view()
         assert [job for job, _ in coordinator._ranks] == ["j3", "j4", "j5"]

@@ -119,7 +119,7 @@ def test_a_stream_that_ends_gives_its_memory_back_and_the_same_process_gets_it_a
             await asyncio.sleep(0.01)
             if node.store.count_segments("staging.gpt.0.1") == 4:
                 break
-        node.coordinator.leave(stream)
+        node.coordinator.sessions.leave(stream)
         await asyncio.sleep(0.1)
         usage = node.store.usage()
         assert usage.used_bytes == usage.free_bytes, "what is kept warm goes when somebody needs it"
