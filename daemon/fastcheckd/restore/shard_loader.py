@@ -27,8 +27,9 @@ from ..tasks import settled, to_its_end
 from ..transfer.client import PeerClient
 from ..transfer.fetch import Failures, Fetcher
 from ..transfer.frames import CHUNK_BYTES_MIN
-from ..transfer.reader import FetchProgress, MemoryTarget
+from ..transfer.reader import FetchProgress
 from ..transfer.scheduler import WantedChunks
+from ..transfer.target import MemoryTarget
 from .plan import ShardPlan, other_sources
 from .tally import Tally
 

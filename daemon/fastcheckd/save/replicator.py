@@ -39,7 +39,8 @@ from ..store.replica_store import ReplicaStore
 from ..tasks import settled, to_its_end
 from ..transfer.client import PeerClient
 from ..transfer.codec_pool import CodecPool
-from ..transfer.encoder_cache import EncoderCache, OutgoingShard
+from ..transfer.encoder_cache import EncoderCache
+from ..transfer.outgoing import OutgoingShard
 from ..transfer.policy import SAMPLE_SHARE, ReplicationPolicy
 from ..transfer.replication_pacing import ReplicationPacing
 from ..view import ViewFollower

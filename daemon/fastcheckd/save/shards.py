@@ -15,7 +15,7 @@ from ..store.replica import Replica
 from ..store.replica_store import OpenReplica
 from ..store.reverse_deltas import ReverseDeltas
 from ..tasks import spread
-from ..transfer.encoder_cache import OutgoingShard
+from ..transfer.outgoing import OutgoingShard
 from .content import Quantise
 
 

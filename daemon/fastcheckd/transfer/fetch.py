@@ -35,7 +35,8 @@ from .frames import Codec, Hello
 from .lane_meter import LaneMeter
 from .lane_tls import LaneTls
 from .pacing import ChunkGate, passing
-from .reader import ChunkReceiver, FetchProgress, SourceReader, Target
+from .reader import ChunkReceiver, FetchProgress, SourceReader
+from .target import Target
 
 logger = logging.getLogger(__name__)
 

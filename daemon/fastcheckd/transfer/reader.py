@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from fastcheck_proto.v1 import common_pb2 as pb
 
@@ -25,60 +24,12 @@ from .channel import Channel
 from .codec_pool import CodecPool, call_off, outcome
 from .frames import CODEC_OVERHEAD_BYTES_MAX, Codec, FrameHeader, check_data_frame
 from .scheduler import Scheduler, WantedChunks
+from .target import Target
 
 #: Asked for at once by all loads of a node: a quarter second of a link of 4 Gbit/s, and more than that of none.
 IN_FLIGHT_BYTES = 128 << 20
 #: A reader without work looks again this often, whether somebody has become slow.
 _LOOK_AGAIN_S = 0.1
-
-
-class Target(Protocol):
-    """Where a shard's chunks go. Used by the threads of connections, each for chunks of its own."""
-
-    @property
-    def base_step(self) -> int | None:
-        """The step that chunks may be encoded against."""
-
-    @property
-    def lean(self) -> bool:
-        """Whether room is short, so that chunks should come encoded against the base."""
-
-    def place(self, index: int) -> memoryview:
-        """Where a chunk's bytes belong, writable; raises StoreError when there is no room."""
-
-    def base(self, index: int) -> AbstractContextManager[memoryview | None]:
-        """The bytes of the base's chunk; None without a base."""
-
-    def received(self, index: int, payload: memoryview | None, uses: tuple[Use, ...]) -> None:
-        """A chunk is in its place and was checked.
-
-        Args:
-            payload: as it came, if it was encoded against the base.
-            uses: which codecs it came by.
-        """
-
-
-class MemoryTarget:
-    """A shard's place in memory that the caller gives: `into` has its size."""
-
-    base_step: int | None = None
-    lean = False
-
-    def __init__(self, into: memoryview, table: ChunkTable) -> None:
-        self._into = into
-        self._table = table
-
-    def place(self, index: int) -> memoryview:
-        """See `Target`."""
-        start, stop = self._table.range(index)
-        return self._into[start:stop]
-
-    def base(self, index: int) -> AbstractContextManager[memoryview | None]:
-        """See `Target`."""
-        return contextlib.nullcontext(None)
-
-    def received(self, index: int, payload: memoryview | None, uses: tuple[Use, ...]) -> None:
-        """See `Target`: it is in its place."""
 
 
 class FairTurns:

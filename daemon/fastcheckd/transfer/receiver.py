@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,6 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
 
 from ..chunks import ChunkTable
-from ..codec.encoder import Use
 from ..config import Config
 from ..counters import Counters
 from ..errors import (
@@ -43,6 +41,7 @@ from .checks import BASES_MAX, check_copy, check_life, check_offer
 from .fetch import Failures, Fetcher
 from .pacing import ChunkGate
 from .reader import FairTurns, FetchProgress
+from .target import CopyTarget
 
 logger = logging.getLogger(__name__)
 
@@ -54,48 +53,6 @@ ROOM_WAIT_S = 1.0
 #: One connection: repairs give way.
 REPAIR_STREAMS = 1
 _Key = tuple[str, int, int, int]
-
-
-class _CopyTarget:
-    """A draft as the place of a fetch's chunks, and an account of how they came."""
-
-    def __init__(self, draft: Draft) -> None:
-        self.draft = draft
-        self._lock = threading.Lock()
-        self._raw: dict[str, int] = {}
-        self._encoded: dict[str, int] = {}
-        missing = sum(stop - start for start, stop in map(draft.chunks.range, draft.missing))
-        if here := draft.manifest.bytes - missing:
-            self._raw["same"], self._encoded["same"] = here, 0
-
-    @property
-    def base_step(self) -> int | None:
-        return None if self.draft.base is None else self.draft.base.key.step
-
-    @property
-    def lean(self) -> bool:
-        return self.draft.lean
-
-    def place(self, index: int) -> memoryview:
-        return self.draft.place(index)
-
-    def base(self, index: int) -> contextlib.AbstractContextManager[memoryview | None]:
-        return self.draft.base_chunk(index)
-
-    def received(self, index: int, payload: memoryview | None, uses: tuple[Use, ...]) -> None:
-        self.draft.received(index, payload)
-        with self._lock:
-            for use in uses:
-                self._raw[use.codec] = self._raw.get(use.codec, 0) + use.raw_bytes
-                self._encoded[use.codec] = self._encoded.get(use.codec, 0) + use.encoded_bytes
-
-    def codecs(self) -> list[pb.CodecUse]:
-        """What each codec did, by name."""
-        with self._lock:
-            return [
-                pb.CodecUse(codec=name, raw_bytes=self._raw[name], encoded_bytes=self._encoded[name])
-                for name in sorted(self._raw)
-            ]
 
 
 @dataclass(eq=False)
@@ -125,7 +82,7 @@ class _WantedCopy:
         self.digest = request.digest
         self.bytes = request.bytes
         self.purpose = peer_pb2.PURPOSE_REPAIR if request.repair else peer_pb2.PURPOSE_REPLICATE
-        self.made: _CopyTarget | None = None
+        self.made: CopyTarget | None = None
         self._receiver = receiver
         self._request = request
         self._copy = copy
@@ -143,12 +100,12 @@ class _WantedCopy:
 
     async def target(
         self, manifest: pb.ShardManifest, table: ChunkTable, base_step: int | None
-    ) -> _CopyTarget:
+    ) -> CopyTarget:
         async with self._making:
             if self.made is None:
                 self._copy.session = manifest.session
                 draft = await self._receiver.draft(self._request, manifest, table, base_step)
-                self.made = _CopyTarget(draft)
+                self.made = CopyTarget(draft)
             return self.made
 
     def missing(self) -> Sequence[int] | None:

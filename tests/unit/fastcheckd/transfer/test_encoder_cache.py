@@ -27,8 +27,9 @@ from fastcheckd.store.segments import staging_pool
 from fastcheckd.transfer import encoder_cache
 from fastcheckd.transfer.channel import Channel
 from fastcheckd.transfer.codec_pool import CodecPool
-from fastcheckd.transfer.encoder_cache import AHEAD, EncoderCache, OutgoingShard, Payload, ShardEncoder
+from fastcheckd.transfer.encoder_cache import AHEAD, EncoderCache, Payload, ShardEncoder
 from fastcheckd.transfer.frames import Codec
+from fastcheckd.transfer.outgoing import OutgoingShard
 from fastcheckd.transfer.policy import RestorePolicy
 
 COUNT = 12

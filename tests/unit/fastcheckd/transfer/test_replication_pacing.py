@@ -20,7 +20,6 @@ from fastcheckd.errors import PeerError
 from fastcheckd.transfer.channel import Channel
 from fastcheckd.transfer.lane_meter import LaneMeter, WireBytes
 from fastcheckd.transfer.pacing import Gate, Pacer
-from fastcheckd.transfer.reader import MemoryTarget
 from fastcheckd.transfer.replication_pacing import (
     IDLE_SAMPLE_S,
     SAMPLE_S,
@@ -28,6 +27,7 @@ from fastcheckd.transfer.replication_pacing import (
     ReplicationPacing,
     interface_bytes,
 )
+from fastcheckd.transfer.target import MemoryTarget
 
 MB = 1_000_000
 

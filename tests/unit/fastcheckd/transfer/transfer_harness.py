@@ -34,15 +34,17 @@ from fastcheckd.store.replica_store import ReplicaStore
 from fastcheckd.store.segments import staging_pool
 from fastcheckd.transfer.client import PeerClient
 from fastcheckd.transfer.codec_pool import CodecPool
-from fastcheckd.transfer.encoder_cache import EncoderCache, OutgoingShard
+from fastcheckd.transfer.encoder_cache import EncoderCache
 from fastcheckd.transfer.fetch import Failures, Fetcher
 from fastcheckd.transfer.lane_tls import LaneTls
+from fastcheckd.transfer.outgoing import OutgoingShard
 from fastcheckd.transfer.pacing import ChunkGate, Gate, Pacer
 from fastcheckd.transfer.policy import RestorePolicy
-from fastcheckd.transfer.reader import FairTurns, FetchProgress, MemoryTarget
+from fastcheckd.transfer.reader import FairTurns, FetchProgress
 from fastcheckd.transfer.receiver import Receiver
 from fastcheckd.transfer.scheduler import WantedChunks
 from fastcheckd.transfer.server import TransferServer
+from fastcheckd.transfer.target import MemoryTarget
 from fastcheckd.transfer.tickets import TicketOffice
 
 CLUSTER = "fastcheck"
