@@ -18,7 +18,7 @@ import torch
 
 from fastcheck_proto.v1 import layout_pb2 as pb
 from fastcheckd.codec.chunk_plan import ChunkPlan, parse_layout
-from fastcheckd.codec.decoder import decode, raw_way_back, turn_around
+from fastcheckd.codec.decoder import decode, reverse
 from fastcheckd.codec.encoder import Encoded, encode
 from fastcheckd.codec.fit import Fits
 from fastcheckd.digests import chunk_digest
@@ -82,7 +82,7 @@ class Bench:
         self.out: Bytes = torch.zeros(longest, dtype=torch.uint8).numpy()
         self.raw_bytes = sum(len(chunk.new) for chunk in self.chunks)
         self.payloads: list[bytes | None] = []
-        self.ways_back: list[bytes] = []
+        self.reverse_deltas: list[bytes] = []
         self.shares: dict[str, tuple[int, int]] = {}
         self._encode_and_prove()
 
@@ -115,10 +115,11 @@ class Bench:
                 self.out.fill(0xA5)  # whatever is not written shows
                 decode(payload, chunk.base, out)
                 self._prove(out == chunk.new, "decoded")
-            self.ways_back.append(self.way_back(chunk, payload))
-            self.out.fill(0xA5)
-            decode(self.ways_back[-1], chunk.new, out)
-            self._prove(out == chunk.base, "turned back")
+            self.reverse_deltas.append(self.reverse_delta(chunk, payload))
+            if len(self.reverse_deltas[-1]) < len(chunk.base):
+                self.out.fill(0xA5)
+                decode(self.reverse_deltas[-1], chunk.new, out)
+                self._prove(out == chunk.base, "turned back")
 
     def _prove(self, same: bool, what: str) -> None:
         if not same:
@@ -131,14 +132,10 @@ class Bench:
         raw, encoded = self.shares.get(codec, (0, 0))
         self.shares[codec] = raw + raw_bytes, encoded + encoded_bytes
 
-    def way_back(self, chunk: Chunk, payload: bytes | None) -> bytes:
-        """As a holder writes it before it puts the newer bytes in place."""
-        if payload is not None:
-            return turn_around(payload, chunk.base, chunk.new)
-        base_step, step = self.pair.base.step, self.pair.new.step
-        return raw_way_back(
-            chunk.base, step=base_step, newer_step=step, digest=chunk.base_digest, newer_digest=chunk.digest
-        )
+    def reverse_delta(self, chunk: Chunk, payload: bytes | None) -> bytes:
+        """As a holder makes it where memory is short; what went raw stays as it is."""
+        found = None if payload is None else reverse(payload, chunk.base, chunk.new)
+        return bytes(chunk.base) if found is None else found
 
     def measure(self, rounds: int) -> Row:
         """Time it, next to a copy and to the peers."""
@@ -150,7 +147,7 @@ class Bench:
             fits = Fits()
             encoding.rounds_s.append(_cpu_s(partial(self.encode, fits=fits), self.chunks))
             decoding.rounds_s.append(_cpu_s(self._decode, sent))
-            turning.rounds_s.append(_cpu_s(lambda both: self.way_back(*both), sent))
+            turning.rounds_s.append(_cpu_s(lambda both: self.reverse_delta(*both), sent))
             for peer in peers.values():
                 peer.round()
         sizes = [len(c.new) if p is None else len(p) for c, p in sent]
@@ -166,11 +163,11 @@ class Bench:
             encoded_bytes=sum(sizes),
             tensor_bytes=self.pair.new.tensor_bytes,
             scalars=sum(run.elements == 1 for c in self.chunks for unit in c.plan.units for run in unit.runs),
-            way_back_bytes=sum(map(len, self.ways_back)),
+            reverse_bytes=sum(map(len, self.reverse_deltas)),
             shares=self.shares,
             encode=encoding,
             decode=decoding,
-            turn_around=turning,
+            reverse=turning,
             memcpy=copying,
             peers={name: (run.ratio, run.compress, run.decompress) for name, run in peers.items()},
             goal=goal_of(self.name, self.pair.gap, self.lossy),

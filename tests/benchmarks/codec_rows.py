@@ -46,12 +46,12 @@ class Row:
     tensor_bytes: int
     #: How many runs are a single number: step counters and the like; they count among the tensors.
     scalars: int
-    way_back_bytes: int
+    reverse_bytes: int
     #: Original and encoded bytes by codec; "(as it is)": chunks that would not shrink.
     shares: dict[str, tuple[int, int]]
     encode: Rate
     decode: Rate
-    turn_around: Rate
+    reverse: Rate
     memcpy: Rate
     peers: dict[str, tuple[float, Rate, Rate]]
     goal: Goal | None
@@ -86,7 +86,7 @@ def print_rows(rows: list[Row]) -> None:
     for column in (
         "state", "steps", "MB (header: kB, encoded)", "ratio: tensors (whole)",
         "encode GB/s", "decode GB/s", "of a copy",
-        "way back, of raw; GB/s", "by codec: share of bytes, ratio", "goal", "met",
+        "reverse delta, of raw; GB/s", "by codec: share of bytes, ratio", "goal", "met",
     ):  # fmt: skip
         table.add_column(column)
     for row in rows:
@@ -102,7 +102,7 @@ def print_rows(rows: list[Row]) -> None:
             str(row.encode),
             str(row.decode),
             copies,
-            f"1/{row.raw_bytes / row.way_back_bytes:.2f}; {row.turn_around}",
+            f"1/{row.raw_bytes / row.reverse_bytes:.2f}; {row.reverse}",
             ", ".join(
                 f"{n} {r / row.raw_bytes:.0%} {r / max(e, 1):.3g}x" for n, (r, e) in row.shares.items()
             ),

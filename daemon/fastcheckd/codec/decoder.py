@@ -1,4 +1,4 @@
-"""Encoded chunk → the chunk, and → the way back. Pure; several threads may each decode a chunk.
+"""Encoded chunk → the chunk, and → its reverse delta. Pure; several threads may each decode a chunk.
 
 Trusts nothing: malformed input is a CodecError, never a crash, a hang or more memory than the chunk takes.
 What comes out is the chunk with the digest in the header, or an error.
@@ -18,15 +18,12 @@ from ..errors import CodecError, MispredictedError
 from . import adam, sgd
 from .bounded import decode_bounded
 from .chunk_plan import ChunkPlan, Run, Unit
-from .dtypes import DType
 from .encoder import Use, encode_gaps, uses
 from .format import (
     OVERHEAD_BYTES_MAX,
     SECTIONS_MAX,
     CodecId,
     Header,
-    Plane,
-    PlaneKind,
     Section,
     pack,
     parse,
@@ -102,11 +99,12 @@ def decode_range(payload: Any, base: Any | None, out: Any, start: int, stop: int
     _decode_sections([s for s, yes in zip(sections, wanted, strict=True) if yes], base, out)
 
 
-def turn_around(payload: Any, base: Any, new: Any) -> bytes:
-    """The way back: an encoded chunk that `decode` turns, with `new` as its base, into `base`.
+def reverse(payload: Any, base: Any, new: Any) -> bytes | None:
+    """The reverse delta: an encoded chunk that `decode` turns, with `new` as its base, into `base`.
 
-    `new` is what `payload` and `base` decode to. Most bodies serve both ways and are taken over as they are. It was
-    decoded once: the bytes that it leads to may go when this has returned. One that leads elsewhere comes uncoded.
+    `new` is what `payload` and `base` decode to. Most bodies serve both ways and are taken over as they are. The
+    reverse delta was decoded once: the bytes that it leads to may go when this has returned. None: there is none that
+    leads there and fits the bounds of an encoded chunk.
 
     Raises:
         CodecError: `payload` is malformed.
@@ -124,30 +122,13 @@ def turn_around(payload: Any, base: Any, new: Any) -> bytes:
     result = pack(
         Header(header.raw_bytes, True, header.base_step, header.step, old_digest, header.digest), back
     )
-    fits = len(result) <= header.raw_bytes + OVERHEAD_BYTES_MAX and len(back) <= SECTIONS_MAX
-    if fits and _leads_back(result, new):
-        return result
-    return raw_way_back(
-        base, step=header.base_step, newer_step=header.step, digest=old_digest, newer_digest=header.digest
-    )
-
-
-def _leads_back(record: bytes, new: Any) -> bool:
-    """Whether a way back decodes to what its header says."""
-    size = len(new)
+    if len(result) > header.raw_bytes + OVERHEAD_BYTES_MAX or len(back) > SECTIONS_MAX:
+        return None
     try:
-        decode(record, new, SCRATCH.bytes("way back", size))
+        decode(result, new, SCRATCH.bytes("reverse", header.raw_bytes))
     except CodecError:  # a defect of ours: this costs the bytes that it would have saved, and nothing else
-        return False
-    return True
-
-
-def raw_way_back(base: Any, *, step: int, newer_step: int, digest: bytes, newer_digest: bytes) -> bytes:
-    """The way back to `base`, uncoded: for chunks that came raw. Digests are those of the chunks' bytes."""
-    whole = Section(
-        CodecId.RAW, DType.BYTES, 0, len(base), planes=(Plane(PlaneKind.RAW, 0, memoryview(base)),)
-    )
-    return pack(Header(len(base), True, step, newer_step, digest, newer_digest), [whole])
+        return None
+    return result
 
 
 def plan_of(payload: Any) -> ChunkPlan:

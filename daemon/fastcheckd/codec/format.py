@@ -27,7 +27,7 @@ SECTION_BYTES = 32
 PLANE_BYTES = 8
 #: More sections than this in a chunk are not worth their headers: it travels raw.
 SECTIONS_MAX = 4096
-#: What an encoded chunk may take beyond the chunk: a way back that does not shrink still has a header.
+#: What an encoded chunk may take beyond the chunk: a reverse delta that does not shrink still has a header.
 OVERHEAD_BYTES_MAX = 1024
 PLANES_MAX = 32
 EXTRA_BYTES_MAX = 256

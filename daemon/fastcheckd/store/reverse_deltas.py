@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping
 
-from ..codec.decoder import plan_of, read_header, turn_around
+from ..codec.decoder import plan_of, read_header, reverse
 from ..codec.encoder import encode, unchanged
 from ..codec.format import Buffer
 from ..errors import (
@@ -47,11 +47,13 @@ def reverse_delta(
     """
     try:
         with index.pinned(older) as chain:
-            delta = turn_around(payload, bytes_of(chain), new)
-        header = read_header(delta)
+            delta = reverse(payload, bytes_of(chain), new)
     except (CodecError, CorruptError) as error:
         logger.info("an older chunk stays as it is: %s", error)
         return None
+    if delta is None:
+        return None
+    header = read_header(delta)
     if (header.digest, header.base_digest) != (older.digest, newer_digest):
         logger.info("an older chunk stays as it is: what came encoded is not for it")
         return None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fastcheck_proto.v1 import layout_pb2 as pb
 from fastcheckd.codec.chunk_plan import ChunkPlan, Run, Unit
-from fastcheckd.codec.decoder import decode, decode_range, read_header, turn_around
+from fastcheckd.codec.decoder import decode, decode_range, read_header, reverse
 from fastcheckd.codec.dtypes import DType
 from fastcheckd.codec.encoder import Encoded, encode
 from fastcheckd.codec.format import OVERHEAD_BYTES_MAX
@@ -88,10 +88,10 @@ def round_trip(new: bytes, base: bytes | None, plan: ChunkPlan) -> set[str]:
     header = read_header(payload)
     assert (header.raw_bytes, header.step, header.needs_base) == (plan.bytes, 8, base is not None)
     older = noise(plan.bytes, 77) if base is None else base
-    back = turn_around(payload, older, new)
+    back = reverse(payload, older, new)
     assert len(back) <= plan.bytes + OVERHEAD_BYTES_MAX
     assert decoded(back, new, plan.bytes) == older
-    again = turn_around(back, new, older)
+    again = reverse(back, new, older)
     assert decoded(again, older, plan.bytes) == new
     for start, stop in [(0, 1), (plan.bytes // 3, plan.bytes // 2 + 1), (plan.bytes - 1, plan.bytes)]:
         check_range(payload, base, new, start, stop)

@@ -41,13 +41,14 @@ from codec_helpers import (
 
 from fastcheck_proto.v1 import layout_pb2 as pb
 from fastcheckd.codec.chunk_plan import ChunkPlan, Unit
-from fastcheckd.codec.decoder import decode, decode_range, raw_way_back, read_header, turn_around
+from fastcheckd.codec.decoder import decode, decode_range, read_header, reverse
 from fastcheckd.codec.dtypes import DType
 from fastcheckd.codec.format import (
     HEADER_BYTES,
     PLANE_BYTES,
     SECTION_BYTES,
     CodecId,
+    Header,
     Plane,
     PlaneKind,
     Section,
@@ -112,10 +113,12 @@ def seeds() -> list[Seed]:
         assert encoded is not None, name
         result.append(Seed(name, encoded.payload, base, new))
         if base is not None:
-            result.append(Seed(f"{name} back", turn_around(encoded.payload, base, new), new, base))
+            result.append(Seed(f"{name} back", reverse(encoded.payload, base, new), new, base))
     new, base = w.tobytes(), rows.tobytes()
-    back = raw_way_back(base, step=7, newer_step=8, digest=chunk_digest(base), newer_digest=chunk_digest(new))
-    result.append(Seed("raw", back, new, base))
+    plane = Plane(PlaneKind.RAW, 0, memoryview(base))
+    uncoded = Section(CodecId.RAW, DType.BYTES, 0, len(base), planes=(plane,))
+    header = Header(len(base), True, 7, 8, chunk_digest(base), chunk_digest(new))
+    result.append(Seed("raw", pack(header, [uncoded]), new, base))
     return result + lossy_seeds(n)
 
 
@@ -131,7 +134,7 @@ def lossy_seeds(n: int) -> list[Seed]:
         encoded = encode_chunk(bytes(newer), bytes(older), plan)
         assert encoded is not None
         result.append(Seed("lossy", encoded.payload, bytes(older), bytes(newer)))
-        back = turn_around(encoded.payload, bytes(older), bytes(newer))
+        back = reverse(encoded.payload, bytes(older), bytes(newer))
         result.append(Seed("lossy back", back, bytes(newer), bytes(older)))
     return result
 
@@ -321,7 +324,7 @@ def verdict(payload: bytes, seed: Seed, rng: random.Random) -> str:
     out = bytearray(len(seed.new))
     start, stop = sorted(rng.randrange(len(out) + 1) for _ in range(2))
     attempt(decode_range, payload, seed.base, bytearray(len(out)), start, stop)
-    attempt(turn_around, payload, seed.base or bytes(len(out)), seed.new)
+    attempt(reverse, payload, seed.base or bytes(len(out)), seed.new)
     # A base that the header denies, and one of another size, must not be touched.
     attempt(decode, payload, b"\x55" * rng.choice([0, 3, 5000]), bytearray(len(out)))
     error = attempt(decode, payload, seed.base, out)

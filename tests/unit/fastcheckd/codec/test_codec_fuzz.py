@@ -12,7 +12,7 @@ from fuzz import Fuzzer, attempt, bomb, repaired, seeds
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheckd.codec.decoder import decode, decode_range, turn_around
+from fastcheckd.codec.decoder import decode, decode_range, reverse
 from fastcheckd.codec.dtypes import DType
 from fastcheckd.codec.format import (
     SECTIONS_MAX,
@@ -84,7 +84,7 @@ def test_any_bytes_are_refused(data):
         with pytest.raises(CodecError):
             decode(payload, None, bytearray(64))
         with pytest.raises(CodecError):
-            turn_around(payload, bytes(64), bytes(64))
+            reverse(payload, bytes(64), bytes(64))
 
 
 # --- memory and time ------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_a_unit_that_lies_over_itself_or_outside_is_refused(offsets):
     m, v, v_max = offsets
     extra = struct.pack("<III4x7f", m, v, v_max, *[1.0] * 7)
     payload = forged(1600, Section(CodecId.ADAM, DType.FLOAT32, 0, 100, 0, extra, (ZERO,) * 16))
-    for function in (decode, turn_around):
+    for function in (decode, reverse):
         with pytest.raises(CodecError, match="of a unit do not fit"):
             function(payload, bytes(1600), bytearray(1600))
 
@@ -161,7 +161,7 @@ def test_many_sections_on_one_place_cost_no_work():
     section = Section(CodecId.SAME, DType.BYTES, 0, size)
     payload = forged(size, *[section] * SECTIONS_MAX)
     base, out = noise(size), bytearray(size)
-    calls = [(decode, (base, out)), (decode_range, (base, out, 0, size)), (turn_around, (base, base))]
+    calls = [(decode, (base, out)), (decode_range, (base, out, 0, size)), (reverse, (base, base))]
     for function, arguments in calls:
         began = time.monotonic()
         with pytest.raises(CodecError, match="overlap"):
@@ -219,7 +219,7 @@ def test_a_master_outside_of_the_chunk_or_over_its_copy_is_refused():
     for offset in (0, 100, 199, 398, 400, 404, 0xFFFFFFFC):
         section = Section(CodecId.ROUNDED, DType.BFLOAT16, 0, 100, 0, struct.pack("<I4x", offset))
         payload = forged(600, section)
-        for function, arguments in [(decode, (bytearray(600),)), (turn_around, (bytes(600),))]:
+        for function, arguments in [(decode, (bytearray(600),)), (reverse, (bytes(600),))]:
             with pytest.raises(CodecError, match="malformed"):
                 function(payload, bytes(600), *arguments)
 
@@ -238,7 +238,7 @@ def test_an_unknown_codec_of_a_later_version_is_refused():
 
 
 @pytest.mark.parametrize("seed", [s for s in seeds() if s.name.endswith("back")], ids=lambda seed: seed.name)
-def test_a_range_of_a_way_back_is_that_of_the_older_chunk(seed):
+def test_a_range_of_a_reverse_delta_is_that_of_the_older_chunk(seed):
     out = bytearray(len(seed.new))
     decode_range(seed.payload, seed.base, out, 10, 90)
     assert out[10:90] == seed.new[10:90]

@@ -14,7 +14,7 @@ from fastcheck_proto.v1 import layout_pb2 as pb
 from fastcheckd.codec.bounded import standard_deviation
 from fastcheckd.codec.chunk_plan import ChunkPlan, Run, Unit
 from fastcheckd.codec.codebooks import BOOKS, GROUP
-from fastcheckd.codec.decoder import decode, turn_around
+from fastcheckd.codec.decoder import decode, reverse
 from fastcheckd.codec.dtypes import DType
 from fastcheckd.codec.encoder import Encoded, encode
 from fastcheckd.codec.format import CodecId, Plane, PlaneKind, Section, pack, parse
@@ -113,7 +113,7 @@ def check_both_ways(data: Any, base: Any, plan: ChunkPlan) -> set[str]:
     decode(made.payload, base, out)
     assert out == data
     older = bytes(len(data)) if base is None else base
-    back = turn_around(made.payload, older, data)
+    back = reverse(made.payload, older, data)
     decode(back, data, out)
     assert out == older
     return {use.codec for use in made.uses}

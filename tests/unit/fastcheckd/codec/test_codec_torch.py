@@ -22,7 +22,7 @@ from codec_helpers import (
 
 from fastcheck_proto.v1 import layout_pb2 as pb
 from fastcheckd.codec.chunk_plan import Unit
-from fastcheckd.codec.decoder import turn_around
+from fastcheckd.codec.decoder import reverse
 from fastcheckd.codec.dtypes import DType
 from fastcheckd.codec.format import parse
 
@@ -241,7 +241,7 @@ def test_a_low_precision_copy_of_a_master_costs_nothing(torch_type, dtype):
     plain = encode_chunk(new, base, whole(unit1)).payload
     payload = encode_chunk(new_too, base_too, whole(unit_too)).payload
     assert len(payload) == len(plain) + 40
-    back = turn_around(payload, base_too, new_too)
+    back = reverse(payload, base_too, new_too)
     assert decoded(back, new_too, len(base_too)) == base_too
     # Rounded otherwise, it is a run like any other.
     spoilt = bytearray(new_too)

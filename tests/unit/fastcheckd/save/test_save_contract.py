@@ -21,7 +21,7 @@ def test_ample_is_every_step_as_it_is_at_owner_and_holders():
     assert ample_bytes(1000, tolerate=2, keep_steps=1) == round(6000 * ROOM)
 
 
-def test_lean_is_two_steps_and_a_replica_for_each_holder_and_ways_back():
+def test_lean_is_two_steps_and_a_replica_for_each_holder_and_reverse_deltas():
     assert lean_bytes(1000, tolerate=1, keep_steps=1) == 3350 + SLOTS_BYTES
     assert lean_bytes(1000, tolerate=1, keep_steps=2) == 4400 + SLOTS_BYTES
 

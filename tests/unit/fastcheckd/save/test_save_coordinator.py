@@ -384,7 +384,7 @@ def test_a_resumed_lossy_step_is_lossy_and_not_made_so_twice(tmp_path, quantiser
     in_world(tmp_path, body)
 
 
-def test_with_little_memory_the_older_step_is_kept_as_a_way_back(tmp_path):
+def test_with_little_memory_the_older_step_is_kept_as_a_reverse_delta(tmp_path):
     async def body(node, registry, holders):
         state, pool = STATE, "staging.gpt.0.1"
         for step in range(1, 6):
@@ -446,7 +446,7 @@ def test_a_step_that_is_not_committed_leaves_the_one_before_as_it_is(tmp_path):
         assert all(held.is_whole for held in node.store.held("gpt", 1))
         usage = node.store.usage()
         held = sum({held.segment: held.segment.size_bytes for held in node.store.held("gpt")}.values())
-        assert usage.used_bytes - usage.free_bytes == held, "the way back is given back"
+        assert usage.used_bytes - usage.free_bytes == held, "the reverse delta is given back"
 
     in_world(tmp_path, body, ram_budget_bytes=5 * len(STATE))
 
@@ -515,7 +515,7 @@ def test_as_the_last_resort_the_owners_bytes_of_an_older_step_go(tmp_path):
     async def body(node, registry, holders):
         node.store.allocate(BUDGET - 5 * len(STATE) // 2, "staging.other.0.1")
         for step in (1, 2):
-            await node.save(step, noise(8 * CHUNK, step))  # no way back is smaller than the step
+            await node.save(step, noise(8 * CHUNK, step))  # no reverse delta is smaller than the step
         assert [held.is_whole for held in node.store.held("gpt")] == [True] * 4
         await node.save(3, noise(8 * CHUNK, 3))
         assert {held.key.step for held in node.store.held("gpt")} == {2, 3}
