@@ -4,7 +4,7 @@ A slab without a slot in use is a free file of the pools: it is taken again befo
 the system when memory is short. Best fit, and neighbours that are free are one free stretch.
 
 Slots of two kinds come from slabs of their own as long as there is room: chunks, which are of nearly one size, and
-deltas, which are smaller and of every size. A delta in the place of a chunk would leave a rest that
+deltas and small chunks, which are of every size. A delta in the place of a chunk would leave a rest that
 fits no other chunk.
 """
 
@@ -26,6 +26,8 @@ SLAB_BYTES_MIN = 1 << 20
 #: Slabs for deltas are so many times smaller.
 DELTA_SLABS = 8
 SLAB_BYTES_MAX = 256 << 20
+#: A chunk that is so many times smaller than the largest of its shard lies among the deltas.
+SMALL_SHARE = 8
 #: How often somebody who waits for a slot looks again whether the pools have memory.
 _LOOK_S = 0.05
 
@@ -117,20 +119,27 @@ class SlotPool:
         shard is cut alike and takes them whole, and nothing is lost at their ends.
         """
         until_s = time.monotonic() + wait_s
-        is_large = sum(lengths) >= self._slab_bytes
-        places: list[Slot] = []
+        is_measured = sum(lengths) >= self._slab_bytes
+        # One that stays because later steps have it, too, must not lie between others that go.
+        small = max(lengths) // SMALL_SHARE if is_measured else 0
+        large: Sequence[int] = [at for at, length in enumerate(lengths) if length >= small]
+        places: dict[int, Slot] = {}
+
+        def take(at: int, *, delta: bool) -> None:
+            left_s = max(0.0, until_s - time.monotonic())
+            places[at] = self.take(lengths[at], job, delta=delta, wait_s=left_s)
+
         try:
-            at = 0
-            while at < len(lengths):
-                batch = self._batch(lengths, at)
-                if is_large:
-                    self._make_room(batch)
-                for length in batch:
-                    left_s = max(0.0, until_s - time.monotonic())
-                    places.append(self.take(length, job, wait_s=left_s))
-                at += len(batch)
+            while large:
+                batch, large = self._batch(lengths, large)
+                if is_measured:
+                    self._make_room([lengths[at] for at in batch])
+                for at in batch:
+                    take(at, delta=False)
+            for at in set(range(len(lengths))) - places.keys():
+                take(at, delta=True)
         except BaseException:
-            for place in places:
+            for place in places.values():
                 self.free(place)
             with self._changed:
                 untouched = [slab for slab in self._slabs.values() if not slab.used_bytes]
@@ -139,14 +148,14 @@ class SlotPool:
             for slab in untouched:
                 self._pools.give_back(slab.file)
             raise
-        return places
+        return [places[at] for at in range(len(lengths))]
 
-    def _batch(self, lengths: Sequence[int], at: int) -> Sequence[int]:
-        """From one on as many as a slab holds, at least one."""
-        stop, total = at + 1, rounded(lengths[at])
-        while stop < len(lengths) and (total := total + rounded(lengths[stop])) <= self._slab_bytes:
+    def _batch(self, lengths: Sequence[int], numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """As many of these chunks as a slab holds, at least one; and the rest."""
+        stop, total = 1, rounded(lengths[numbers[0]])
+        while stop < len(numbers) and (total := total + rounded(lengths[numbers[stop]])) <= self._slab_bytes:
             stop += 1
-        return lengths[at:stop]
+        return numbers[:stop], numbers[stop:]
 
     def _make_room(self, lengths: Sequence[int]) -> None:
         """Have a slab for those of these chunks that fit nowhere, if there is memory for it."""
