@@ -1,7 +1,7 @@
 """Commands that ask no daemon: `config`, `plan`, `completion` and `certs`.
 
 `config` runs `fastcheckd config`, which ends without starting anything: only the daemon knows its keys and defaults,
-and the client may not import it. `plan` is arithmetic (`placement_odds`). `completion` prints click's own script for a
+and the client may not import it. `plan` is arithmetic (`cluster_plan`). `completion` prints click's own script for a
 shell (`shell_completion` answers what it asks). `certs` is a small certificate authority, for trying.
 """
 
@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import get_completion_class
 
-from .. import placement_odds
 from ..certs import LocalAuthority
+from ..cluster_plan import LOSSES_MAX, NODES_MAX, SurvivalOdds, plan_cluster, survival_odds
 from ..errors import FastCheckError, InvalidArgumentError
 from ..local.processes import daemon_environment
 from ..security import VARIABLES
@@ -99,9 +99,7 @@ LOSSES = (1, 2, 3, 4)
 
 
 @click.command(epilog=examples("fastcheck plan --nodes 1000 --tolerate 1 --domains 50 --losses 2 --losses 4"))
-@click.option(
-    "--nodes", type=click.IntRange(min=2, max=placement_odds.NODES_MAX), required=True, help="How many nodes."
-)
+@click.option("--nodes", type=click.IntRange(min=2, max=NODES_MAX), required=True, help="How many nodes.")
 @click.option(
     "--tolerate",
     type=click.IntRange(min=1, max=8),
@@ -111,7 +109,7 @@ LOSSES = (1, 2, 3, 4)
 )
 @click.option(
     "--losses",
-    type=click.IntRange(min=1, max=placement_odds.LOSSES_MAX),
+    type=click.IntRange(min=1, max=LOSSES_MAX),
     multiple=True,
     help="Nodes lost at once; may be repeated. Default: a few.",
 )
@@ -130,28 +128,28 @@ def plan(
     nodes: int, tolerate: int, losses: tuple[int, ...], spread: int | None, domains: int | None, output: str
 ) -> None:
     """Compute what a cluster would survive. Asks nobody: no cluster is needed."""
-    layout = placement_odds.layout(nodes, tolerate, spread or max(3, tolerate), domains or 0)
+    planned = plan_cluster(nodes, tolerate, spread or max(3, tolerate), domains or 0)
     wanted = sorted({*losses}) if losses else sorted({*LOSSES, tolerate + 1})
     emit(
         {
             "nodes": nodes,
             "tolerate": tolerate,
             "copies": tolerate + 1,
-            "spread": layout.spread,
-            "domains": layout.domains or None,
-            "domains_short": layout.domains_short,
+            "spread": planned.spread,
+            "domains": planned.domains or None,
+            "domains_short": planned.domains_short,
             "groups": [
                 {"nodes": size, "count": count}
-                for size, count in sorted(Counter(sum(group) for group in layout.groups).items())
+                for size, count in sorted(Counter(sum(group) for group in planned.groups).items())
             ],
-            "odds": [_odds(placement_odds.odds(layout, k)) for k in wanted if losses or k <= nodes],
+            "odds": [_odds(survival_odds(planned, k)) for k in wanted if losses or k <= nodes],
         },
         output,
         tables.plan,
     )
 
 
-def _odds(odds: placement_odds.Odds) -> Json:
+def _odds(odds: SurvivalOdds) -> Json:
     return {
         "losses": odds.losses,
         "survival": float(odds.survival),
