@@ -30,22 +30,26 @@ class LentMemory:
         self.held: list[HeldSegment] = []
         #: What the daemon answered to the last reservation, or why that came to nothing.
         self.reserved: pb.Reserved | None = None
+        #: What the daemon has set aside for this rank: "full", "lean" where memory is short, empty if not known yet. A
+        #: reservation that is refused leaves it as it was.
+        self.contract = ""
         self.refused: FastCheckError | None = None
         #: Why waits for steps came to nothing.
         self.refused_steps: dict[int, FastCheckError] = {}
         #: What was asked for last: a daemon that has restarted is asked for it before the next save.
         self._reservation: pb.ReserveMemory | None = None
 
-    @property
-    def contract(self) -> str:
-        """What the daemon has set aside for this rank: "full", "lean" where memory is short, empty if not known yet."""
-        kind = pb.MEMORY_CONTRACT_UNSPECIFIED if self.reserved is None else self.reserved.contract
-        return {pb.MEMORY_CONTRACT_FULL: "full", pb.MEMORY_CONTRACT_LEAN: "lean"}.get(kind, "")
+    def on_reserved(self, reserved: pb.Reserved) -> None:
+        """The daemon says what it has set aside."""
+        self.reserved = reserved
+        kinds = {pb.MEMORY_CONTRACT_FULL: "full", pb.MEMORY_CONTRACT_LEAN: "lean"}
+        self.contract = kinds.get(reserved.contract, "")
 
     def drop(self) -> None:
         """The stream has ended, and with it all loans."""
         self.held.clear()
         self.reserved = None
+        self.contract = ""
 
     def pick(self, size: int) -> HeldSegment | None:
         """A segment of at least that size, now the caller's."""

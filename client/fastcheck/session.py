@@ -359,7 +359,7 @@ class Session:
                 held = HeldSegment(offered.segment_id, offered.segment, stream, self._number)
                 self._lent.held.append(held)
             elif kind == "reserved":
-                self._lent.reserved = message.reserved
+                self._lent.on_reserved(message.reserved)
             elif kind == "progress":
                 fenced = self._pending.on_progress(message.progress)
                 if fenced and message.progress.session == self._number:

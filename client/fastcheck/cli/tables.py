@@ -56,6 +56,16 @@ def ratio(codecs: Json) -> str:
     return f"{raw / encoded:.2f}" if encoded else ""
 
 
+def memory(contract: Json | None) -> Text:
+    """What a rank's node has set aside for it; a lean contract stands out."""
+    if contract is None:
+        return Text("")
+    return Text(
+        f"{contract['contract']} ({human_bytes(contract['bytes'])})",
+        style="yellow" if contract["contract"] == "lean" else "",
+    )
+
+
 def columns(*titles: str) -> Table:
     """An empty table."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
@@ -238,7 +248,7 @@ def inspect(result: Json) -> RenderableType:
     head.add_row("bytes", human_bytes(result["bytes"]))
     head.add_row("copies", f"{result['copies']} on other nodes")
     head.add_row("precision", precision(lossy=result["lossy"]))
-    ranks = columns(">RANK", "OWNER", ">INCARNATION", ">SHARDS", ">BYTES", ">RATIO", "CODECS")
+    ranks = columns(">RANK", "OWNER", ">INCARNATION", ">SHARDS", ">BYTES", ">RATIO", "MEMORY", "CODECS")
     for rank in result["ranks"]:
         ranks.add_row(
             str(rank["rank"]),
@@ -247,6 +257,7 @@ def inspect(result: Json) -> RenderableType:
             str(rank["shards"]),
             human_bytes(rank["bytes"]),
             ratio(rank["codecs"]),
+            memory(rank["memory"]),
             ", ".join(
                 f"{codec} {human_bytes(use['raw_bytes'])} → {human_bytes(use['encoded_bytes'])}"
                 for codec, use in rank["codecs"].items()

@@ -166,7 +166,14 @@ def test_prepare_reserves_and_says_what_does_not_fit(world):
             ckpt.prepare(state(size=BUDGET // 4))
         assert time.monotonic() - started < 2
         # What it had it has still.
-        assert ckpt.save(1, state()).result(timeout=30).committed
+        handle = ckpt.save(1, state()).result(timeout=30)
+        assert handle.committed
+        # Operators are told of the same contract, as long as there is a trainer.
+        (report,) = world.node.coordinator.reports()
+        (memory,) = report.memory
+        assert handle.stats["memory"] == "full"
+        assert (memory.rank, memory.contract, memory.segments) == (0, pb.MEMORY_CONTRACT_FULL, 4)
+    until(lambda: not any(report.memory for report in world.node.coordinator.reports()))
 
 
 def test_a_save_waits_for_nobody_who_has_to_answer(world):
