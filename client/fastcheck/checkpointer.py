@@ -19,7 +19,7 @@ from fastcheck_proto.conventions import STEP_MAX
 from .advice import Advice, Measured, advise, observed_mtbf
 from .config import parse_precision, resolve, whole_number
 from .connection import Connection, parse_address
-from .copying import default_copy_threads
+from .copier import default_copy_threads
 from .daemon import Daemon
 from .errors import ClosedError, InvalidArgumentError
 from .handle import SaveHandle

@@ -7,6 +7,7 @@ connection.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -25,6 +26,9 @@ CONNECT_S = 1.0
 RECONNECT_S = 0.3
 #: For what has no training waiting behind it and fails if the daemon is only busy: reading, listing.
 PATIENT_CONNECT_S = 5.0
+#: A daemon that may just be starting is looked for during this long, where the caller can wait.
+_START_S = 3.0
+_START_PAUSE_S = 0.2
 #: A long call is left alone for this long, and then between two looks whether the daemon lives.
 _GUARD_INTERVAL_S = 1.0
 WHOM = "the daemon on this node"
@@ -41,9 +45,18 @@ class Daemon:
         """Whether it is on this machine."""
         return self._connection.address.local
 
-    def connect(self, connect_s: float) -> None:
-        """Find the daemon; raises DaemonUnavailableError when it is not there."""
-        self._connection.link(connect_s)
+    def find(self, timeout_s: float) -> None:
+        """Give a daemon that is just starting a moment; raises DaemonUnavailableError after it."""
+        until = time.monotonic() + min(_START_S, timeout_s)
+        while True:
+            try:
+                self._connection.link(CONNECT_S)
+            except DaemonUnavailableError:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(_START_PAUSE_S)
+            else:
+                return
 
     def link(self, connect_s: float) -> Link:
         """The way to it, for who keeps one; raises DaemonUnavailableError when it is not there."""

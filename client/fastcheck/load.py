@@ -9,7 +9,7 @@ from typing import Any
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
-from .copying import contiguous_bytes
+from .copier import contiguous_bytes
 from .daemon import CONNECT_S
 from .errors import (
     LoadFailedError,
@@ -108,7 +108,7 @@ class Loads:
 
     def steps(self) -> list[int]:
         """Committed steps that can be loaded, oldest first."""
-        self._session.find_daemon()
+        self._session.daemon.find(self._session.timeout_s)
         return list(self._list_steps(pb.ListStepsRequest(job=self._session.job)).steps)
 
     def _load(
@@ -180,7 +180,7 @@ class Loads:
         All ranks are to find the same newest step: none may be committed between their loads. One that they name is
         what it is.
         """
-        self._session.find_daemon()
+        self._session.daemon.find(self._session.timeout_s)
         try:
             if step is None:
                 self._session.take_to_load()

@@ -32,7 +32,7 @@ from .errors import (
 )
 from .progress import Reporter
 from .replicated.whole import parse_shared
-from .segments import Segment, anonymous, map_file
+from .segments import MappedSegment, anonymous, map_file
 from .state.header import parse
 from .state.records import BoxRead, ByteRange, StateBytes, read_box, tensor_ranges
 
@@ -267,7 +267,7 @@ class StepReader:
         self, request: pb.ReadRequest, reporter: Reporter | None = None
     ) -> Iterator[tuple[pb.ReadReady, Mapping[int, torch.Tensor]]]:
         states: dict[int, torch.Tensor] = {}
-        segment: Segment | None = None
+        segment: MappedSegment | None = None
         try:
             with self._daemon.errors(PATIENT_CONNECT_S) as link:
                 # The segment stays put for as long as this stream is open.
@@ -365,7 +365,9 @@ def _check(ready: pb.ReadReady, request: pb.ReadRequest) -> None:
         raise CorruptError(f"step {ready.step} is larger than the segment that it lies in")
 
 
-def _received(stream: Iterator[pb.ReadResponse], request: pb.ReadRequest, ready: pb.ReadReady) -> Segment:
+def _received(
+    stream: Iterator[pb.ReadResponse], request: pb.ReadRequest, ready: pb.ReadReady
+) -> MappedSegment:
     """Memory of our own, laid out like the daemon's segment, with the requested bytes in their places."""
     last = ready.ranks[-1]
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fastcheck import Checkpointer
-from fastcheck.copying import default_copy_threads
+from fastcheck.copier import default_copy_threads
 from fastcheck.local import LocalCluster
 
 from .limits import Memcpy

@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from ..copying import contiguous_bytes
+from ..copier import contiguous_bytes
 from ..state import dtypes
 
 WORD_BYTES = 8

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fastcheck.copying import Copier
-from fastcheck.segments import Segment, anonymous
+from fastcheck.copier import Copier
+from fastcheck.segments import MappedSegment, anonymous
 from fastcheck.state.dtypes import carrier
 from fastcheck.state.fill import fill
 from fastcheck.state.flatten import flatten
@@ -18,7 +18,7 @@ from fastcheck.state.header import parse
 
 @dataclass
 class Snapshot:
-    segment: Segment
+    segment: MappedSegment
     header: bytes
     state_bytes: int
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.fastcheck.state_bytes import bits, same, snapshot
 
 from fastcheck import CorruptError
-from fastcheck.copying import Copier
+from fastcheck.copier import Copier
 from fastcheck.state import dtypes, layout
 from fastcheck.state.flatten import FlatState, flatten
 from fastcheck.state.header import parse

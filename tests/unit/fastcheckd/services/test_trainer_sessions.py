@@ -205,7 +205,7 @@ def test_a_stream_that_breaks_is_opened_again_and_its_steps_are_followed(world):
         handle = ckpt.save(1, state())
         until(lambda: handle._told)
         before = stream_of(world)
-        ckpt._session._stream.cut()
+        ckpt._session._keeper.stream.cut()
         until(lambda: stream_of(world) not in (None, before) and ckpt._session.is_open)
         world.registry.waiting = False
         assert handle.result(timeout=30).committed
@@ -308,7 +308,7 @@ def test_a_registry_that_is_silent_lets_a_client_that_is_known_come_back(world):
         ckpt.save(1, state()).result(timeout=30)
         world.registry.silent = True
         before = stream_of(world)
-        ckpt._session._stream.cut()
+        ckpt._session._keeper.stream.cut()
         until(lambda: stream_of(world) not in (None, before) and ckpt._session.is_open)
         handle = ckpt.save(2, state(2))
         until(lambda: handle.provisional)
