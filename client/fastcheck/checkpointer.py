@@ -18,7 +18,7 @@ from fastcheck_proto.conventions import STEP_MAX
 
 from .advice import Advice, Measured, advise, observed_mtbf
 from .config import parse_precision, resolve, whole_number
-from .connection import Connection, parse_address
+from .connection import parse_address
 from .copier import default_copy_threads
 from .daemon import Daemon
 from .errors import ClosedError, InvalidArgumentError
@@ -93,7 +93,7 @@ class Checkpointer:
                 raise InvalidArgumentError(f"{what} = {seconds!r} must be above 0")
         self._layouts = Layouts(parse_precision(precision))
         self._shared = SharedSaves(self.rank, self.world_size, per_rank, compare) if replicated else None
-        self._daemon = Daemon(Connection(where))
+        self._daemon = Daemon(where)
         self._session = session = Session(self._identity, self._daemon, timeout_s, in_flight)
         self._transport: Transport = SharedMemory(session, threads) if where.local else Streams(session)
         self._lock = threading.Lock()

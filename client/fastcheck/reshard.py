@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -17,10 +16,11 @@ from fastcheck_proto.v1 import state_pb2 as pb
 
 from .errors import OutOfMemoryError, StateMismatchError, WorldSizeError
 from .progress import Reporter
+from .saved_rank import SavedRank
 from .segments import anonymous
 from .state import dtypes
 from .state.fill import fill
-from .state.header import Path, materialize, show
+from .state.header import Path, show
 from .state.match import Match, any_dtensor, match_records, whole_shape
 from .state.sharding import Box, HolesError, box_of, cover, is_dtensor, layout_of, local_of, saved_box
 from .step_reader import BoxInto, StepReader
@@ -28,26 +28,6 @@ from .step_reader import BoxInto, StepReader
 HOLES_SHOWN_MAX = 3
 #: Copies on several meshes are compared in batches of this size.
 COMPARED_BYTES_MAX = 64 << 20
-
-
-@dataclass(frozen=True)
-class SavedRank:
-    """A rank's header, and its records by their paths."""
-
-    header: pb.StateHeader
-
-    @cached_property
-    def records(self) -> Mapping[Path, pb.TensorRecord]:
-        """Needed only for DTensors."""
-        found: dict[Path, pb.TensorRecord] = {}
-        nothing = torch.empty(0)
-
-        def note(index: int, path: Path) -> torch.Tensor:
-            found[path] = self.header.tensors[index]
-            return nothing
-
-        materialize(self.header.root, note, ())
-        return found
 
 
 @dataclass(frozen=True)
@@ -95,7 +75,7 @@ def load_resharded(
         StateMismatchError, UnsupportedStateError, PartialLoadError: as `fill`, or no rank has a part.
         What `StepReader` does.
     """
-    saved = {number: SavedRank(each.header) for number, each in reader.ranks.items()}
+    saved = reader.ranks
     own = rank if rank in saved else 0
     header = saved[own].header
     try:

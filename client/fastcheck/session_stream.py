@@ -17,7 +17,7 @@ import grpc
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
-from .connection import Link, translate
+from .connection import Link, is_alive, translate
 from .daemon import CONNECT_S, RECONNECT_S, WHOM, Daemon
 from .errors import ClosedError, DaemonUnavailableError, FastCheckError, RegistryUnavailableError
 
@@ -281,7 +281,7 @@ class StreamKeeper:
                 overdue = self._user.overdue(now)
             if not slow and not overdue:
                 continue
-            if not self._daemon.alive(stream.link):
+            if not is_alive(stream.link):
                 self._daemon.drop(stream.link)
                 stream.cut()
             elif slow:

@@ -18,6 +18,9 @@ from typing import Any, TypeVar
 
 import click
 from click.shell_completion import get_completion_class
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from ..certs import LocalAuthority
 from ..cluster_plan import LOSSES_MAX, NODES_MAX, SurvivalOdds, plan_cluster, survival_odds
@@ -65,7 +68,7 @@ def show(
     service's may be others.
     """
     result = _ask_program(config_file, settings, timeout_s)
-    emit(result, output, lambda shown: tables.config(shown, origins=origin))
+    emit(result, output, lambda shown: _keys_table(shown, origins=origin))
 
 
 def _ask_program(config_file: Path | None, settings: tuple[str, ...], timeout_s: float) -> Json:
@@ -92,6 +95,22 @@ def _ask_program(config_file: Path | None, settings: tuple[str, ...], timeout_s:
         raise FastCheckError(f"fastcheckd failed with exit code {done.returncode}: {done.stderr.strip()}")
     listed: Json = json.loads(done.stdout)
     return listed
+
+
+def _keys_table(result: Json, *, origins: bool) -> RenderableType:
+    """Keys and values; values that differ from the default stand out.
+
+    Args:
+        origins: also where each value comes from.
+    """
+    table = tables.columns("KEY", "VALUE", *(["FROM"] if origins else []))
+    for entry in result["keys"]:
+        value = entry["value"]
+        shown = value if isinstance(value, str) else json.dumps(value)
+        style = "dim" if entry["origin"] == "default" else ""
+        where = f"{entry['origin']} {entry['where']}".rstrip()
+        table.add_row(*(Text(text, style) for text in (entry["key"], shown, *([where] if origins else []))))
+    return table
 
 
 #: Losses that are shown when nobody asks for others, besides one more than is tolerated.
@@ -145,7 +164,7 @@ def plan(
             "odds": [_odds(survival_odds(planned, k)) for k in wanted if losses or k <= nodes],
         },
         output,
-        tables.plan,
+        _plan_table,
     )
 
 
@@ -163,6 +182,39 @@ def _odds(odds: SurvivalOdds) -> Json:
 def _one_in(survival: Fraction) -> float | None:
     """1 in how many such losses loses something; None: none does."""
     return None if survival == 1 else float(1 / (1 - survival))
+
+
+def _plan_table(result: Json) -> RenderableType:
+    """A layout and its odds."""
+    head = Table.grid(padding=(0, 2))
+    groups = ", ".join(f"{g['count']} of {g['nodes']} nodes" for g in result["groups"])
+    head.add_row("groups", groups)
+    head.add_row(
+        "copies", f"{result['copies']}, the owner's included; spread over {result['spread']} holders"
+    )
+    if result["domains"]:
+        domains = Text(f"{result['domains']}, copies in different ones")
+        if result["domains_short"]:
+            domains = Text(
+                f"{result['domains']}, too few to keep {result['copies']} copies apart", style="yellow"
+            )
+        head.add_row("domains", domains)
+    table = tables.columns(
+        ">LOST AT ONCE", ">NOTHING LOST", ">ELSE 1 IN", ">GEMINI'S BOUND", ">RING", ">EVERYWHERE"
+    )
+    for odds in result["odds"]:
+        one_in = odds["loses_one_in"]
+        table.add_row(
+            str(odds["losses"]),
+            _percent(odds["survival"]),
+            "never" if one_in is None else f"{one_in:.4g}",
+            *(_percent(odds[key]) for key in ("gemini_bound", "ring", "everywhere")),
+        )
+    return Group(head, Text(), table)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4f} %"
 
 
 SHELLS = ("bash", "zsh", "fish")

@@ -21,7 +21,7 @@ from torch.futures import Future
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from ..config import resolve
-from ..connection import Connection, parse_address
+from ..connection import parse_address
 from ..daemon import PATIENT_CONNECT_S, Daemon
 from ..errors import (
     InvalidArgumentError,
@@ -212,7 +212,7 @@ class FastCheckReader(StorageReader):
 
     def _connected(self, address: str) -> Daemon:
         if self._daemon is None:
-            self._daemon = Daemon(Connection(parse_address(address)))
+            self._daemon = Daemon(parse_address(address))
         return self._daemon
 
     def _steps(self, daemon: Daemon, job: str) -> list[int]:

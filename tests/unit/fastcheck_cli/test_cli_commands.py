@@ -194,7 +194,7 @@ def test_a_demo_that_kills_after_its_end_is_refused():
 def test_without_click_the_entry_point_says_what_to_install():
     code = (
         "import sys; sys.modules['click'] = None\n"
-        "from fastcheck.cli.entry import main\n"
+        "from fastcheck.cli import main\n"
         "sys.argv = ['fastcheck', 'status']; main()"
     )
     done = subprocess.run(

@@ -20,7 +20,7 @@ from fastcheckd.config_sources import load_config
 def config_of(cluster_dir, count=4, **changes):
     names = [layout.node_id(i) for i in range(count)]
     ports = {
-        name: NodePorts(agent=p, data=p + 1, lane=p + 2, registry=p + 3, raft=p + 4)
+        name: NodePorts(agent=p, data=p + 1, lane=p + 2, metrics=p + 5, registry=p + 3, raft=p + 4)
         for name, p in zip(names, range(20_000, 30_000, 10), strict=False)
     }
     voters = {name: ports[name] for name in names[: layout.voter_count(count)]}
