@@ -33,7 +33,7 @@ from .state.flatten import flatten, uncollected
 from .state.layouts import Layouts
 from .state.optimizers import missing_bytes
 from .transport import Transport
-from .upload import Streams
+from .upload import UploadTransport
 
 
 class Checkpointer:
@@ -95,7 +95,9 @@ class Checkpointer:
         self._shared = SharedSaves(self.rank, self.world_size, per_rank, compare) if replicated else None
         self._daemon = Daemon(where)
         self._session = session = Session(self._identity, self._daemon, timeout_s, in_flight)
-        self._transport: Transport = SharedMemory(session, threads) if where.local else Streams(session)
+        self._transport: Transport = (
+            SharedMemory(session, threads) if where.local else UploadTransport(session)
+        )
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._saves = Saves(session, self._transport, self._shared)

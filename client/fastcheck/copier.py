@@ -21,7 +21,7 @@ import torch
 from fastcheck_proto.conventions import TENSOR_ALIGNMENT_BYTES
 
 from .errors import SaveFailedError
-from .gpu import Cuda, Gpu, Mark, Pair
+from .gpu import Cuda, Mark, Pair
 from .segments import populate
 from .state import dtypes
 from .state.flatten import FlatState, Piece, uncollected
@@ -142,7 +142,7 @@ def _lines_with_gaps(offsets: list[int], sizes: list[int], header_offset: int) -
 class Copier:
     """Copies states with a fixed number of threads, the caller's included."""
 
-    def __init__(self, threads: int, gpu: Gpu | None = None) -> None:
+    def __init__(self, threads: int, gpu: Cuda | None = None) -> None:
         self._threads = threads
         self._gpu = Cuda() if gpu is None else gpu
         self._gaps = ZeroedGaps()

@@ -1,6 +1,6 @@
 """All that FastCheck does with CUDA: page-locking a segment, and copies on streams of their own. Decides nothing.
 
-`Gpu` is what staging needs; a test's stand-in has the same methods. Sources are kept alive by the caller until
+A test's stand-in has the methods of `Cuda`. Sources are kept alive by the caller until
 `wait` has returned, which is also what keeps torch's allocator from handing their memory out again.
 """
 
@@ -10,7 +10,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,38 +24,6 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 _REFUSALS_MAX = 3
 #: Events by device: a point in the work of some streams.
 Mark = dict[torch.device, Any]
-
-
-class Gpu(Protocol):
-    """Copies from a device into memory of this process, without holding the caller up."""
-
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is on such a device."""
-        ...
-
-    def mark(self, tensors: Iterable[torch.Tensor]) -> Mark:
-        """The point up to which this thread has given work to the tensors' devices."""
-        ...
-
-    def copy(self, pairs: Sequence[Pair], after: Mark) -> Mark:
-        """Give copies to the devices, to be done after a mark; returns the mark at which they are done."""
-        ...
-
-    def hold(self, until: Mark) -> None:
-        """Work that this thread gives to the devices from now on waits there for a mark; this thread does not."""
-        ...
-
-    def wait(self, until: Mark) -> None:
-        """This thread waits for a mark."""
-        ...
-
-    def lock(self, address: int, size_bytes: int) -> str:
-        """Page-lock memory, so that devices copy into it by themselves; returns why not, empty if it is."""
-        ...
-
-    def unlock(self, address: int) -> None:
-        """Undo `lock`."""
-        ...
 
 
 class Cuda:
@@ -128,7 +96,7 @@ class Pinner:
     threads.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Cuda) -> None:
         self._gpu = gpu
         self._lock = threading.Lock()
         self._pinned: weakref.WeakSet[MappedSegment] = weakref.WeakSet()

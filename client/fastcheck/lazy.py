@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .copier import Copier, carried
 from .errors import StateChangedError
-from .gpu import Gpu, Mark
+from .gpu import Cuda, Mark
 from .handle import SaveHandle
 from .segments import MappedSegment
 from .state.flatten import FlatState
@@ -37,7 +37,7 @@ _NAMES_SHOWN_MAX = 5
 class LazyCopy:
     """The later pieces of one state on their way into a segment. `run` it in one thread, `hold` it from any."""
 
-    def __init__(self, flat: FlatState, segment: MappedSegment, copier: Copier, gpu: Gpu) -> None:
+    def __init__(self, flat: FlatState, segment: MappedSegment, copier: Copier, gpu: Cuda) -> None:
         later = [piece for piece in flat.pieces if piece.later]
         near = [piece for piece in later if not gpu.takes(piece.tensor)]
         # Both lists keep the memory alive that is read, whatever becomes of the caller's tensors.

@@ -43,28 +43,17 @@ _CLOSE_S = 2.0
 
 
 class Session:
-    """A rank's place, its memory and its steps under way. Safe to use from several threads.
+    """A rank's place, its memory and its steps under way. Safe to use from several threads."""
 
-    Args:
-        offered: called with each segment that is lent to this process, to have it made ready.
-    """
-
-    def __init__(
-        self,
-        identity: RankConfig,
-        daemon: Daemon,
-        timeout_s: float,
-        max_in_flight: int,
-        offered: Callable[[pb.SegmentRef], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, identity: RankConfig, daemon: Daemon, timeout_s: float, max_in_flight: int) -> None:
         self.job = identity.job
         self.rank = identity.rank
         self.world_size = identity.world_size
         self.daemon = daemon
         #: Longest wait for the registry, and for a segment.
         self.timeout_s = timeout_s
-        #: Called with each segment that is lent to this process.
-        self.offered = offered
+        #: Called with each segment that is lent to this process, to have it made ready.
+        self.offered: Callable[[pb.SegmentRef], None] = lambda _: None
         self.client_id = uuid.uuid4().hex
         self._max_in_flight = max_in_flight
         #: Guards what follows; notified at every change.
@@ -144,7 +133,7 @@ class Session:
         if self._keeper.closed:
             raise ClosedError("this Checkpointer is closed: make a new one")
 
-    # --- the stream ------------------------------------------------------------------------------
+    # --- for the keeper of the stream: under the lock, but for `on_message` -----------------------
 
     def opening(self) -> pb.OpenSession:
         """The first message of the next stream."""

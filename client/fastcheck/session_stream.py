@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -20,6 +20,9 @@ from fastcheck_proto.v1 import trainer_pb2 as pb
 from .connection import Link, is_alive, translate
 from .daemon import CONNECT_S, RECONNECT_S, WHOM, Daemon
 from .errors import ClosedError, DaemonUnavailableError, FastCheckError, RegistryUnavailableError
+
+if TYPE_CHECKING:
+    from .session import Session
 
 logger = logging.getLogger("fastcheck")
 
@@ -122,47 +125,19 @@ class Stream:
         self.ended.set()
 
 
-class StreamUser(Protocol):
-    """The session, as the keeper of its stream sees it. Everything is called under the lock but `on_message`."""
-
-    def opening(self) -> pb.OpenSession:
-        """The first message of the next stream."""
-        ...
-
-    def overdue(self, now: float) -> bool:
-        """Whether something is waited for that a daemon which lives would have sent by now."""
-        ...
-
-    def on_alive(self, now: float) -> None:
-        """It lives."""
-        ...
-
-    def on_message(self, stream: Stream, message: pb.DaemonMessage) -> None:
-        """The daemon says something."""
-        ...
-
-    def on_lost(self) -> None:
-        """The stream has ended."""
-        ...
-
-    def on_given_up(self, error: FastCheckError) -> None:
-        """There is no stream and none will be opened, unless somebody asks; or not in time for steps under way."""
-        ...
-
-
 class StreamKeeper:
     """Keeps one stream. Its fields and methods are used under `changed`, the session's lock, which it notifies.
 
     Args:
         daemon: to whom.
         changed: guards the session.
-        user: the session.
+        session: says how the next stream is to be opened, and is told what becomes of this one.
     """
 
-    def __init__(self, daemon: Daemon, changed: threading.Condition, user: StreamUser) -> None:
+    def __init__(self, daemon: Daemon, changed: threading.Condition, session: Session) -> None:
         self._daemon = daemon
         self._changed = changed
-        self._user = user
+        self._session = session
         self._thread: threading.Thread | None = None
         self.stream: Stream | None = None
         #: The daemon has answered the stream's first message.
@@ -217,7 +192,7 @@ class StreamKeeper:
     def end_stream(self) -> None:
         """End the stream, on purpose; the next one is for another session."""
         stream, self.stream, self.is_open = self.stream, None, False
-        self._user.on_lost()
+        self._session.on_lost()
         if stream is not None:
             stream.cut()
 
@@ -243,7 +218,7 @@ class StreamKeeper:
                     return
                 if not self._is_due():
                     continue
-                opening = self._user.opening()
+                opening = self._session.opening()
                 connect_s = CONNECT_S if self._error is None else RECONNECT_S
             try:
                 link = self._daemon.link(connect_s)
@@ -251,7 +226,7 @@ class StreamKeeper:
                     if self.closed:
                         return
                     self.clock = DaemonClock()
-                    self.stream = stream = Stream(link, opening, self._user.on_message, self._on_end)
+                    self.stream = stream = Stream(link, opening, self._session.on_message, self._on_end)
                 self._guard(stream)
             except FastCheckError as error:
                 self._failed(error)
@@ -278,7 +253,7 @@ class StreamKeeper:
                 if self.closed or self.stream is not stream:
                     return
                 slow = not self.is_open and now - began > _OPEN_S_MAX
-                overdue = self._user.overdue(now)
+                overdue = self._session.overdue(now)
             if not slow and not overdue:
                 continue
             if not is_alive(stream.link):
@@ -288,7 +263,7 @@ class StreamKeeper:
                 stream.cut()
             else:
                 with self._changed:
-                    self._user.on_alive(now)
+                    self._session.on_alive(now)
 
     def _on_end(self, stream: Stream, error: FastCheckError) -> None:
         with self._changed:
@@ -297,7 +272,7 @@ class StreamKeeper:
                 return  # ended on purpose
             was_open = self.is_open
             self.stream, self.is_open = None, False
-            self._user.on_lost()
+            self._session.on_lost()
         if stream.broken:
             self._daemon.drop(stream.link)
         if was_open and isinstance(error, DaemonUnavailableError):
@@ -321,12 +296,12 @@ class StreamKeeper:
                 self._retry_at = now + self._pause_s
                 self._lost_at = now if self._lost_at is None else self._lost_at
                 if now - self._lost_at > _AWAY_S_MAX:
-                    self._user.on_given_up(error)
+                    self._session.on_given_up(error)
             else:
                 # Somebody has to ask again: it will not be better by itself.
                 self._wanted = False
                 self._retry_at = 0.0
-                self._user.on_given_up(error)
+                self._session.on_given_up(error)
             self._changed.notify_all()
 
 

@@ -18,7 +18,7 @@ from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from .copier import Copier
 from .errors import CorruptError, FastCheckError
-from .gpu import Cuda, Gpu, Pinner
+from .gpu import Cuda, Pinner
 from .handle import SaveHandle
 from .lazy import LazyCopy
 from .prefault import Prefaulter
@@ -43,12 +43,12 @@ class SharedMemory:
 
     lazy = True
 
-    def __init__(self, session: Session, copy_threads: int, gpu: Gpu | None = None) -> None:
+    def __init__(self, session: Session, copy_threads: int) -> None:
         self._session = session
         self._daemon = session.daemon
         session.offered = self.warm
         self._cache = SegmentCache()
-        self._gpu = Cuda() if gpu is None else gpu
+        self._gpu = Cuda()
         self._pinner = Pinner(self._gpu)
         self._copier = Copier(copy_threads, self._gpu)
         self._prefaulter = Prefaulter(self._cache, self._pinner.pin_ahead)

@@ -45,7 +45,7 @@ class _Sent:
         self._session.wait_heard(handle)
 
 
-class Streams:
+class UploadTransport:
     """Bytes through calls to a daemon elsewhere, into segments that the session holds there."""
 
     #: The bytes go in their order, whatever may change when.

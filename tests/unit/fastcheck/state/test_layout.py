@@ -342,18 +342,6 @@ def test_memory_shared_here_must_hold_one_value_also_when_cut():
     assert not target["model"]["w"].any()
 
 
-def test_a_state_saved_before_tensors_were_cut_still_loads():
-    state = {"w": torch.randn(5), "n": 1}
-    flat = flatten(state)
-    header = state_pb2.StateHeader.FromString(flat.header)
-    header.schema = 1
-    kept = snapshot(state)
-    kept.header = header.SerializeToString()
-    target = zeroed(state)
-    kept.fill(target)
-    assert same(target, state)
-
-
 class Own(torch.nn.Module):
     """Clears its parameter before it looks at what it is given."""
 
