@@ -23,9 +23,9 @@ from fastcheck_proto.conventions import TENSOR_ALIGNMENT_BYTES
 from .errors import SaveFailedError
 from .gpu import Cuda, Mark, Pair
 from .segments import populate
-from .state import dtypes
 from .state.flatten import FlatState, Piece, uncollected
 from .state.records import Move
+from .state.tensors import carrier
 
 #: Long moves are cut into pieces of this to twice this. Beyond a part of the processor's last cache, 43 MB where it has
 #: 105, memmove writes past the caches, and takes two thirds of the time.
@@ -223,7 +223,7 @@ def carried(piece: Piece, segment: torch.Tensor) -> Pair:
     source = piece.tensor
     place = segment[piece.offset : piece.offset + piece.bytes]
     into = place.view(source.dtype).view(source.shape)
-    return dtypes.carrier(into), dtypes.carrier(source)
+    return carrier(into), carrier(source)
 
 
 def _parted(test: Callable[[torch.Tensor], bool], pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
@@ -266,7 +266,7 @@ def contiguous_bytes(tensor: torch.Tensor, piece_bytes: int) -> Iterator[bytes]:
     """A tensor's bytes in order, in pieces of at most `piece_bytes`; from any device, however strided."""
     if not tensor.numel():
         return
-    source = dtypes.carrier(tensor).contiguous().cpu()
+    source = carrier(tensor).contiguous().cpu()
     size = source.numel() * source.dtype.itemsize
     for start in range(0, size, piece_bytes):
         yield ctypes.string_at(source.data_ptr() + start, min(piece_bytes, size - start))

@@ -18,11 +18,11 @@ from .errors import OutOfMemoryError, StateMismatchError, WorldSizeError
 from .progress import Reporter
 from .saved_rank import SavedRank
 from .segments import anonymous
-from .state import dtypes
 from .state.fill import fill
 from .state.header import Path, show
 from .state.match import Match, any_dtensor, match_records, whole_shape
 from .state.sharding import Box, HolesError, box_of, cover, is_dtensor, layout_of, local_of, saved_box
+from .state.tensors import DTYPES, carrier
 from .step_reader import BoxInto, StepReader
 
 HOLES_SHOWN_MAX = 3
@@ -245,7 +245,7 @@ def _compare(planned: Relayout, own: int, reader: StepReader, memory: torch.Tens
         reader.fill([box for *_, box in batch])
         for path, record, part, box in batch:
             here = _place(memory, record, part.target)
-            if not torch.equal(dtypes.carrier(box.target), dtypes.carrier(here)):
+            if not torch.equal(carrier(box.target), carrier(here)):
                 differ.setdefault(
                     path,
                     f"{show(path)} was on one mesh on rank {own} and on another on rank {part.rank}, with other "
@@ -255,11 +255,11 @@ def _compare(planned: Relayout, own: int, reader: StepReader, memory: torch.Tens
         batch.clear()
 
     for path, record, parts in planned.alike:
-        itemsize = dtypes.BY_NAME[record.dtype].itemsize
+        itemsize = DTYPES[record.dtype].itemsize
         for whole in parts:
             for box in whole.target.pieces(COMPARED_BYTES_MAX // itemsize):
                 part = ReadPart(whole.rank, whole.record, whole.source_of(box), box)
-                into = torch.empty(box.sizes, dtype=dtypes.BY_NAME[record.dtype])
+                into = torch.empty(box.sizes, dtype=DTYPES[record.dtype])
                 batch.append((path, record, part, BoxInto(part.rank, part.record, *part.source, into)))
                 size += into.nbytes
                 if size >= COMPARED_BYTES_MAX:
@@ -284,7 +284,7 @@ def _lay_out(record: pb.TensorRecord, match: Match | None, made: Relayout) -> No
         if wanted is not None:
             del record.shape[:]
             record.shape.extend(_local_shape(match.like, wanted))
-            record.bytes = wanted.elements * dtypes.BY_NAME[record.dtype].itemsize
+            record.bytes = wanted.elements * DTYPES[record.dtype].itemsize
     record.offset = made.state_bytes
     made.state_bytes += -(-record.bytes // TENSOR_ALIGNMENT_BYTES) * TENSOR_ALIGNMENT_BYTES
 
@@ -297,7 +297,7 @@ def _local_shape(like: torch.Tensor, wanted: Box) -> tuple[int, ...]:
 
 def _place(memory: torch.Tensor, record: pb.TensorRecord, box: Box) -> torch.Tensor:
     """A box of a record's tensor, as a view."""
-    flat = memory[record.offset : record.offset + record.bytes].view(dtypes.BY_NAME[record.dtype])
+    flat = memory[record.offset : record.offset + record.bytes].view(DTYPES[record.dtype])
     place = flat.view(tuple(record.shape))
     for dim, (low, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         place = place.narrow(dim, low, size)

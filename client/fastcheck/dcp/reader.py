@@ -31,8 +31,7 @@ from ..errors import (
     StepNotFoundError,
     UnsupportedStateError,
 )
-from ..state.dtypes import BY_NAME
-from ..state.tensors import why_unsupported
+from ..state.tensors import DTYPES, why_unsupported
 from ..step_reader import BoxInto, StepReader
 from .checkpoint_id import CheckpointId, agreed_job, names_a_step, parse_checkpoint_id, url_of
 from .metadata import StepIndex, index_of
@@ -295,4 +294,4 @@ def _staging(item: ReadItem, target: torch.Tensor, dtype: str) -> torch.Tensor:
         )
     if str(target.dtype) == f"torch.{dtype}":
         return target
-    return torch.empty(target.shape, dtype=BY_NAME[dtype])
+    return torch.empty(target.shape, dtype=DTYPES[dtype])

@@ -19,7 +19,7 @@ from fastcheck_proto.conventions import HEADER_BYTES_MAX, TENSOR_ALIGNMENT_BYTES
 from fastcheck_proto.v1 import state_pb2 as pb
 
 from ..errors import CorruptError
-from . import dtypes
+from .tensors import DTYPES
 
 Key = str | int | bool | None
 Path = tuple[Key, ...]
@@ -102,7 +102,7 @@ def _corrupt(why: str) -> CorruptError:
 
 def _check_record(record: pb.TensorRecord, state_bytes: int) -> None:
     name = repr(record.name[:200])
-    dtype = dtypes.BY_NAME.get(record.dtype)
+    dtype = DTYPES.get(record.dtype)
     if dtype is None:
         raise CorruptError(
             f"tensor {name} has dtype {record.dtype[:40]!r}, which this torch ({torch.__version__}) does not "
@@ -122,7 +122,7 @@ def _check_pieces(record: pb.TensorRecord, state_bytes: int) -> None:
     if not offsets and not size:
         return
     name = repr(record.name[:200])
-    if len(offsets) < 2 or not size or size % dtypes.BY_NAME[record.dtype].itemsize:
+    if len(offsets) < 2 or not size or size % DTYPES[record.dtype].itemsize:
         raise _corrupt(f"tensor {name} is cut as no tensor is")
     rest = record.bytes - (len(offsets) - 1) * size
     if not 0 < rest <= size:

@@ -10,10 +10,10 @@ import torch
 
 from fastcheck.copier import Copier
 from fastcheck.segments import MappedSegment, anonymous
-from fastcheck.state.dtypes import carrier
 from fastcheck.state.fill import fill
 from fastcheck.state.flatten import flatten
 from fastcheck.state.header import parse
+from fastcheck.state.tensors import carrier
 
 
 @dataclass
