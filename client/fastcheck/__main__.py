@@ -1,5 +1,5 @@
 """`python -m fastcheck` is `fastcheck`."""
 
-from .cli.entry import main
+from .cli import main
 
 main()

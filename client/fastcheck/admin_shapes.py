@@ -9,7 +9,7 @@ import datetime
 from collections.abc import Iterable
 from typing import Any
 
-from fastcheck_proto.v1 import admin_pb2, common_pb2, node_pb2, peer_pb2, registry_pb2
+from fastcheck_proto.v1 import admin_pb2, common_pb2, node_pb2, peer_pb2, registry_pb2, trainer_pb2
 
 Json = dict[str, Any]
 
@@ -178,6 +178,7 @@ def step(summary: registry_pb2.StepSummary) -> Json:
 def inspected(reply: admin_pb2.InspectResponse) -> Json:
     """Everything about one committed step."""
     record = reply.record
+    memory = {found.rank: found for found in reply.memory}
     return {
         "job": record.job,
         "step": record.step,
@@ -197,12 +198,21 @@ def inspected(reply: admin_pb2.InspectResponse) -> Json:
                 "shards": len(rank.shards),
                 "lossy": rank.lossy,
                 "codecs": codecs(use for r in reply.replicas if r.rank == rank.rank for use in r.codecs),
+                "memory": _memory(memory.get(rank.rank)),
             }
             for rank in sorted(record.ranks, key=lambda r: r.rank)
         ],
         "replicas": [replica(report) for report in reply.replicas],
         "unreachable": list(reply.unreachable),
     }
+
+
+def _memory(found: peer_pb2.RankMemory | None) -> Json | None:
+    """The memory contract of a rank; None: it has none now, or its node did not answer."""
+    if found is None:
+        return None
+    kind = _word(trainer_pb2.MemoryContract.Name(found.contract), "MEMORY_CONTRACT_").lower()
+    return {"contract": kind, "segments": found.segments, "bytes": found.bytes}
 
 
 def replica(report: admin_pb2.ReplicaReport) -> Json:

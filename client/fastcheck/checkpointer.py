@@ -18,8 +18,8 @@ from fastcheck_proto.conventions import STEP_MAX
 
 from .advice import Advice, Measured, advise, observed_mtbf
 from .config import parse_precision, resolve, whole_number
-from .connection import Connection, parse_address
-from .copying import default_copy_threads
+from .connection import parse_address
+from .copier import default_copy_threads
 from .daemon import Daemon
 from .errors import ClosedError, InvalidArgumentError
 from .handle import SaveHandle
@@ -33,7 +33,7 @@ from .state.flatten import flatten, uncollected
 from .state.layouts import Layouts
 from .state.optimizers import missing_bytes
 from .transport import Transport
-from .upload import Streams
+from .upload import UploadTransport
 
 
 class Checkpointer:
@@ -93,9 +93,11 @@ class Checkpointer:
                 raise InvalidArgumentError(f"{what} = {seconds!r} must be above 0")
         self._layouts = Layouts(parse_precision(precision))
         self._shared = SharedSaves(self.rank, self.world_size, per_rank, compare) if replicated else None
-        self._daemon = Daemon(Connection(where))
+        self._daemon = Daemon(where)
         self._session = session = Session(self._identity, self._daemon, timeout_s, in_flight)
-        self._transport: Transport = SharedMemory(session, threads) if where.local else Streams(session)
+        self._transport: Transport = (
+            SharedMemory(session, threads) if where.local else UploadTransport(session)
+        )
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._saves = Saves(session, self._transport, self._shared)

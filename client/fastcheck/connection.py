@@ -1,13 +1,11 @@
-"""The way to the daemon: where it is, channels to it, and what its failures are called on this side.
+"""Ways to a daemon: its address, channels and links to it, and what its failures are called on this side.
 
-The address names the agent's front door; `Describe` says where the data process listens. A link to it
-is used until a call shows that it is gone, then found anew. Every wait here is short: deciding how long
-to keep trying is the callers' business.
+The address names the agent's front door; `Describe` says where the data process listens. Every wait here is short:
+deciding how long to keep trying is the callers' business.
 """
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import grpc
@@ -18,7 +16,7 @@ from fastcheck_proto.v1.node_pb2_grpc import NodeServiceStub
 from fastcheck_proto.v1.trainer_pb2_grpc import TrainerServiceStub
 
 from . import security, tokens
-from .errors import ClosedError, DaemonUnavailableError, FastCheckError, InvalidArgumentError, from_code
+from .errors import DaemonUnavailableError, FastCheckError, InvalidArgumentError, from_code
 
 #: Length of a Unix socket's path that Linux can take.
 _SOCKET_PATH_BYTES_MAX = 107
@@ -76,80 +74,43 @@ class Link:
     trainer: TrainerServiceStub
 
 
-class Connection:
-    """Finds the data process and keeps one link to it. Safe to use from several threads."""
+def connect(address: Address, timeout_s: float) -> Link:
+    """Find the data process, within about `timeout_s`.
 
-    def __init__(self, address: Address) -> None:
-        self.address = address
-        self._lock = threading.Lock()
-        self._link: Link | None = None
-        self._closed = False
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is a link that was good when last used."""
-        return self._link is not None
-
-    def link(self, timeout_s: float) -> Link:
-        """The link, made within about `timeout_s` if there is none.
-
-        Raises:
-            DaemonUnavailableError: the agent or the data process does not answer.
-            ClosedError: after close().
-        """
-        with self._lock:
-            if self._closed:
-                raise ClosedError("this Checkpointer is closed: make a new one")
-            if self._link is None:
-                self._link = self._connect(timeout_s)
-            return self._link
-
-    def _connect(self, timeout_s: float) -> Link:
-        what = self.address.target
-        security.check_socket(what)
-        with _channel(what) as channel:
-            stub = NodeServiceStub(channel)
-            try:
-                node = stub.Describe(node_pb2.DescribeRequest(), timeout=timeout_s)
-            except grpc.RpcError as error:
-                raise translate(error, f"the daemon at {what}", security.hint(what)) from None
-        target = f"unix:{node.data_socket}" if self.address.local and node.data_socket else node.data_address
-        security.check_socket(target)
-        shown = tokens.shown_to(target)
-        made = _channel(target)
+    Raises:
+        DaemonUnavailableError: the agent or the data process does not answer.
+    """
+    what = address.target
+    security.check_socket(what)
+    with _channel(what) as channel:
+        stub = NodeServiceStub(channel)
         try:
-            grpc.channel_ready_future(made).result(timeout=timeout_s)
+            node = stub.Describe(node_pb2.DescribeRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise translate(error, f"the daemon at {what}", security.hint(what)) from None
+    target = f"unix:{node.data_socket}" if address.local and node.data_socket else node.data_address
+    security.check_socket(target)
+    shown = tokens.shown_to(target)
+    made = _channel(target)
+    try:
+        grpc.channel_ready_future(made).result(timeout=timeout_s)
+    except grpc.FutureTimeoutError:
+        made.close()
+        raise DaemonUnavailableError(
+            f"the daemon at {what} answers, but its data process at {target} does not: it is restarting "
+            "or hangs; see the daemon's log"
+        ) from None
+    return Link(target, made, TrainerServiceStub(grpc.intercept_channel(made, shown) if shown else made))
+
+
+def is_alive(link: Link) -> bool:
+    """Whether the data process still shakes hands; takes a moment when it does not."""
+    with _channel(link.target) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=_PROBE_S)
         except grpc.FutureTimeoutError:
-            made.close()
-            raise DaemonUnavailableError(
-                f"the daemon at {what} answers, but its data process at {target} does not: it is restarting "
-                "or hangs; see the daemon's log"
-            ) from None
-        return Link(target, made, TrainerServiceStub(grpc.intercept_channel(made, shown) if shown else made))
-
-    def drop(self, link: Link) -> None:
-        """Give up a link: the next use finds the daemon anew. Calls that still run on it are cancelled."""
-        with self._lock:
-            if self._link is link:
-                self._link = None
-        link.channel.close()
-
-    def alive(self, link: Link) -> bool:
-        """Whether the data process still shakes hands; takes a moment when it does not."""
-        with _channel(link.target) as channel:
-            try:
-                grpc.channel_ready_future(channel).result(timeout=_PROBE_S)
-            except grpc.FutureTimeoutError:
-                return False
-            return True
-
-    def close(self) -> None:
-        """Give up the link for good."""
-        with self._lock:
-            self._closed = True
-            link, self._link = self._link, None
-        if link is not None:
-            link.channel.close()
+            return False
+        return True
 
 
 def _channel(target: str) -> grpc.Channel:

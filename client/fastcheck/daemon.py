@@ -7,6 +7,7 @@ connection.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,8 +16,8 @@ import grpc
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
-from .connection import Connection, Link, translate
-from .errors import DaemonUnavailableError, FastCheckError
+from .connection import Address, Link, connect, is_alive, translate
+from .errors import ClosedError, DaemonUnavailableError, FastCheckError
 
 T = TypeVar("T")
 
@@ -25,37 +26,64 @@ CONNECT_S = 1.0
 RECONNECT_S = 0.3
 #: For what has no training waiting behind it and fails if the daemon is only busy: reading, listing.
 PATIENT_CONNECT_S = 5.0
+#: A daemon that may just be starting is looked for during this long, where the caller can wait.
+_START_S = 3.0
+_START_PAUSE_S = 0.2
 #: A long call is left alone for this long, and then between two looks whether the daemon lives.
 _GUARD_INTERVAL_S = 1.0
 WHOM = "the daemon on this node"
 
 
 class Daemon:
-    """One daemon, over whatever link is good. Safe to use from several threads."""
+    """One daemon. A link to it is used until a call shows that it is gone, then it is found anew.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    Safe to use from several threads.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+        self._closed = False
 
     @property
     def local(self) -> bool:
         """Whether it is on this machine."""
-        return self._connection.address.local
+        return self._address.local
 
-    def connect(self, connect_s: float) -> None:
-        """Find the daemon; raises DaemonUnavailableError when it is not there."""
-        self._connection.link(connect_s)
+    def find(self, timeout_s: float) -> None:
+        """Give a daemon that is just starting a moment; raises DaemonUnavailableError after it."""
+        until = time.monotonic() + min(_START_S, timeout_s)
+        while True:
+            try:
+                self.link(CONNECT_S)
+            except DaemonUnavailableError:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(_START_PAUSE_S)
+            else:
+                return
 
     def link(self, connect_s: float) -> Link:
-        """The way to it, for who keeps one; raises DaemonUnavailableError when it is not there."""
-        return self._connection.link(connect_s)
+        """The link, made within about `connect_s` if there is none.
 
-    def alive(self, link: Link) -> bool:
-        """Whether it still shakes hands; takes a moment when it does not."""
-        return self._connection.alive(link)
+        Raises:
+            DaemonUnavailableError: it is not there.
+            ClosedError: after close().
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError("this Checkpointer is closed: make a new one")
+            if self._link is None:
+                self._link = connect(self._address, connect_s)
+            return self._link
 
     def drop(self, link: Link) -> None:
-        """Give a link up: the daemon is found anew at the next use."""
-        self._connection.drop(link)
+        """Give up a link: the next use finds the daemon anew. Calls that still run on it are cancelled."""
+        with self._lock:
+            if self._link is link:
+                self._link = None
+        link.channel.close()
 
     def upload(self, requests: Iterator[pb.UploadRequest], *, connect_s: float, timeout_s: float) -> int:
         """Send bytes into a segment; returns how many the daemon has."""
@@ -76,16 +104,14 @@ class Daemon:
         """Have committed steps kept no more; repeating it is harmless."""
         return self._ask(lambda link: link.trainer.Delete(request, timeout=timeout_s), connect_s)
 
-    def _ask(self, call: Callable[[Link], T], connect_s: float, tries: int = 2) -> T:
+    def _ask(self, call: Callable[[Link], T], connect_s: float) -> T:
         """Make a call; one that meets a link gone stale is made again over a fresh one."""
-        for _ in range(tries - 1):
-            if not self._connection.connected:
-                break
+        if self._link is not None:
             try:
                 with self.errors(connect_s) as link:
                     return call(link)
             except DaemonUnavailableError:
-                if self._connection.connected:
+                if self._link is not None:
                     raise  # it lives, but was too slow
         with self.errors(connect_s) as link:
             return call(link)
@@ -93,7 +119,7 @@ class Daemon:
     @contextmanager
     def errors(self, connect_s: float) -> Iterator[Link]:
         """A link to make calls on; their failures become ours, and a dead link is given up."""
-        link = self._connection.link(connect_s)
+        link = self.link(connect_s)
         try:
             yield link
         except grpc.RpcError as error:
@@ -105,15 +131,15 @@ class Daemon:
             raise
         except (grpc.FutureCancelledError, ValueError) as error:
             # What gRPC raises for calls on a channel that another thread gave up.
-            self._connection.drop(link)
+            self.drop(link)
             raise DaemonUnavailableError(f"{WHOM} went away during a call") from error
 
     def _give_up(self, link: Link, error: grpc.RpcError) -> None:
         assert isinstance(error, grpc.Call)
         too_slow = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         # Dropping a link cancels the calls of other threads: not for one call that took too long.
-        if not (too_slow and self._connection.alive(link)):
-            self._connection.drop(link)
+        if not (too_slow and is_alive(link)):
+            self.drop(link)
 
     @contextmanager
     def guarded(self, link: Link, call: Any) -> Iterator[None]:
@@ -122,7 +148,7 @@ class Daemon:
 
         def look() -> None:
             while not over.wait(_GUARD_INTERVAL_S):
-                if not self._connection.alive(link):
+                if not is_alive(link):
                     call.cancel()
                     return
 
@@ -135,4 +161,8 @@ class Daemon:
 
     def close(self) -> None:
         """Drop the link; running calls fail."""
-        self._connection.close()
+        with self._lock:
+            self._closed = True
+            link, self._link = self._link, None
+        if link is not None:
+            link.channel.close()

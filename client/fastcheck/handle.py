@@ -1,10 +1,14 @@
-"""One save, as the training loop sees it: a promise that never raises until it is asked for its result."""
+"""One save, as the training loop sees it: a promise that never raises until it is asked for its result.
+
+`PendingSteps` has the handles of the steps that the daemon has still to judge.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -13,8 +17,10 @@ from fastcheck_proto.v1 import trainer_pb2 as pb
 from .errors import (
     ClosedError,
     FastCheckError,
+    FencedError,
     InvalidArgumentError,
     LoadFailedError,
+    NotNewerError,
     ReplicasDisagreeError,
     SaveFailedError,
     SaveTimeoutError,
@@ -265,3 +271,75 @@ def as_save_error(error: FastCheckError) -> FastCheckError:
     if type(error) is FastCheckError or isinstance(error, LoadFailedError | InvalidArgumentError):
         return SaveFailedError(str(error))
     return error
+
+
+@dataclass(eq=False)
+class _Step:
+    handle: SaveHandle
+    sealed: pb.Sealed
+
+
+class PendingSteps:
+    """The sealed steps of a session that have no verdict yet, and what the daemon says of them.
+
+    By session and step: a process that loads again may seal a number anew. Used under the session's lock, and bounded
+    by the steps that may be under way.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[int, int], _Step] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._steps)
+
+    def check_new(self, session: int, step: int) -> None:
+        """Raise NotNewerError if a step has no verdict yet."""
+        if (session, step) in self._steps:
+            raise NotNewerError(f"step {step} is already under way: save a later one")
+
+    def add(self, session: int, sealed: pb.Sealed, handle: SaveHandle) -> None:
+        """One more."""
+        self._steps[session, sealed.step] = _Step(handle, sealed)
+
+    def sealed_again(self) -> Iterator[pb.Sealed]:
+        """What a daemon is told of them on a new stream."""
+        for (session, _), step in self._steps.items():
+            again = pb.Sealed()
+            again.CopyFrom(step.sealed)
+            again.session = session
+            yield again
+
+    def on_progress(self, progress: pb.SaveProgress) -> bool:
+        """Tell a handle where its step stands; whether the step failed because its session is over."""
+        found = self._steps.get((progress.session, progress.step))
+        if found is None:
+            return False
+        found.handle._absorb(progress)
+        if not found.handle.done:
+            return False
+        del self._steps[progress.session, progress.step]
+        return isinstance(found.handle.exception(), FencedError)
+
+    def refuse(self, session: int, step: int, error: FastCheckError) -> bool:
+        """The daemon does not take a step; whether it is one of these."""
+        found = self._steps.pop((session, step), None)
+        if found is not None:
+            found.handle._finish(as_save_error(error))
+        return found is not None
+
+    def fail(self, error_of: Callable[[], FastCheckError]) -> None:
+        """Nobody will say any more what becomes of them."""
+        for step in self._steps.values():
+            step.handle._finish(as_save_error(error_of()))
+        self._steps.clear()
+
+    def close(self) -> None:
+        """Nobody listens any more."""
+        for step in self._steps.values():
+            step.handle._finish(
+                ClosedError(
+                    f"the Checkpointer was closed before step {step.handle.step} was committed; "
+                    "the daemon goes on with it"
+                )
+            )
+        self._steps.clear()

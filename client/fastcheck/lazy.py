@@ -1,4 +1,4 @@
-"""The part of a save's copy that goes on while training does, and the promise that it is never torn.
+"""Lazy saves: the part of a copy that goes on while training does, and the promise that it is never torn.
 
 The bytes are right if nothing changed them between `save` and their copy. Whoever is about to change them calls
 `hold`: it helps with what is left and returns when nothing more is read by the host; a GPU is told to wait by itself.
@@ -8,16 +8,28 @@ holds, else when the copy has ended. Only what passed is sealed.
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from .copying import Copier, carried
+from .copier import Copier, carried
 from .errors import StateChangedError
-from .gpu import Gpu, Mark
-from .segments import Segment
+from .gpu import Cuda, Mark
+from .handle import SaveHandle
+from .segments import MappedSegment
 from .state.flatten import FlatState
+from .transport import Staging
+
+logger = logging.getLogger("fastcheck")
 
 _NAMES_SHOWN_MAX = 5
 
@@ -25,7 +37,7 @@ _NAMES_SHOWN_MAX = 5
 class LazyCopy:
     """The later pieces of one state on their way into a segment. `run` it in one thread, `hold` it from any."""
 
-    def __init__(self, flat: FlatState, segment: Segment, copier: Copier, gpu: Gpu) -> None:
+    def __init__(self, flat: FlatState, segment: MappedSegment, copier: Copier, gpu: Cuda) -> None:
         later = [piece for piece in flat.pieces if piece.later]
         near = [piece for piece in later if not gpu.takes(piece.tensor)]
         # Both lists keep the memory alive that is read, whatever becomes of the caller's tensors.
@@ -102,3 +114,85 @@ class LazyCopy:
                 self._changed = [watched.name for watched in self._watched if watched.changed]
                 self._watched = ()
             return self._changed
+
+
+class Fence:
+    """The one lazy save of a Checkpointer that may be under way, and the thread that finishes it.
+
+    Training waits for it before an optimizer's step, or where the loop says so. The hook is torch's for the steps of
+    all optimizers of the process, since an optimizer that is not in the state may own the same parameters. Nothing
+    here raises into a step.
+    """
+
+    def __init__(self) -> None:
+        self._copy: Staging | None = None
+        self._handle: SaveHandle | None = None
+        self._finishing: Future[None] | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._hook: RemovableHandle | None = None
+        self._process = os.getpid()
+
+    def begin(self, handle: SaveHandle, copy: Staging, finish: Callable[[], None]) -> None:
+        """Let `finish` run in the background and hold training back from what `copy` still reads.
+
+        Call `settle` before.
+        """
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(_before_step(weakref.ref(self)))
+            weakref.finalize(self, self._hook.remove).atexit = False
+        if self._pool is None or self._process != os.getpid():
+            # Not a daemon thread: a program that ends still gets its last save sealed.
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="fastcheck-lazy")
+        self._process = os.getpid()
+        self._finishing = self._pool.submit(finish)
+        self._handle, self._copy = handle, copy
+
+    def hold(self) -> None:
+        """Returns when the state may change."""
+        copy, handle = self._copy, self._handle
+        if copy is None or handle is None or self._process != os.getpid():
+            return  # a child process has its own memory, and nobody who would finish the copy
+        started = time.monotonic()
+        try:
+            copy.hold()
+        finally:
+            handle._block(time.monotonic() - started)
+        if self._copy is copy:
+            self._copy = None
+
+    def settle(self) -> None:
+        """Returns when the lazy save is sealed or has failed: until then its rank may begin no other."""
+        self.hold()
+        finishing, handle = self._finishing, self._handle
+        if finishing is None or handle is None or self._process != os.getpid():
+            return
+        started = time.monotonic()
+        finishing.result()
+        handle._block(time.monotonic() - started)
+        self._finishing = self._handle = None
+
+    def close(self) -> None:
+        """Settle, end the thread, take the hook off."""
+        self.settle()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+
+
+def _before_step(fence: weakref.ref[Fence]) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+    def hold(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # a compiled step runs without us; the copy finds out what it changed
+        found = fence()
+        if found is None:
+            return
+        try:
+            found.hold()
+        except Exception:
+            # G4. The copy goes on and is judged at its end: what this step changes makes it fail, not torn.
+            logger.exception("defect in FastCheck: cannot hold a step back")
+
+    return hold

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
-from .copying import contiguous_bytes
+from .copier import contiguous_bytes
 from .daemon import CONNECT_S
 from .errors import (
     LoadFailedError,
@@ -18,9 +18,7 @@ from .errors import (
     SaveFailedError,
     WorldSizeError,
 )
-from .load_barrier import LoadBarrier as Meeting
-from .load_barrier import join_load as meet
-from .load_barrier import step_alone as alone
+from .load_barrier import join_load, step_alone
 from .progress import CallbackFailedError, LoadProgress, Reporter
 from .replicated.whole import parse_shared
 from .reshard import load_resharded
@@ -65,35 +63,28 @@ class Loads:
         session = self._session
         self.loaded_provisional = False
         self.loaded_own = True
-        meeting = None
+        barrier = None
         if together:
-            meeting = meet(
+            barrier = join_load(
                 session.job, session.rank, session.world_size, ranks_s=self._ranks_s, load_s=_LOAD_S
             )
-        if meeting is None:
+        if barrier is None:
             if provisional and step is None and session.world_size > 1:
-                step = alone(self._loadable(step, provisional), session.world_size)
+                step = step_alone(self._loadable(step, provisional), session.world_size)
                 if step is None:
                     return None
             else:
                 self._prepare(step, provisional)
-            return self._load(state, self._request(step, provisional), lossy, Reporter(progress), _nothing)
-        with meeting:
-            return self._load_together(meeting, state, step, lossy, provisional, progress)
-
-    def _load_together(
-        self,
-        meeting: Meeting,
-        state: object,
-        step: int | None,
-        lossy: bool,
-        provisional: bool,
-        progress: Callable[[LoadProgress], None] | None,
-    ) -> int | None:
-        agreed = meeting.step(lambda: self._loadable(step, provisional))
-        if agreed is None:
-            return None
-        return self._load(state, self._request(agreed, provisional), lossy, Reporter(progress), meeting.fill)
+            return self._load(
+                state, self._request(step, provisional), lossy, Reporter(progress), lambda: None
+            )
+        with barrier:
+            agreed = barrier.step(lambda: self._loadable(step, provisional))
+            if agreed is None:
+                return None
+            return self._load(
+                state, self._request(agreed, provisional), lossy, Reporter(progress), barrier.fill
+            )
 
     def _request(self, step: int | None, provisional: bool) -> pb.LoadRequest:
         session = self._session
@@ -108,7 +99,7 @@ class Loads:
 
     def steps(self) -> list[int]:
         """Committed steps that can be loaded, oldest first."""
-        self._session.find_daemon()
+        self._session.daemon.find(self._session.timeout_s)
         return list(self._list_steps(pb.ListStepsRequest(job=self._session.job)).steps)
 
     def _load(
@@ -180,7 +171,7 @@ class Loads:
         All ranks are to find the same newest step: none may be committed between their loads. One that they name is
         what it is.
         """
-        self._session.find_daemon()
+        self._session.daemon.find(self._session.timeout_s)
         try:
             if step is None:
                 self._session.take_to_load()
@@ -248,10 +239,6 @@ class Loads:
                 self._session.job,
                 rank,
             )
-
-
-def _nothing() -> None:
-    """Nobody else has to agree."""
 
 
 def _fill(state: object, loaded: Loaded, agree: Callable[[], None]) -> None:

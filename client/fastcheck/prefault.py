@@ -1,4 +1,4 @@
-"""Touching the pages of a segment before a save needs them, in the background (see `pages`)."""
+"""Touching the pages of a segment before a save needs them, in the background (see `segments`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from .errors import FastCheckError
-from .pages import populate
-from .segments import Segment, SegmentCache
+from .segments import MappedSegment, SegmentCache, populate
 
 logger = logging.getLogger("fastcheck")
 
@@ -23,13 +22,13 @@ _SLICE_BYTES = 64 << 20
 class Prefaulter:
     """Warms segments, each once; `warmed` is called with each that is. Safe to use from several threads."""
 
-    def __init__(self, cache: SegmentCache, warmed: Callable[[Segment], object]) -> None:
+    def __init__(self, cache: SegmentCache, warmed: Callable[[MappedSegment], object]) -> None:
         self._cache = cache
         self._warmed = warmed
         self._stop = threading.Event()
         self._lock = threading.Lock()
         #: Segments with the offset of the slice to be touched; the last one of each says that it is warm.
-        self._slices: deque[tuple[Segment, int]] = deque()
+        self._slices: deque[tuple[MappedSegment, int]] = deque()
         self._threads: list[threading.Thread] = []
         self._idle = threading.Condition(self._lock)
 

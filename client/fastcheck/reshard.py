@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -17,37 +16,18 @@ from fastcheck_proto.v1 import state_pb2 as pb
 
 from .errors import OutOfMemoryError, StateMismatchError, WorldSizeError
 from .progress import Reporter
+from .saved_rank import SavedRank
 from .segments import anonymous
-from .state import dtypes
 from .state.fill import fill
-from .state.header import Path, materialize, show
+from .state.header import Path, show
 from .state.match import Match, any_dtensor, match_records, whole_shape
 from .state.sharding import Box, HolesError, box_of, cover, is_dtensor, layout_of, local_of, saved_box
+from .state.tensors import DTYPES, carrier
 from .step_reader import BoxInto, StepReader
 
 HOLES_SHOWN_MAX = 3
 #: Copies on several meshes are compared in batches of this size.
 COMPARED_BYTES_MAX = 64 << 20
-
-
-@dataclass(frozen=True)
-class SavedRank:
-    """A rank's header, and its records by their paths."""
-
-    header: pb.StateHeader
-
-    @cached_property
-    def records(self) -> Mapping[Path, pb.TensorRecord]:
-        """Needed only for DTensors."""
-        found: dict[Path, pb.TensorRecord] = {}
-        nothing = torch.empty(0)
-
-        def note(index: int, path: Path) -> torch.Tensor:
-            found[path] = self.header.tensors[index]
-            return nothing
-
-        materialize(self.header.root, note, ())
-        return found
 
 
 @dataclass(frozen=True)
@@ -95,7 +75,7 @@ def load_resharded(
         StateMismatchError, UnsupportedStateError, PartialLoadError: as `fill`, or no rank has a part.
         What `StepReader` does.
     """
-    saved = {number: SavedRank(each.header) for number, each in reader.ranks.items()}
+    saved = reader.ranks
     own = rank if rank in saved else 0
     header = saved[own].header
     try:
@@ -265,7 +245,7 @@ def _compare(planned: Relayout, own: int, reader: StepReader, memory: torch.Tens
         reader.fill([box for *_, box in batch])
         for path, record, part, box in batch:
             here = _place(memory, record, part.target)
-            if not torch.equal(dtypes.carrier(box.target), dtypes.carrier(here)):
+            if not torch.equal(carrier(box.target), carrier(here)):
                 differ.setdefault(
                     path,
                     f"{show(path)} was on one mesh on rank {own} and on another on rank {part.rank}, with other "
@@ -275,11 +255,11 @@ def _compare(planned: Relayout, own: int, reader: StepReader, memory: torch.Tens
         batch.clear()
 
     for path, record, parts in planned.alike:
-        itemsize = dtypes.BY_NAME[record.dtype].itemsize
+        itemsize = DTYPES[record.dtype].itemsize
         for whole in parts:
             for box in whole.target.pieces(COMPARED_BYTES_MAX // itemsize):
                 part = ReadPart(whole.rank, whole.record, whole.source_of(box), box)
-                into = torch.empty(box.sizes, dtype=dtypes.BY_NAME[record.dtype])
+                into = torch.empty(box.sizes, dtype=DTYPES[record.dtype])
                 batch.append((path, record, part, BoxInto(part.rank, part.record, *part.source, into)))
                 size += into.nbytes
                 if size >= COMPARED_BYTES_MAX:
@@ -304,7 +284,7 @@ def _lay_out(record: pb.TensorRecord, match: Match | None, made: Relayout) -> No
         if wanted is not None:
             del record.shape[:]
             record.shape.extend(_local_shape(match.like, wanted))
-            record.bytes = wanted.elements * dtypes.BY_NAME[record.dtype].itemsize
+            record.bytes = wanted.elements * DTYPES[record.dtype].itemsize
     record.offset = made.state_bytes
     made.state_bytes += -(-record.bytes // TENSOR_ALIGNMENT_BYTES) * TENSOR_ALIGNMENT_BYTES
 
@@ -317,7 +297,7 @@ def _local_shape(like: torch.Tensor, wanted: Box) -> tuple[int, ...]:
 
 def _place(memory: torch.Tensor, record: pb.TensorRecord, box: Box) -> torch.Tensor:
     """A box of a record's tensor, as a view."""
-    flat = memory[record.offset : record.offset + record.bytes].view(dtypes.BY_NAME[record.dtype])
+    flat = memory[record.offset : record.offset + record.bytes].view(DTYPES[record.dtype])
     place = flat.view(tuple(record.shape))
     for dim, (low, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         place = place.narrow(dim, low, size)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from fastcheck_proto.conventions import LAYOUT_BYTES_MAX
 
 from .errors import FastCheckError, OutOfMemoryError, SaveFailedError, StateChangedError
-from .fencing import Fence
 from .handle import SaveHandle, as_save_error
+from .lazy import Fence
 from .replicated.sharing import Shared, SharedSaves
 from .session import Session
 from .shared_memory import record_bytes

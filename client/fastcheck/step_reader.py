@@ -7,17 +7,15 @@ a tensor is, and how they get into a tensor.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from types import TracebackType
 
 import torch
 
 from fastcheck_proto.conventions import HEADER_BYTES_MAX, TENSOR_ALIGNMENT_BYTES
-from fastcheck_proto.v1 import common_pb2, state_pb2
+from fastcheck_proto.v1 import state_pb2
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from .daemon import PATIENT_CONNECT_S, Daemon
@@ -31,116 +29,12 @@ from .errors import (
     StepNotFoundError,
 )
 from .progress import Reporter
-from .replicated.whole import parse_shared
-from .segments import Segment, anonymous, map_file
-from .state.header import parse
-from .state.records import BoxRead, ByteRange, StateBytes, read_box, tensor_ranges
-
-__all__ = [
-    "BoxInto",
-    "BoxRead",
-    "ByteRange",
-    "ReadRank",
-    "StateBytes",
-    "StepReader",
-    "merged",
-    "read_box",
-    "tensor_ranges",
-]
+from .saved_rank import SavedRank, saved_ranks
+from .segments import MappedSegment, anonymous, map_file
+from .state.records import ByteRange, read_box
 
 #: Long enough for a large state over a slow network; a daemon that hangs is noticed long before.
 _READ_S = 3600.0
-
-
-@dataclass(frozen=True, eq=False)
-class ReadRank:
-    """What one rank saved of a step: its header, and where the bytes lie that the header names."""
-
-    rank: int
-    state_bytes: int
-    #: Set if its state is a part of one that all ranks hold alike (docs/replicated.md).
-    shared: common_pb2.SharedPart | None
-    _header: bytes
-    step: int
-    #: Of a shared state: the parts, as if all ranks' states lay one after the other.
-    _parts: Sequence[pb.LoadedPart]
-
-    @cached_property
-    def header(self) -> state_pb2.StateHeader:
-        """Parsed and checked when first asked for.
-
-        Places of tensors are those in the rank's state. Of a shared state they are those in all ranks' states, one
-        after the other: `locate` says which bytes of which rank that is.
-
-        Raises:
-            CorruptError: it is damaged, or of a version that is not known here.
-        """
-        if self.shared is None:
-            return parse(self._header, self.state_bytes)
-        return parse_shared(
-            self._header, pb.LoadReady(step=self.step, parts=self._parts, header_rank=self.rank)
-        )
-
-    def locate(self, ranges: Iterable[ByteRange]) -> dict[int, list[ByteRange]]:
-        """By rank, in that rank's state: the bytes at these places of the header."""
-        if self.shared is None:
-            return {self.rank: list(ranges)}
-        found: dict[int, list[ByteRange]] = {}
-        for each in ranges:
-            part = self._part(each.offset, each.bytes)
-            within = each.offset - self._parts[part].offset
-            found.setdefault(part, []).append(ByteRange(within, each.bytes))
-        return found
-
-    def bytes_in(self, states: Mapping[int, torch.Tensor]) -> StateBytes:
-        """The bytes read, by places of the header."""
-        return states[self.rank] if self.shared is None else _PartsOf(self, states)
-
-    def _part(self, offset: int, size: int) -> int:
-        """The rank whose state has all of these bytes: no piece of a tensor lies in two ranks' states."""
-        parts = self._parts
-        number = bisect_right(parts, offset, key=lambda part: part.offset) - 1
-        if number < 0 or offset + size > parts[number].offset + parts[number].bytes:
-            raise CorruptError(f"bytes {offset} to {offset + size} of a shared state lie in no part of it")
-        return number
-
-
-@dataclass(frozen=True)
-class _PartsOf:
-    """The bytes of a shared state, by places in all ranks' states together."""
-
-    rank: ReadRank
-    states: Mapping[int, torch.Tensor]
-
-    def __getitem__(self, where: slice) -> torch.Tensor:
-        ((part, (found,)),) = self.rank.locate([ByteRange(where.start, where.stop - where.start)]).items()
-        return self.states[part][found.offset : found.offset + found.bytes]
-
-
-def ranks_of(ready: pb.ReadReady, headers: Mapping[int, bytes]) -> dict[int, ReadRank]:
-    """All ranks of a step, from an answer about all of them.
-
-    Raises:
-        CorruptError: some ranks' states are parts of a shared one, and others are not.
-    """
-    shared = {rank.HasField("shared") for rank in ready.ranks}
-    if len(shared) > 1:
-        raise CorruptError(f"only some ranks of step {ready.step} have a part of a shared state")
-    # Where the answer's segment had them.
-    parts = [
-        pb.LoadedPart(offset=rank.offset, bytes=rank.state_bytes, shared=rank.shared) for rank in ready.ranks
-    ]
-    return {
-        rank.rank: ReadRank(
-            rank.rank,
-            rank.state_bytes,
-            rank.shared if rank.HasField("shared") else None,
-            headers[rank.rank],
-            ready.step,
-            parts,
-        )
-        for rank in ready.ranks
-    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +74,7 @@ class StepReader:
         self.world_size = 0
         #: Whether some rank's trainer allowed a lossy coding.
         self.lossy = False
-        self.ranks: Mapping[int, ReadRank] = {}
+        self.ranks: Mapping[int, SavedRank] = {}
         #: Totals of all reads so far. Bytes are those of whole chunks; `holders` is the largest number of nodes that
         #: served one read.
         self.stats = {
@@ -204,7 +98,7 @@ class StepReader:
                     f"the daemon gave headers of {len(headers)} of {ready.world_size} ranks of step {ready.step}"
                 )
             self.step, self.world_size, self.lossy = ready.step, ready.world_size, ready.lossy
-            self.ranks = ranks_of(ready, headers)
+            self.ranks = saved_ranks(ready, headers)
         return self
 
     def __exit__(
@@ -267,7 +161,7 @@ class StepReader:
         self, request: pb.ReadRequest, reporter: Reporter | None = None
     ) -> Iterator[tuple[pb.ReadReady, Mapping[int, torch.Tensor]]]:
         states: dict[int, torch.Tensor] = {}
-        segment: Segment | None = None
+        segment: MappedSegment | None = None
         try:
             with self._daemon.errors(PATIENT_CONNECT_S) as link:
                 # The segment stays put for as long as this stream is open.
@@ -365,7 +259,9 @@ def _check(ready: pb.ReadReady, request: pb.ReadRequest) -> None:
         raise CorruptError(f"step {ready.step} is larger than the segment that it lies in")
 
 
-def _received(stream: Iterator[pb.ReadResponse], request: pb.ReadRequest, ready: pb.ReadReady) -> Segment:
+def _received(
+    stream: Iterator[pb.ReadResponse], request: pb.ReadRequest, ready: pb.ReadReady
+) -> MappedSegment:
     """Memory of our own, laid out like the daemon's segment, with the requested bytes in their places."""
     last = ready.ranks[-1]
     try:

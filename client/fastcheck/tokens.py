@@ -85,7 +85,8 @@ class TokenShower(
             why = str(error)
         raise InvalidArgumentError(f"{FILE_VARIABLE}={self._path} has no token: {why}")
 
-    def _show(self, continuation: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
+    def _show(self, continuation: Callable[[Any, Any], Any], client_call_details: Any, request: Any) -> Any:
+        details = client_call_details
         shown = (TOKEN_METADATA_KEY, f"Bearer {self.token()}")
         return continuation(
             _Details(
@@ -95,22 +96,6 @@ class TokenShower(
             request,
         )  # fmt: skip
 
-    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        """As the base class."""
-        return self._show(continuation, client_call_details, request)
-
-    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        """As the base class."""
-        return self._show(continuation, client_call_details, request)
-
-    def intercept_stream_unary(
-        self, continuation: Any, client_call_details: Any, request_iterator: Any
-    ) -> Any:
-        """As the base class."""
-        return self._show(continuation, client_call_details, request_iterator)
-
-    def intercept_stream_stream(
-        self, continuation: Any, client_call_details: Any, request_iterator: Any
-    ) -> Any:
-        """As the base class."""
-        return self._show(continuation, client_call_details, request_iterator)
+    intercept_unary_unary = intercept_unary_stream = _show
+    # gRPC passes the third argument by position, whatever its name.
+    intercept_stream_unary = intercept_stream_stream = _show  # type: ignore[assignment]

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from fastcheck_proto.conventions import STREAM_PIECE_BYTES
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
-from .copying import contiguous_bytes
+from .copier import contiguous_bytes
 from .daemon import CONNECT_S
 from .errors import CorruptError, FastCheckError, OutOfMemoryError, SaveFailedError
 from .handle import SaveHandle
-from .lent import HeldSegment
 from .progress import Reporter
-from .segments import Segment, anonymous
+from .segments import MappedSegment, anonymous
 from .session import Session
+from .session_memory import HeldSegment
 from .state.flatten import FlatState
 from .transport import Loaded, Staged, Staging, Timeouts, check_ready, sealed_of
 
@@ -45,7 +45,7 @@ class _Sent:
         self._session.wait_heard(handle)
 
 
-class Streams:
+class UploadTransport:
     """Bytes through calls to a daemon elsewhere, into segments that the session holds there."""
 
     #: The bytes go in their order, whatever may change when.
@@ -132,7 +132,7 @@ def _ordered_bytes(flat: FlatState) -> Iterator[bytes]:
 
 def _receive(
     stream: Iterator[pb.PullResponse], request: pb.LoadRequest, *, allow_lossy: bool, reporter: Reporter
-) -> tuple[pb.LoadReady, Segment] | None:
+) -> tuple[pb.LoadReady, MappedSegment] | None:
     first = next(stream, None)
     while first is not None and first.HasField("progress"):
         reporter.news(first.progress)

@@ -7,7 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from fastcheckd.placement import Groups, Plan, odds, place, substitute
+from fastcheck_proto.placement_groups import Groups
+from fastcheck_proto.placement_odds import copysets_of, recovery_probability
+from fastcheckd.placement import Plan, place, substitute
 
 from .report import Figure
 
@@ -110,8 +112,8 @@ def measure(rounds: int, say: Callable[[str], None]) -> list[Figure]:
 
         runs["again"].append(_ms(again))
         runs["loss"].append(_ms(lambda world=world, plans=plans: _lose(world, plans, "node-0444")))  # type: ignore[misc]
-        copysets = odds.copysets_of((world.owner(rank), kept) for rank, kept in previous.items())
-        runs["odds"].append(_ms(lambda c=copysets, g=groups: odds.recovery_probability(c, g.order, 8)))  # type: ignore[misc]
+        copysets = copysets_of((world.owner(rank), kept) for rank, kept in previous.items())
+        runs["odds"].append(_ms(lambda c=copysets, g=groups: recovery_probability(c, g.order, 8)))  # type: ignore[misc]
         say(f"placement round {number + 1} of {rounds}")
     what = f"{NODES} nodes, {NODES * RANKS_PER_NODE} ranks"
     return [

@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from fastcheck import Checkpointer, OutOfMemoryError
-from fastcheck.copying import default_copy_threads
+from fastcheck.copier import default_copy_threads
 from fastcheck.local import LocalCluster
 
 from .limits import FreshCopy, Memcpy

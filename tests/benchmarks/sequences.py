@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the name that every torch program uses
 from torch import nn
 
-from fastcheck.copying import Copier
+from fastcheck.copier import Copier
 from fastcheck.demo.model import GPT, batch, corpus
 from fastcheck.state.flatten import flatten
 from fastcheck.state.layouts import Layouts

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastcheck import Checkpointer
-from fastcheck.copying import default_copy_threads
+from fastcheck.copier import default_copy_threads
 from fastcheck.local import LocalCluster
 
 from .affinity import apart

@@ -17,7 +17,7 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from fastcheck.integrations.lightning import FastCheckCallback, FastCheckIO
+from fastcheck.integrations.lightning import FastCheckIO, MemoryCheckpoint
 
 STEPS_PER_EPOCH = 6
 
@@ -114,7 +114,7 @@ def train(rank: Rank) -> None:
         enable_model_summary=False,
         use_distributed_sampler=False,
         plugins=[io],
-        callbacks=[FastCheckCallback(io, every=1000 if disk else 1), Ending(rank, newest), *files],
+        callbacks=[MemoryCheckpoint(io, every=1000 if disk else 1), Ending(rank, newest), *files],
     )
     found = io.newest(folder)
     rank.tell(begins=newest() if found else 0)

@@ -9,7 +9,7 @@ from tests.cluster.harness import DEADLINE_S, until
 
 from fastcheck import Checkpointer, FastCheckError
 from fastcheck.local import LocalCluster
-from fastcheck.segments import Segment
+from fastcheck.segments import MappedSegment
 
 
 class Run:
@@ -145,7 +145,7 @@ def test_the_first_save_gets_the_memory_that_was_prepared(make_cluster):
         assert segments and all(segment.warm for segment in segments)
         run.train()
         wanted = run.bits()
-        got: list[Segment] = []
+        got: list[MappedSegment] = []
         get = ckpt._transport._cache.get
         ckpt._transport._cache.get = lambda ref: got.append(get(ref)) or got[-1]
         handle = ckpt.save(run.step, run.state, lazy=True)

@@ -13,7 +13,7 @@ from tests.cluster import loading_ranks
 from tests.cluster.resuming import Runs
 from tests.forks import call
 
-from fastcheck.connection import Connection, parse_address
+from fastcheck.connection import parse_address
 from fastcheck.daemon import Daemon
 from fastcheck.local import LocalCluster
 from fastcheck.step_reader import StepReader
@@ -176,7 +176,7 @@ def test_who_only_reads_voids_nothing(start, request):
     ranks = [start(rank) for rank in range(WORLD)]
     commit(ranks, 1)
     replicate(ranks[1:], 2)
-    daemon = Daemon(Connection(parse_address(ranks[0].address)))
+    daemon = Daemon(parse_address(ranks[0].address))
     with StepReader(daemon, name_of(request), timeout_s=60) as reader:
         assert reader.step == 1
     daemon.close()

@@ -30,7 +30,7 @@ from tests.cluster.harness import (
 
 from fastcheck import Checkpointer, InvalidArgumentError, OutOfMemoryError, StepNotFoundError
 from fastcheck.admin import AdminClient
-from fastcheck.connection import Connection, parse_address
+from fastcheck.connection import parse_address
 from fastcheck.daemon import Daemon
 from fastcheck.local import LocalCluster
 from fastcheck.step_reader import BoxInto, StepReader
@@ -58,7 +58,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 @contextlib.contextmanager
 def reader_of(job: Job, name: str = "", address: str = "", **options: Any) -> Iterator[StepReader]:
-    daemon = Daemon(Connection(parse_address(address or job.cluster.address(READER))))
+    daemon = Daemon(parse_address(address or job.cluster.address(READER)))
     try:
         with StepReader(daemon, name or job.name, timeout_s=120, **options) as reader:
             yield reader
@@ -170,10 +170,10 @@ def test_what_does_not_fit_the_budget_is_refused_before_anything_is_fetched(job)
 
 SLEEPER = """
 import sys
-from fastcheck.connection import Connection, parse_address
+from fastcheck.connection import parse_address
 from fastcheck.daemon import Daemon
 from fastcheck.step_reader import StepReader
-with StepReader(Daemon(Connection(parse_address(sys.argv[1]))), "gpt") as reader:
+with StepReader(Daemon(parse_address(sys.argv[1])), "gpt") as reader:
     with reader.read({0: [(0, 1)]}):
         print("reading", flush=True)
         sys.stdin.read()

@@ -78,7 +78,7 @@ class Machine:
         """What the install guide has one do, but for pip: the same packages are bound into place."""
         for name, module, function in (
             ("fastcheckd", "fastcheckd.main", "main"),
-            ("fastcheck", "fastcheck.cli.entry", "main"),
+            ("fastcheck", "fastcheck.cli", "main"),
         ):
             self.write(
                 f"/opt/fastcheck/bin/{name}", SCRIPT.format(module=module, function=function), mode=0o755

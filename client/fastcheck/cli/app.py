@@ -10,11 +10,12 @@ import click
 from ..admin import AdminClient
 from . import shell_completion, tables
 from .local_commands import demo, local
-from .maintenance_commands import delete, drain, forget, history, safe_to_stop, voters
+from .maintenance_commands import delete, drain, forget, history, safe_to_stop
 from .offline_commands import certs, completion, config, plan
 from .options import FastCheckGroup, admin_options, examples, job_argument, patient_admin_options
 from .output import Exit, emit, exit_for_health, say
 from .top import top
+from .voter_commands import voters
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 import yaml
+from rich.console import RenderableType
 
 from ..demo import NODES, TrainSettings
 from ..demo.display import Display, summary
@@ -99,7 +100,7 @@ def up(
         chosen["codec"] = codec
     cluster = LocalCluster(cluster_dir, on_event=say)
     cluster.up(nodes, tolerate=tolerate, ram_budget=ram_budget, settings=chosen, tls=tls, timeout_s=timeout_s)
-    emit(cluster.status(), output, tables.local)
+    emit(cluster.status(), output, _nodes_table)
     say(f"trainers and commands find node-0 with: {_export(cluster, 'node-0')}")
 
 
@@ -126,14 +127,14 @@ def down(cluster_dir: Path, timeout_s: float, output: str) -> None:
     if not cluster.exists:
         say(f"there is no local cluster in {cluster.dir}")
     cluster.down()
-    emit({"nodes": [], "dir": str(cluster.dir)}, output, tables.local)
+    emit({"nodes": [], "dir": str(cluster.dir)}, output, _nodes_table)
 
 
 @local.command()
 @_local_options
 def status(cluster_dir: Path, timeout_s: float, output: str) -> None:
     """List the nodes and their processes."""
-    emit(LocalCluster(cluster_dir).status(), output, tables.local)
+    emit(LocalCluster(cluster_dir).status(), output, _nodes_table)
 
 
 @local.command()
@@ -146,7 +147,7 @@ def kill(node: str, wipe: bool, cluster_dir: Path, timeout_s: float, output: str
     killed = cluster.kill(node, wipe=wipe)
     if not killed:
         say(f"{node} was not running")
-    emit({**cluster.status(), "killed_pids": killed}, output, tables.local)
+    emit({**cluster.status(), "killed_pids": killed}, output, _nodes_table)
 
 
 @local.command()
@@ -156,7 +157,21 @@ def start(node: str, cluster_dir: Path, timeout_s: float, output: str) -> None:
     """Start a killed node again, or add a new one (node-N)."""
     cluster = LocalCluster(cluster_dir, on_event=say)
     cluster.start(node, timeout_s=timeout_s)
-    emit(cluster.status(), output, tables.local)
+    emit(cluster.status(), output, _nodes_table)
+
+
+def _nodes_table(result: dict[str, Any]) -> RenderableType:
+    """Nodes of the cluster on this machine."""
+    table = tables.columns("NODE", "STATE", "ADDRESS", "PIDS", "RAM DIRECTORY")
+    for node in result["nodes"]:
+        table.add_row(
+            node["node_id"],
+            tables.state(node["state"]),
+            node["address"],
+            " ".join(map(str, node["pids"])),
+            node["ram_dir"],
+        )
+    return tables.or_note(table, "the cluster has no nodes")
 
 
 @click.command()

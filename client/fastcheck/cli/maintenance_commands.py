@@ -1,4 +1,4 @@
-"""Commands that change a cluster, or help to decide on a change: history, safe-to-stop, drain, forget, voters, delete.
+"""Commands that change a cluster, or help to decide on a change: history, safe-to-stop, drain, forget, delete.
 
 Each that changes something first says what would happen, and asks.
 """
@@ -9,6 +9,8 @@ import time
 from typing import Any
 
 import click
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from ..admin import AdminClient
 from . import shell_completion, tables
@@ -37,7 +39,7 @@ POLL_S = 1.0
 def history(node: str | None, limit: int | None, address: str, timeout_s: float, output: str) -> None:
     """List what became of the nodes, when and why; newest last."""
     with AdminClient(address, timeout_s=timeout_s) as client:
-        emit(client.history(node or "", limit or 0), output, tables.history)
+        emit(client.history(node or "", limit or 0), output, _history_table)
 
 
 @click.command(
@@ -50,7 +52,7 @@ def safe_to_stop(ctx: click.Context, node: str, address: str, timeout_s: float, 
     """Say whether a node may be stopped for good. Exits 0: safe, 5: survivable, 4: neither."""
     with AdminClient(address, timeout_s=timeout_s) as client:
         result = client.safe_to_stop(node)
-    emit(result, output, tables.safe_to_stop)
+    emit(result, output, _verdict)
     ctx.exit(_exit_for(result))
 
 
@@ -97,7 +99,7 @@ def drain(
         result = client.drain(node, undo=undo)
         if wait_s is not None:
             result["verdict"] = _follow(client, node, wait_s)
-    emit(result, output, tables.drain)
+    emit(result, output, _draining)
     if wait_s is not None:
         ctx.exit(_exit_for(result["verdict"]))
 
@@ -137,91 +139,7 @@ def forget(ctx: click.Context, node: str, yes: bool, address: str, timeout_s: fl
     what = f"To take {node} off the list of nodes: started again, it would be a new one."
     go_ahead(ctx, what, yes=yes)
     with AdminClient(address, timeout_s=timeout_s) as client:
-        emit(client.forget(node), output, tables.forget)
-
-
-@click.group(invoke_without_command=True)
-@admin_options
-@click.pass_context
-def voters(ctx: click.Context, address: str, timeout_s: float, output: str) -> None:
-    """List the registry's voters, or replace one."""
-    if ctx.invoked_subcommand is not None:
-        return
-    with AdminClient(address, timeout_s=timeout_s) as client:
-        emit(client.voters(), output, tables.voters)
-
-
-@voters.command(epilog=examples("fastcheck voters replace node-2 node-5"))
-@click.argument("old", type=Name("node"), shell_complete=shell_completion.nodes)
-@click.argument("new", type=Name("node"), shell_complete=shell_completion.nodes)
-@click.option("--registry-address", default="", metavar="HOST:PORT", help="Default: NEW's host, OLD's port.")
-@click.option("--raft-address", default="", metavar="HOST:PORT", help="Default: NEW's host, OLD's port.")
-@yes_option
-@patient_admin_options(120.0)
-@click.pass_context
-def replace(
-    ctx: click.Context,
-    old: str,
-    new: str,
-    registry_address: str,
-    raft_address: str,
-    yes: bool,
-    address: str,
-    timeout_s: float,
-    output: str,
-) -> None:
-    """Have node NEW vote in place of OLD, which is gone for good.
-
-    OLD must be DOWN. NEW copies the registry first.
-    """
-    what = f"To have {new} vote in the place of {old}: {old} never votes again, whatever it still knows."
-    go_ahead(ctx, what, yes=yes)
-    with AdminClient(address, timeout_s=timeout_s) as client:
-        result = client.replace_voter(old, new, registry_address=registry_address, raft_address=raft_address)
-    emit(result, output, tables.replaced_voters)
-    say("write these voters into the config key 'voters' of every node")
-
-
-@voters.command("add", epilog=examples("fastcheck voters add node-3 node-4"))
-@click.argument("nodes", type=Name("node"), nargs=-1, required=True, shell_complete=shell_completion.nodes)
-@click.option(
-    "--registry-address",
-    "registry_addresses",
-    multiple=True,
-    metavar="HOST:PORT",
-    help="For each node, in their order. Default: its host, the first voter's port.",
-)
-@click.option(
-    "--raft-address",
-    "raft_addresses",
-    multiple=True,
-    metavar="HOST:PORT",
-    help="For each node, in their order. Default: its host, the first voter's port.",
-)
-@yes_option
-@patient_admin_options(120.0)
-@click.pass_context
-def add(
-    ctx: click.Context,
-    nodes: tuple[str, ...],
-    registry_addresses: tuple[str, ...],
-    raft_addresses: tuple[str, ...],
-    yes: bool,
-    address: str,
-    timeout_s: float,
-    output: str,
-) -> None:
-    """Have more nodes vote, so that there are 3, 5 or 7 voters.
-
-    Each copies the registry first.
-    """
-    go_ahead(ctx, f"To have {', '.join(nodes)} vote as well.", yes=yes)
-    with AdminClient(address, timeout_s=timeout_s) as client:
-        result = client.add_voters(
-            nodes, registry_addresses=registry_addresses, raft_addresses=raft_addresses
-        )
-    emit(result, output, tables.replaced_voters)
-    say("write these voters into the config key 'voters' of every node")
+        emit(client.forget(node), output, _forgotten)
 
 
 @click.command(
@@ -264,14 +182,14 @@ def delete(
     with AdminClient(address, timeout_s=timeout_s) as client:
         plan = client.delete(job, step, everything=everything, even_if_running=even_if_running, dry_run=True)
         if dry_run or plan["refusal"] is not None or not will_change(plan):
-            emit(plan, output, tables.deletion)
+            emit(plan, output, _deletion_table)
             if plan["refusal"] is not None:
                 say(f"fastcheck: {plan['refusal']}")
                 ctx.exit(Exit.ERROR)
             return
         go_ahead(ctx, describe(plan), yes=yes)
         done = client.delete(job, step, everything=everything, even_if_running=even_if_running)
-    emit(done, output, tables.deletion)
+    emit(done, output, _deletion_table)
 
 
 def will_change(plan: Json) -> bool:
@@ -281,9 +199,9 @@ def will_change(plan: Json) -> bool:
 
 def describe(plan: Json) -> str:
     """The plan in a few sentences, shown before the question."""
-    lines = [f"{tables.what_goes(plan)}: {human_bytes(plan['stored_bytes'])} on {len(plan['nodes'])} nodes"]
+    lines = [f"{_what_goes(plan)}: {human_bytes(plan['stored_bytes'])} on {len(plan['nodes'])} nodes"]
     lines += [f"  {node['node_id']}: {human_bytes(node['stored_bytes'])}" for node in plan["nodes"]]
-    lines.append(tables.what_stays(plan))
+    lines.append(_what_stays(plan))
     if plan["running_ranks"] and plan["ends_sessions"]:
         ranks = ", ".join(map(str, plan["running_ranks"]))
         lines.append(
@@ -295,3 +213,82 @@ def describe(plan: Json) -> str:
             f"Not reached: {', '.join(plan['unreachable'])}; what they hold goes when they are back."
         )
     return "\n".join(lines)
+
+
+def _history_table(result: Json) -> RenderableType:
+    """Changes of nodes' states, the newest last."""
+    table = tables.columns("WHEN", "NODE", ">INCARNATION", "FROM", "TO", "WHY", ">EPOCH")
+    for change in result["transitions"]:
+        table.add_row(
+            change["at"] or "",
+            change["node_id"],
+            str(change["incarnation"]),
+            tables.state(change["from"] or "new"),
+            tables.state(change["to"] or "forgotten"),
+            change["reason"],
+            str(change["epoch"]),
+        )
+    return tables.or_note(table, "nothing is remembered")
+
+
+def _verdict(verdict: Json) -> RenderableType:
+    """A verdict and why."""
+    if verdict["safe"]:
+        return Text(f"{verdict['node_id']} may be stopped: nothing would be lost, nor short", style="green")
+    word = "survivable" if verdict["survivable"] else "not safe"
+    lines = [
+        Text(
+            f"stopping {verdict['node_id']} is {word}",
+            style="yellow" if verdict["survivable"] else "bold red",
+        )
+    ]
+    lines += [Text(f"  {reason}") for reason in verdict["reasons"]]
+    if verdict["jobs"]:
+        lines.append(Text(f"  jobs: {', '.join(verdict['jobs'])}"))
+    return Group(*lines)
+
+
+def _draining(result: Json) -> RenderableType:
+    """The node's draining, and the verdict if it was waited for."""
+    what = "is being drained" if result["draining"] else "is not drained any more"
+    line = Text(f"{result['node_id']} {what}")
+    return Group(line, _verdict(result["verdict"])) if "verdict" in result else line
+
+
+def _forgotten(result: Json) -> RenderableType:
+    """The node that was forgotten."""
+    return Text(f"{result['node_id']} is forgotten")
+
+
+def _deletion_table(result: Json) -> RenderableType:
+    """The steps deleted, or to be deleted, and the steps kept."""
+    if not result["deleted_steps"] and not result["ends_sessions"]:
+        return Text(f"{_what_goes(result)}. {_what_stays(result)}")
+    table = tables.columns("NODE", ">REPLICAS", ">BYTES")
+    for node in result["nodes"]:
+        table.add_row(node["node_id"], str(node["replicas"]), human_bytes(node["stored_bytes"]))
+    verb = "is deleted" if result["deleted"] else "would be deleted"
+    lines: list[RenderableType] = [Text(f"{_what_goes(result)} {verb}"), table, Text(_what_stays(result))]
+    if result["unreachable"]:
+        lines.append(
+            Text(f"not reached, and drop theirs when they are back: {', '.join(result['unreachable'])}")
+        )
+    return Group(*lines)
+
+
+def _what_goes(result: Json) -> str:
+    """The steps to be deleted, in words."""
+    steps = ", ".join(map(str, result["deleted_steps"]))
+    if result["everything"]:
+        return f"all of job {result['job']}" + (f" (step {steps})" if steps else "")
+    if not steps:
+        return f"nothing to delete: step {result['step']} of job {result['job']} is not kept"
+    return f"step {steps} of job {result['job']}"
+
+
+def _what_stays(result: Json) -> str:
+    """The steps kept, in words."""
+    steps = ", ".join(map(str, result["kept_steps"]))
+    return (
+        f"Left of job {result['job']}: step {steps}" if steps else f"Nothing is left of job {result['job']}"
+    )

@@ -1,7 +1,7 @@
 """Commands that ask no daemon: `config`, `plan`, `completion` and `certs`.
 
 `config` runs `fastcheckd config`, which ends without starting anything: only the daemon knows its keys and defaults,
-and the client may not import it. `plan` is arithmetic (`placement_odds`). `completion` prints click's own script for a
+and the client may not import it. `plan` is arithmetic (`cluster_plan`). `completion` prints click's own script for a
 shell (`shell_completion` answers what it asks). `certs` is a small certificate authority, for trying.
 """
 
@@ -18,9 +18,12 @@ from typing import Any, TypeVar
 
 import click
 from click.shell_completion import get_completion_class
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from .. import placement_odds
 from ..certs import LocalAuthority
+from ..cluster_plan import LOSSES_MAX, NODES_MAX, SurvivalOdds, plan_cluster, survival_odds
 from ..errors import FastCheckError, InvalidArgumentError
 from ..local.processes import daemon_environment
 from ..security import VARIABLES
@@ -65,7 +68,7 @@ def show(
     service's may be others.
     """
     result = _ask_program(config_file, settings, timeout_s)
-    emit(result, output, lambda shown: tables.config(shown, origins=origin))
+    emit(result, output, lambda shown: _keys_table(shown, origins=origin))
 
 
 def _ask_program(config_file: Path | None, settings: tuple[str, ...], timeout_s: float) -> Json:
@@ -94,14 +97,28 @@ def _ask_program(config_file: Path | None, settings: tuple[str, ...], timeout_s:
     return listed
 
 
+def _keys_table(result: Json, *, origins: bool) -> RenderableType:
+    """Keys and values; values that differ from the default stand out.
+
+    Args:
+        origins: also where each value comes from.
+    """
+    table = tables.columns("KEY", "VALUE", *(["FROM"] if origins else []))
+    for entry in result["keys"]:
+        value = entry["value"]
+        shown = value if isinstance(value, str) else json.dumps(value)
+        style = "dim" if entry["origin"] == "default" else ""
+        where = f"{entry['origin']} {entry['where']}".rstrip()
+        table.add_row(*(Text(text, style) for text in (entry["key"], shown, *([where] if origins else []))))
+    return table
+
+
 #: Losses that are shown when nobody asks for others, besides one more than is tolerated.
 LOSSES = (1, 2, 3, 4)
 
 
 @click.command(epilog=examples("fastcheck plan --nodes 1000 --tolerate 1 --domains 50 --losses 2 --losses 4"))
-@click.option(
-    "--nodes", type=click.IntRange(min=2, max=placement_odds.NODES_MAX), required=True, help="How many nodes."
-)
+@click.option("--nodes", type=click.IntRange(min=2, max=NODES_MAX), required=True, help="How many nodes.")
 @click.option(
     "--tolerate",
     type=click.IntRange(min=1, max=8),
@@ -111,7 +128,7 @@ LOSSES = (1, 2, 3, 4)
 )
 @click.option(
     "--losses",
-    type=click.IntRange(min=1, max=placement_odds.LOSSES_MAX),
+    type=click.IntRange(min=1, max=LOSSES_MAX),
     multiple=True,
     help="Nodes lost at once; may be repeated. Default: a few.",
 )
@@ -130,28 +147,28 @@ def plan(
     nodes: int, tolerate: int, losses: tuple[int, ...], spread: int | None, domains: int | None, output: str
 ) -> None:
     """Compute what a cluster would survive. Asks nobody: no cluster is needed."""
-    layout = placement_odds.layout(nodes, tolerate, spread or max(3, tolerate), domains or 0)
+    planned = plan_cluster(nodes, tolerate, spread or max(3, tolerate), domains or 0)
     wanted = sorted({*losses}) if losses else sorted({*LOSSES, tolerate + 1})
     emit(
         {
             "nodes": nodes,
             "tolerate": tolerate,
             "copies": tolerate + 1,
-            "spread": layout.spread,
-            "domains": layout.domains or None,
-            "domains_short": layout.domains_short,
+            "spread": planned.spread,
+            "domains": planned.domains or None,
+            "domains_short": planned.domains_short,
             "groups": [
                 {"nodes": size, "count": count}
-                for size, count in sorted(Counter(sum(group) for group in layout.groups).items())
+                for size, count in sorted(Counter(sum(group) for group in planned.groups).items())
             ],
-            "odds": [_odds(placement_odds.odds(layout, k)) for k in wanted if losses or k <= nodes],
+            "odds": [_odds(survival_odds(planned, k)) for k in wanted if losses or k <= nodes],
         },
         output,
-        tables.plan,
+        _plan_table,
     )
 
 
-def _odds(odds: placement_odds.Odds) -> Json:
+def _odds(odds: SurvivalOdds) -> Json:
     return {
         "losses": odds.losses,
         "survival": float(odds.survival),
@@ -165,6 +182,39 @@ def _odds(odds: placement_odds.Odds) -> Json:
 def _one_in(survival: Fraction) -> float | None:
     """1 in how many such losses loses something; None: none does."""
     return None if survival == 1 else float(1 / (1 - survival))
+
+
+def _plan_table(result: Json) -> RenderableType:
+    """A layout and its odds."""
+    head = Table.grid(padding=(0, 2))
+    groups = ", ".join(f"{g['count']} of {g['nodes']} nodes" for g in result["groups"])
+    head.add_row("groups", groups)
+    head.add_row(
+        "copies", f"{result['copies']}, the owner's included; spread over {result['spread']} holders"
+    )
+    if result["domains"]:
+        domains = Text(f"{result['domains']}, copies in different ones")
+        if result["domains_short"]:
+            domains = Text(
+                f"{result['domains']}, too few to keep {result['copies']} copies apart", style="yellow"
+            )
+        head.add_row("domains", domains)
+    table = tables.columns(
+        ">LOST AT ONCE", ">NOTHING LOST", ">ELSE 1 IN", ">GEMINI'S BOUND", ">RING", ">EVERYWHERE"
+    )
+    for odds in result["odds"]:
+        one_in = odds["loses_one_in"]
+        table.add_row(
+            str(odds["losses"]),
+            _percent(odds["survival"]),
+            "never" if one_in is None else f"{one_in:.4g}",
+            *(_percent(odds[key]) for key in ("gemini_bound", "ring", "everywhere")),
+        )
+    return Group(head, Text(), table)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4f} %"
 
 
 SHELLS = ("bash", "zsh", "fish")

@@ -1,9 +1,11 @@
-"""Tables for people, one function per command: from the JSON shape to something to print. Pure."""
+"""Tables for people: from the JSON shape of a question's answer to something to print. Pure.
+
+Tables of commands that change something stand beside those; what all tables have in common is here.
+"""
 
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +56,16 @@ def ratio(codecs: Json) -> str:
     raw = sum(use["raw_bytes"] for use in codecs.values())
     encoded = sum(use["encoded_bytes"] for use in codecs.values())
     return f"{raw / encoded:.2f}" if encoded else ""
+
+
+def memory(contract: Json | None) -> Text:
+    """What a rank's node has set aside for it; a lean contract stands out."""
+    if contract is None:
+        return Text("")
+    return Text(
+        f"{contract['contract']} ({human_bytes(contract['bytes'])})",
+        style="yellow" if contract["contract"] == "lean" else "",
+    )
 
 
 def columns(*titles: str) -> Table:
@@ -238,7 +250,7 @@ def inspect(result: Json) -> RenderableType:
     head.add_row("bytes", human_bytes(result["bytes"]))
     head.add_row("copies", f"{result['copies']} on other nodes")
     head.add_row("precision", precision(lossy=result["lossy"]))
-    ranks = columns(">RANK", "OWNER", ">INCARNATION", ">SHARDS", ">BYTES", ">RATIO", "CODECS")
+    ranks = columns(">RANK", "OWNER", ">INCARNATION", ">SHARDS", ">BYTES", ">RATIO", "MEMORY", "CODECS")
     for rank in result["ranks"]:
         ranks.add_row(
             str(rank["rank"]),
@@ -247,6 +259,7 @@ def inspect(result: Json) -> RenderableType:
             str(rank["shards"]),
             human_bytes(rank["bytes"]),
             ratio(rank["codecs"]),
+            memory(rank["memory"]),
             ", ".join(
                 f"{codec} {human_bytes(use['raw_bytes'])} → {human_bytes(use['encoded_bytes'])}"
                 for codec, use in rank["codecs"].items()
@@ -255,118 +268,9 @@ def inspect(result: Json) -> RenderableType:
     return Group(head, Text(), ranks, Text(), replicas(result))
 
 
-def config(result: Json, *, origins: bool) -> RenderableType:
-    """Keys and values; values that differ from the default stand out.
-
-    Args:
-        origins: also where each value comes from.
-    """
-    table = columns("KEY", "VALUE", *(["FROM"] if origins else []))
-    for entry in result["keys"]:
-        value = entry["value"]
-        shown = value if isinstance(value, str) else json.dumps(value)
-        style = "dim" if entry["origin"] == "default" else ""
-        where = f"{entry['origin']} {entry['where']}".rstrip()
-        table.add_row(*(Text(text, style) for text in (entry["key"], shown, *([where] if origins else []))))
-    return table
-
-
 def silent(nodes: Sequence[str], what: str) -> list[RenderableType]:
     """A line about the nodes that did not answer, if any: without them a result is incomplete."""
     return [Text(f"no answer from {', '.join(nodes)}: {what}", style="yellow")] if nodes else []
-
-
-def local(result: Json) -> RenderableType:
-    """Nodes of the cluster on this machine."""
-    table = columns("NODE", "STATE", "ADDRESS", "PIDS", "RAM DIRECTORY")
-    for node in result["nodes"]:
-        table.add_row(
-            node["node_id"],
-            state(node["state"]),
-            node["address"],
-            " ".join(map(str, node["pids"])),
-            node["ram_dir"],
-        )
-    return or_note(table, "the cluster has no nodes")
-
-
-def history(result: Json) -> RenderableType:
-    """Changes of nodes' states, the newest last."""
-    table = columns("WHEN", "NODE", ">INCARNATION", "FROM", "TO", "WHY", ">EPOCH")
-    for change in result["transitions"]:
-        table.add_row(
-            change["at"] or "",
-            change["node_id"],
-            str(change["incarnation"]),
-            state(change["from"] or "new"),
-            state(change["to"] or "forgotten"),
-            change["reason"],
-            str(change["epoch"]),
-        )
-    return or_note(table, "nothing is remembered")
-
-
-def safe_to_stop(verdict: Json) -> RenderableType:
-    """A verdict and why."""
-    if verdict["safe"]:
-        return Text(f"{verdict['node_id']} may be stopped: nothing would be lost, nor short", style="green")
-    word = "survivable" if verdict["survivable"] else "not safe"
-    lines = [
-        Text(
-            f"stopping {verdict['node_id']} is {word}",
-            style="yellow" if verdict["survivable"] else "bold red",
-        )
-    ]
-    lines += [Text(f"  {reason}") for reason in verdict["reasons"]]
-    if verdict["jobs"]:
-        lines.append(Text(f"  jobs: {', '.join(verdict['jobs'])}"))
-    return Group(*lines)
-
-
-def deletion(result: Json) -> RenderableType:
-    """The steps deleted, or to be deleted, and the steps kept."""
-    if not result["deleted_steps"] and not result["ends_sessions"]:
-        return Text(f"{what_goes(result)}. {what_stays(result)}")
-    table = columns("NODE", ">REPLICAS", ">BYTES")
-    for node in result["nodes"]:
-        table.add_row(node["node_id"], str(node["replicas"]), human_bytes(node["stored_bytes"]))
-    verb = "is deleted" if result["deleted"] else "would be deleted"
-    lines: list[RenderableType] = [Text(f"{what_goes(result)} {verb}"), table, Text(what_stays(result))]
-    if result["unreachable"]:
-        lines.append(
-            Text(f"not reached, and drop theirs when they are back: {', '.join(result['unreachable'])}")
-        )
-    return Group(*lines)
-
-
-def what_goes(result: Json) -> str:
-    """The steps to be deleted, in words."""
-    steps = ", ".join(map(str, result["deleted_steps"]))
-    if result["everything"]:
-        return f"all of job {result['job']}" + (f" (step {steps})" if steps else "")
-    if not steps:
-        return f"nothing to delete: step {result['step']} of job {result['job']} is not kept"
-    return f"step {steps} of job {result['job']}"
-
-
-def what_stays(result: Json) -> str:
-    """The steps kept, in words."""
-    steps = ", ".join(map(str, result["kept_steps"]))
-    return (
-        f"Left of job {result['job']}: step {steps}" if steps else f"Nothing is left of job {result['job']}"
-    )
-
-
-def drain(result: Json) -> RenderableType:
-    """The node's draining, and the verdict if it was waited for."""
-    what = "is being drained" if result["draining"] else "is not drained any more"
-    line = Text(f"{result['node_id']} {what}")
-    return Group(line, safe_to_stop(result["verdict"])) if "verdict" in result else line
-
-
-def forget(result: Json) -> RenderableType:
-    """The node that was forgotten."""
-    return Text(f"{result['node_id']} is forgotten")
 
 
 def verify(result: Json) -> RenderableType:
@@ -382,57 +286,3 @@ def verify(result: Json) -> RenderableType:
             table.add_row(bad["node_id"], bad["job"], str(bad["step"]), str(bad["rank"]), str(bad["shard"]))
         lines += [Text("dropped, to be made anew from good copies:", style="red"), table]
     return Group(*lines, *silent(result["unreachable"], "what they hold was not checked"))
-
-
-def voters(result: Json) -> RenderableType:
-    """The voters and their health."""
-    table = columns("VOTER", "STATE", "REGISTRY", "LEADER", ">VERSION", "ADDRESS")
-    for voter in result["voters"]:
-        table.add_row(
-            voter["node_id"],
-            state(voter["state"] or "not known"),
-            "answers" if voter["answers"] else Text("no answer", style="red"),
-            "yes" if voter["leader"] else "",
-            "" if voter["version"] is None else str(voter["version"]),
-            voter["address"] or "",
-        )
-    return table
-
-
-def replaced_voters(result: Json) -> RenderableType:
-    """The voters from now on."""
-    table = columns("VOTER", "REGISTRY ADDRESS", "RAFT ADDRESS")
-    for voter in result["voters"]:
-        table.add_row(voter["node_id"], voter["registry_address"], voter["raft_address"])
-    return table
-
-
-def plan(result: Json) -> RenderableType:
-    """A layout and its odds."""
-    head = Table.grid(padding=(0, 2))
-    groups = ", ".join(f"{g['count']} of {g['nodes']} nodes" for g in result["groups"])
-    head.add_row("groups", groups)
-    head.add_row(
-        "copies", f"{result['copies']}, the owner's included; spread over {result['spread']} holders"
-    )
-    if result["domains"]:
-        domains = Text(f"{result['domains']}, copies in different ones")
-        if result["domains_short"]:
-            domains = Text(
-                f"{result['domains']}, too few to keep {result['copies']} copies apart", style="yellow"
-            )
-        head.add_row("domains", domains)
-    table = columns(">LOST AT ONCE", ">NOTHING LOST", ">ELSE 1 IN", ">GEMINI'S BOUND", ">RING", ">EVERYWHERE")
-    for odds in result["odds"]:
-        one_in = odds["loses_one_in"]
-        table.add_row(
-            str(odds["losses"]),
-            _percent(odds["survival"]),
-            "never" if one_in is None else f"{one_in:.4g}",
-            *(_percent(odds[key]) for key in ("gemini_bound", "ring", "everywhere")),
-        )
-    return Group(head, Text(), table)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.4f} %"

@@ -24,7 +24,7 @@ from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from ..admin import AdminClient
 from ..config import resolve
-from ..connection import Connection, parse_address
+from ..connection import parse_address
 from ..daemon import PATIENT_CONNECT_S, Daemon
 from ..errors import (
     InvalidArgumentError,
@@ -346,7 +346,7 @@ class FastCheckFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec s
         with self._lock:
             if self._daemon is None:
                 where = resolve("any", rank=0, world_size=1, address=self.address).address
-                self._daemon = Daemon(Connection(parse_address(where)))
+                self._daemon = Daemon(parse_address(where))
             return self._daemon
 
     def _steps(self, job: str) -> list[int]:

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 from fastcheck_proto.v1 import state_pb2 as pb
 
 from ..errors import CorruptError, LoadFailedError, UnsupportedStateError
-from ..state.dtypes import BY_NAME
 from ..state.header import entries
+from ..state.tensors import DTYPES
 
 SCHEMA = 1
 #: torch's own limit on dimensions.
@@ -230,7 +230,7 @@ def _add(made: StepIndex, item: Item, stored: Stored) -> None:
         made.stored.setdefault((item.fqn, None), stored)
         return
     if known is None:
-        dtype = BY_NAME.get(item.dtype)
+        dtype = DTYPES.get(item.dtype)
         if dtype is None:
             raise CorruptError(
                 f"{item.fqn!r:.200} has dtype {item.dtype!r:.40}, which this torch ({torch.__version__}) does not have"

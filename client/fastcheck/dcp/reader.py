@@ -21,7 +21,7 @@ from torch.futures import Future
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
 from ..config import resolve
-from ..connection import Connection, parse_address
+from ..connection import parse_address
 from ..daemon import PATIENT_CONNECT_S, Daemon
 from ..errors import (
     InvalidArgumentError,
@@ -31,8 +31,7 @@ from ..errors import (
     StepNotFoundError,
     UnsupportedStateError,
 )
-from ..state.dtypes import BY_NAME
-from ..state.tensors import why_unsupported
+from ..state.tensors import DTYPES, why_unsupported
 from ..step_reader import BoxInto, StepReader
 from .checkpoint_id import CheckpointId, agreed_job, names_a_step, parse_checkpoint_id, url_of
 from .metadata import StepIndex, index_of
@@ -212,7 +211,7 @@ class FastCheckReader(StorageReader):
 
     def _connected(self, address: str) -> Daemon:
         if self._daemon is None:
-            self._daemon = Daemon(Connection(parse_address(address)))
+            self._daemon = Daemon(parse_address(address))
         return self._daemon
 
     def _steps(self, daemon: Daemon, job: str) -> list[int]:
@@ -295,4 +294,4 @@ def _staging(item: ReadItem, target: torch.Tensor, dtype: str) -> torch.Tensor:
         )
     if str(target.dtype) == f"torch.{dtype}":
         return target
-    return torch.empty(target.shape, dtype=BY_NAME[dtype])
+    return torch.empty(target.shape, dtype=DTYPES[dtype])

@@ -1,7 +1,7 @@
 """Lightning: its checkpoints in other nodes' RAM, every so many steps, beside those on disk.
 
     io = FastCheckIO(Checkpointer(job="gpt"))
-    trainer = Trainer(plugins=[io], callbacks=[FastCheckCallback(io, every=1)])
+    trainer = Trainer(plugins=[io], callbacks=[MemoryCheckpoint(io, every=1)])
     trainer.fit(model, loader, ckpt_path=io.newest("checkpoints"))
 
 `FastCheckIO` takes `fastcheck://JOB/step-N`, and `fastcheck://JOB` for the newest; every other path goes to Lightning's
@@ -163,8 +163,9 @@ def _is_url(path: str | Path) -> bool:
     return str(path).startswith(_SCHEME.removesuffix("//"))
 
 
-class FastCheckCallback(pl.Callback):
-    """Saves a Trainer's checkpoint to memory every so many optimizer steps, with the random states.
+class MemoryCheckpoint(pl.Callback):
+    """Saves a Trainer's checkpoint to memory every so many optimizer steps, as ModelCheckpoint does to disk, with the
+    random states.
 
     Args:
         io: the Trainer's plugin.

@@ -1,22 +1,16 @@
-"""A local cluster: up, kill, start, down, status. `layout.py` decides on files, folders and configs.
+"""A local cluster: up, kill, start, down, status. What is on disk is in `files.py`.
 
-Everything that must outlive this process is in `DIR/cluster.json`, so the command line, tests and the demo
-may each take a turn. Changes to that file are made under a lock; waiting is done outside of it.
+The command line, tests and the demo may each take a turn. Files are changed under a lock; waiting is done outside of
+it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import fcntl
-import json
-import os
-import secrets
 import shutil
-import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,11 +19,9 @@ import psutil
 import yaml
 
 from ..admin import AdminClient
-from ..certs import LocalAuthority
 from ..errors import FastCheckError
 from . import layout, processes
-from .layout import NodePorts
-from .ports import find_free_ports
+from .files import ClusterFiles, LocalClusterError
 from .processes import ProcessRef, launcher
 from .reaper import start_reaper
 
@@ -39,20 +31,6 @@ _POLL_S = 0.1
 #: Beyond the daemons' own grace (shutdown_grace_s) before SIGKILL.
 _STOP_TIMEOUT_S = 8.0
 _SHM = Path("/dev/shm")  # noqa: S108  the machine's shared-memory tmpfs; our folder in it is 0700 and owned
-
-
-class LocalClusterError(FastCheckError):
-    """The local cluster could not do what was asked; the message ends with the log of the node concerned."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalNode:
-    """One node as recorded in cluster.json."""
-
-    node_id: str
-    address: str
-    ram_dir: str
-    ports: NodePorts
 
 
 class LocalCluster:
@@ -67,8 +45,11 @@ class LocalCluster:
     def __init__(
         self, cluster_dir: Path | str | None = None, *, on_event: Callable[[str], None] | None = None
     ) -> None:
-        self.dir = Path(cluster_dir).absolute() if cluster_dir else layout.default_dir()
         self._say = on_event or (lambda text: None)
+        self._files = ClusterFiles(
+            Path(cluster_dir).absolute() if cluster_dir else layout.default_dir(), self._say
+        )
+        self.dir = self._files.dir
         #: Whether the cluster is to end with this process.
         self._entered = False
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -90,16 +71,16 @@ class LocalCluster:
     @property
     def exists(self) -> bool:
         """Whether `up` was called here and `down` was not."""
-        return self._state_file.exists()
+        return self._files.state_file.exists()
 
     @property
     def node_ids(self) -> list[str]:
         """All nodes, running or not."""
-        return list(self._nodes())
+        return list(self._files.nodes())
 
     def address(self, node_id: str) -> str:
         """The address of a node's daemon, for trainers and commands."""
-        return self._node(node_id).address
+        return self._files.node(node_id).address
 
     def log_file(self, node_id: str) -> Path:
         """The node's log; it survives kills and restarts."""
@@ -113,7 +94,7 @@ class LocalCluster:
     def status(self) -> Json:
         """The nodes with their processes, as `local status -o json` prints them."""
         nodes = []
-        for node in self._nodes().values():
+        for node in self._files.nodes().values():
             daemon, pids = self._daemon(node.node_id), self.pids(node.node_id)
             nodes.append(
                 {
@@ -122,7 +103,7 @@ class LocalCluster:
                     "address": node.address,
                     "pids": pids,
                     "ram_dir": node.ram_dir,
-                    "metrics_address": f"127.0.0.1:{node.ports.metrics}" if node.ports.metrics else "",
+                    "metrics_address": f"127.0.0.1:{node.ports.metrics}",
                     "log": str(self.log_file(node.node_id)),
                 }
             )
@@ -159,15 +140,15 @@ class LocalCluster:
         if nodes > 1 and not 1 <= tolerate < nodes:
             raise LocalClusterError(f"{nodes} nodes can tolerate 1 to {nodes - 1} losses, not {tolerate}")
         self.dir.mkdir(parents=True, exist_ok=True)
-        with self._locked():
+        with self._files.locked():
             if self.exists:
                 if any(node["pids"] for node in self.status()["nodes"]):
                     raise LocalClusterError(
                         f"a cluster is running in {self.dir} already; end it with: "
                         f"fastcheck local down --dir {self.dir}"
                     )
-                self._remove_data()
-            self._make_config(nodes, tolerate, ram_budget, settings or {}, tls=tls)
+                self._files.remove()
+            self._files.create(nodes, tolerate, ram_budget, settings or {}, tls=tls)
         try:
             self._start_reaper()
             for node_id in self.node_ids:
@@ -186,9 +167,9 @@ class LocalCluster:
         Raises:
             LocalClusterError: it runs already, or is not UP in time.
         """
-        with self._locked():
-            if node_id not in self._nodes():
-                self._add_node(node_id)
+        with self._files.locked():
+            if node_id not in self._files.nodes():
+                self._files.add_node(node_id)
             elif self.pids(node_id):
                 raise LocalClusterError(f"{node_id} is running already")
         self._spawn(node_id)
@@ -201,7 +182,7 @@ class LocalCluster:
         Returns:
             The ids of the processes that were killed; empty when none was running.
         """
-        node = self._node(node_id)
+        node = self._files.node(node_id)
         daemon = self._daemon(node_id)
         killed = processes.kill_all(daemon) if daemon else []
         if wipe:
@@ -214,8 +195,8 @@ class LocalCluster:
         if not self.exists:
             self._end_reaper()
             return
-        with self._locked():
-            daemons = [daemon for name in self._nodes() if (daemon := self._daemon(name)) is not None]
+        with self._files.locked():
+            daemons = [daemon for name in self._files.nodes() if (daemon := self._daemon(name)) is not None]
             for daemon in daemons:
                 if (process := daemon.find()) is not None:
                     with contextlib.suppress(psutil.NoSuchProcess):
@@ -225,7 +206,7 @@ class LocalCluster:
                 time.sleep(_POLL_S)
             for daemon in daemons:
                 processes.kill_all(daemon)
-            self._remove_data()
+            self._files.remove()
         self._end_reaper()
         self._say("the cluster is down")
 
@@ -250,162 +231,22 @@ class LocalCluster:
 
     # -- parts
 
-    @property
-    def _state_file(self) -> Path:
-        return self.dir / "cluster.json"
-
-    @property
-    def _tls_dir(self) -> Path:
-        return self.dir / "tls"
-
-    def _certified(self, name: str) -> dict[str, Any]:
-        """The config keys of a node with a certificate, which is made now."""
-        cert = LocalAuthority(self._tls_dir).node(name, ["127.0.0.1"])
-        return layout.tls_settings(self._tls_dir, cert)
-
-    def _config_file(self, node_id: str) -> Path:
-        return layout.node_dir(self.dir, node_id) / "config.yaml"
-
-    def _daemon_file(self, node_id: str) -> Path:
-        return layout.node_dir(self.dir, node_id) / "daemon.json"
-
     def _daemon(self, node_id: str) -> ProcessRef | None:
         """The main process of the daemon that was started last; None before the first start."""
-        return processes.read_reference(self._daemon_file(node_id))
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with (self.dir / "lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-
-    def _load(self) -> Json:
-        try:
-            loaded: Json = json.loads(self._state_file.read_text())
-        except FileNotFoundError:
-            raise LocalClusterError(
-                f"there is no local cluster in {self.dir}; start one with: "
-                f"fastcheck local up --dir {self.dir}"
-            ) from None
-        return loaded
-
-    def _save(self, state: Json) -> None:
-        temporary = self._state_file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(state, indent=2) + "\n")
-        temporary.replace(self._state_file)
-
-    def _nodes(self) -> dict[str, LocalNode]:
-        return {name: _node_from_json(entry) for name, entry in self._load()["nodes"].items()}
-
-    def _node(self, node_id: str) -> LocalNode:
-        nodes = self._nodes()
-        if node_id not in nodes:
-            raise LocalClusterError(f"there is no {node_id} in {self.dir}; nodes: {', '.join(nodes)}")
-        return nodes[node_id]
-
-    def _make_config(
-        self,
-        count: int,
-        tolerate: int,
-        ram_budget: str | int | None,
-        settings: dict[str, Any],
-        *,
-        tls: bool,
-    ) -> None:
-        names = [layout.node_id(index) for index in range(count)]
-        voters = names[: layout.voter_count(count)]
-        free = iter(find_free_ports(4 * count + 2 * len(voters)))
-        ports = {name: _take_ports(free, voter=name in voters) for name in names}
-        budget = ram_budget or max(layout.RAM_PER_NODE_BYTES_MIN, psutil.virtual_memory().total // 2 // count)
-        needed = (budget if isinstance(budget, int) else layout.RAM_PER_NODE_BYTES_MIN) * count
-        shm_free = shutil.disk_usage(_SHM).free if _SHM.is_dir() else 0
-        if ram_budget is None:  # nobody asked for that much: what every node needs at least will do
-            needed = min(needed, layout.RAM_PER_NODE_BYTES_MIN * count)
-        ram_root = layout.ram_root(self.dir, _SHM, shm_free, needed)
-        if ram_root.parent == self.dir:
-            self._say(f"{_SHM} is missing or too small, so the RAM directories are below {self.dir}")
-        key = self.dir / "raft.key"
-        key.unlink(missing_ok=True)
-        with os.fdopen(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(32))
-        # A cluster of its own: a stray node of an earlier one is refused.
-        cluster_id = f"local-{secrets.token_hex(4)}"
-        shutil.rmtree(self._tls_dir, ignore_errors=True)
-        if tls:
-            authority = LocalAuthority.create(self._tls_dir, cluster_id)
-            authority.admin("local")
-            authority.trainer("local")
-        self._save(
-            {
-                "version": 1,
-                "cluster_id": cluster_id,
-                "tls": tls,
-                "tolerate": tolerate,
-                "ram_budget": budget,
-                "ram_root": str(ram_root),
-                "settings": settings,
-                "voters": {name: dataclasses.asdict(ports[name]) for name in voters},
-                "nodes": {},
-            }
-        )
-        for name in names:
-            self._write_node(name, ports[name])
-
-    def _add_node(self, node_id: str) -> None:
-        if not layout.is_node_id(node_id):
-            raise LocalClusterError(f"{node_id!r} cannot be added: name it node-N")
-        nodes = self._nodes()
-        if len(nodes) >= layout.NODES_MAX:
-            raise LocalClusterError(f"a local cluster has at most {layout.NODES_MAX} nodes")
-        taken = {p for n in nodes.values() for p in dataclasses.astuple(n.ports) if p is not None}
-        self._write_node(node_id, _take_ports(iter(find_free_ports(4, avoid=frozenset(taken))), voter=False))
-
-    def _write_node(self, name: str, ports: NodePorts) -> None:
-        state = self._load()
-        ram_dir = Path(state["ram_root"]) / name
-        config = layout.node_config(
-            self.dir,
-            name,
-            ports,
-            {voter: NodePorts(**entry) for voter, entry in state["voters"].items()},
-            cluster_id=state["cluster_id"],
-            tolerate=state["tolerate"],
-            ram_dir=ram_dir,
-            ram_budget=state["ram_budget"],
-            settings=(self._certified(name) if state.get("tls") else {}) | state["settings"],
-        )
-        folder = layout.node_dir(self.dir, name)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._config_file(name).write_text(yaml.safe_dump(config, sort_keys=False))
-        node = LocalNode(
-            node_id=name,
-            address=f"unix://{layout.runtime_dir(self.dir, name)}/fastcheckd.sock",
-            ram_dir=str(ram_dir),
-            ports=ports,
-        )
-        state["nodes"][name] = dataclasses.asdict(node)
-        self._save(state)
+        return processes.read_reference(self._files.daemon_file(node_id))
 
     def _spawn(self, node_id: str) -> None:
-        config_file = self._config_file(node_id)
+        config_file = self._files.config_file(node_id)
         config = yaml.safe_load(config_file.read_text())
-        for outside in (layout.runtime_root(self.dir), Path(self._load()["ram_root"])):
-            if outside is not None:
-                _make_private(outside)
-        for made in (config["runtime_dir"], config["state_dir"], config["ram_dir"]):
-            Path(made).mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._files.make_folders(config)
         try:
             environment = processes.daemon_environment(config)
         except ModuleNotFoundError as error:
             raise LocalClusterError(
                 f"a local cluster needs the daemon, but {error}; run: pip install 'fastcheck[daemon,cli]'"
             ) from None
-        if "metrics_address" not in config:
-            # Written by a version without metrics, which may be started from it again. All nodes are on this machine,
-            # and would have the default port.
-            environment["FASTCHECK_METRICS_ADDRESS"] = "''"
         pid = launcher(environment).start(
-            config_file, self.log_file(node_id), self._daemon_file(node_id), environment
+            config_file, self.log_file(node_id), self._files.daemon_file(node_id), environment
         )
         self._say(f"started {node_id} (pid {pid})")
 
@@ -437,43 +278,3 @@ class LocalCluster:
     def _failure(self, node_id: str, what: str) -> LocalClusterError:
         log = self.log_file(node_id)
         return LocalClusterError(f"{node_id} {what}\nthe end of {log}:\n{processes.tail(log)}")
-
-    def _remove_data(self) -> None:
-        """Delete everything of a cluster except its logs; the state file last."""
-        state = self._load()
-        for name in state["nodes"]:
-            folder = layout.node_dir(self.dir, name)
-            for part in (folder / "state", folder / "run"):
-                shutil.rmtree(part, ignore_errors=True)
-            self._config_file(name).unlink(missing_ok=True)
-            self._daemon_file(name).unlink(missing_ok=True)
-        for root in (layout.runtime_root(self.dir), Path(state["ram_root"])):
-            if root is not None:
-                shutil.rmtree(root, ignore_errors=True)
-        (self.dir / "raft.key").unlink(missing_ok=True)
-        shutil.rmtree(self._tls_dir, ignore_errors=True)
-        self._state_file.unlink()
-
-
-def _take_ports(free: Iterator[int], *, voter: bool) -> NodePorts:
-    agent, data, lane, metrics = next(free), next(free), next(free), next(free)
-    if not voter:
-        return NodePorts(agent=agent, data=data, lane=lane, metrics=metrics)
-    return NodePorts(agent=agent, data=data, lane=lane, metrics=metrics, registry=next(free), raft=next(free))
-
-
-def _node_from_json(entry: Json) -> LocalNode:
-    return LocalNode(
-        node_id=entry["node_id"],
-        address=entry["address"],
-        ram_dir=entry["ram_dir"],
-        ports=NodePorts(**entry["ports"]),
-    )
-
-
-def _make_private(folder: Path) -> None:
-    """Make a folder with a predictable name in a shared place; refuse one that belongs to another user."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise LocalClusterError(f"{folder} exists and is not a folder of this user; remove it")

@@ -35,10 +35,9 @@ class NodePorts:
     agent: int
     data: int
     lane: int
+    metrics: int
     registry: int | None = None
     raft: int | None = None
-    #: None: the cluster was made by a version without metrics.
-    metrics: int | None = None
 
 
 def default_dir() -> Path:
@@ -138,7 +137,7 @@ def node_config(
         "agent_port": ports.agent,
         "data_port": ports.data,
         "lane_port": ports.lane,
-        "metrics_address": f"127.0.0.1:{ports.metrics}" if ports.metrics else "",
+        "metrics_address": f"127.0.0.1:{ports.metrics}",
         "voters": [
             {
                 "node_id": voter,

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
+_HOST = "127.0.0.1"
 _LOW, _HIGH = 10_000, 65_535
 #: What Linux uses when nobody changed it.
 _EPHEMERAL_DEFAULT = (32_768, 60_999)
@@ -40,8 +41,8 @@ def candidate_ports(ephemeral: tuple[int, int]) -> list[int]:
     return outside if len(outside) >= 1000 else list(range(_LOW, _HIGH + 1))
 
 
-def find_free_ports(count: int, host: str = "127.0.0.1", avoid: frozenset[int] = frozenset()) -> list[int]:
-    """Distinct ports that nothing on `host` is bound to now, and that were not handed out on this machine of late.
+def find_free_ports(count: int, avoid: frozenset[int] = frozenset()) -> list[int]:
+    """Distinct ports of the loopback that nothing is bound to, and that were not handed out on this machine of late.
 
     Raises:
         OSError: there are not that many.
@@ -52,18 +53,18 @@ def find_free_ports(count: int, host: str = "127.0.0.1", avoid: frozenset[int] =
     with contextlib.closing(_turns()) as turns:
         while len(found) < count and len(tried) < len(candidates):
             port = candidates[next(turns) % len(candidates)]
-            if port not in tried and port not in avoid and _is_free(host, port):
+            if port not in tried and port not in avoid and _is_free(port):
                 found.append(port)
             tried.add(port)
     if len(found) < count:
-        raise OSError(errno.EADDRINUSE, f"only {len(found)} of {count} ports are free on {host}")
+        raise OSError(errno.EADDRINUSE, f"only {len(found)} of {count} ports are free on {_HOST}")
     return found
 
 
-def _is_free(host: str, port: int) -> bool:
+def _is_free(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
-            probe.bind((host, port))
+            probe.bind((_HOST, port))
         except OSError:
             return False
     return True

@@ -28,6 +28,10 @@ import psutil
 
 #: Start times come from clock ticks since boot; a different process differs by more than this.
 _START_TIME_SLACK_S = 0.05
+#: What was killed is gone within this.
+_KILL_S_MAX = 10.0
+#: Of a log, what its last lines are looked for in.
+_TAIL_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -85,26 +89,26 @@ def read_reference(path: Path) -> ProcessRef | None:
         return None
 
 
-def kill_all(daemon: ProcessRef, extra: Iterable[ProcessRef] = (), *, timeout_s: float = 10.0) -> list[int]:
+def kill_all(daemon: ProcessRef) -> list[int]:
     """SIGKILL a node's processes, the main one first so that it restarts no child, until none is left.
 
     Returns:
         The ids of what was killed.
 
     Raises:
-        TimeoutError: something is still there after `timeout_s` (stuck in the kernel).
+        TimeoutError: something is still there after ten seconds (stuck in the kernel).
     """
     killed: dict[int, psutil.Process] = {}
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _KILL_S_MAX
     while True:
-        processes = node_processes(daemon) + [p for ref in extra if (p := ref.find()) is not None]
+        processes = node_processes(daemon)
         # A process with much memory takes its time to die, without a command line but with its ports.
         processes += [p for p in killed.values() if p not in processes and not _is_gone(p)]
         if not processes:
             return list(killed)
         if time.monotonic() > deadline:
             left = ", ".join(str(p.pid) for p in processes)
-            raise TimeoutError(f"processes {left} are still alive {timeout_s:g} s after SIGKILL")
+            raise TimeoutError(f"processes {left} are still alive {_KILL_S_MAX:g} s after SIGKILL")
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -147,12 +151,12 @@ def python_path(packages: Iterable[str], environment: Mapping[str, str]) -> str:
     return os.pathsep.join(dict.fromkeys([*roots, *inherited]))
 
 
-def tail(log_file: Path, lines: int = 15, bytes_max: int = 16 * 1024) -> str:
+def tail(log_file: Path, lines: int = 15) -> str:
     """The last lines of a log, empty when there is none."""
     try:
         with log_file.open("rb") as log:
             log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - bytes_max))
+            log.seek(max(0, log.tell() - _TAIL_BYTES))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
     except OSError:
         return ""

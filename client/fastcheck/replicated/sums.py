@@ -15,8 +15,8 @@ from functools import cache
 
 import torch
 
-from ..copying import contiguous_bytes
-from ..state import dtypes
+from ..copier import contiguous_bytes
+from ..state.tensors import carrier
 
 WORD_BYTES = 8
 COMBINED_BYTES = 16
@@ -61,7 +61,7 @@ def combined(found: torch.Tensor) -> bytes:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return dtypes.carrier(tensor.detach()).reshape(-1).contiguous().view(torch.uint8)
+    return carrier(tensor.detach()).reshape(-1).contiguous().view(torch.uint8)
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ def parse_shared(data: bytes, ready: pb.LoadReady) -> state_pb2.StateHeader:
         raise CorruptError(f"step {ready.step} came with {len(ready.parts)} parts and the header of another")
     mine = ready.parts[ready.header_rank]
     whole_bytes = mine.shared.shared_bytes
-    header = parse(data, whole_bytes + mine.bytes, (SHARED_SCHEMA,))
+    header = parse(data, whole_bytes + mine.bytes, SHARED_SCHEMA)
     cuts = [part.shared.start for part in ready.parts] + [ready.parts[-1].shared.stop]
     fits = all(
         part.shared.stop == stop and part.shared.stop - part.shared.start <= part.bytes

@@ -16,6 +16,6 @@ Loading goes from bytes to the state:
     fill_objects, fill_optimizer what `fill` does with modules, optimizers, and other objects
     match                        the same walk, where DTensors were laid out differently
 
-`dtypes`, `tensors` and `sharding` describe single tensors. Nothing here knows of daemons, files or gRPC: a segment is a
+`tensors` and `sharding` describe single tensors. Nothing here knows of daemons, files or gRPC: a segment is a
 flat uint8 tensor. No pickle anywhere.
 """

@@ -15,11 +15,10 @@ import torch
 from fastcheck_proto.v1 import state_pb2 as pb
 
 from ..errors import UnsupportedStateError
-from . import dtypes
 from .header import DEPTH_MAX, SCHEMA, Path, dotted, encode_int, show
 from .layout import Arrangement, Extent
 from .sharding import is_dtensor, layout_of, local_of
-from .tensors import view_key, why_unsupported
+from .tensors import dtype_name, view_key, why_unsupported
 
 
 class TraceTensor(NamedTuple):
@@ -284,7 +283,7 @@ class _Collector:
         """The tensor's slot: a new one unless the very same view has one already."""
         found = self.found
         local = local_of(tensor).detach()
-        dtype = dtypes.name_of(local.dtype)
+        dtype = dtype_name(local.dtype)
         assert dtype is not None
         new = len(found.tensors)
         # Empty tensors have no address to tell them apart by.

@@ -12,10 +12,10 @@ import torch
 
 from fastcheck_proto.v1 import state_pb2 as pb
 
-from .dtypes import BY_NAME
 from .fill_objects import ObjectFill
 from .header import Key, Path, entries, materialize, plain
 from .sharding import is_dtensor, local_of, wrap
+from .tensors import DTYPES
 
 if TYPE_CHECKING:
     from .fill import FillPlan
@@ -139,7 +139,7 @@ class OptimizerFill(ObjectFill):
         if name == "step":
             made = self.plan.fresh(index)  # stays on the CPU unless the optimizer itself moves it
         else:
-            shape, dtype = tuple(record.shape), BY_NAME[record.dtype]
+            shape, dtype = tuple(record.shape), DTYPES[record.dtype]
             if tuple(local.shape) == shape:
                 made = torch.empty_like(local, dtype=dtype, requires_grad=False)
             else:

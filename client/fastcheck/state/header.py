@@ -9,7 +9,7 @@ from __future__ import annotations
 import decimal
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from fastcheck_proto.conventions import HEADER_BYTES_MAX, TENSOR_ALIGNMENT_BYTES
 from fastcheck_proto.v1 import state_pb2 as pb
 
 from ..errors import CorruptError
-from . import dtypes
+from .tensors import DTYPES
 
 Key = str | int | bool | None
 Path = tuple[Key, ...]
@@ -44,9 +44,7 @@ def _text(key: Key) -> str:
     return repr(key)
 
 
-#: Written. 1 knows no tensors in several pieces; it is still read.
 SCHEMA = 2
-SCHEMAS = (1, 2)
 #: Written for a part of a state that several ranks share: its places are not those in one rank's state.
 SHARED_SCHEMA = 3
 _DIMS_MAX = 64
@@ -74,7 +72,7 @@ def _decode_int(text: str) -> int:
     return int(text) if len(text) <= _STR_DIGITS_MAX else int(decimal.Decimal(text))
 
 
-def parse(data: bytes, state_bytes: int, schemas: Sequence[int] = SCHEMAS) -> pb.StateHeader:
+def parse(data: bytes, state_bytes: int, schema: int = SCHEMA) -> pb.StateHeader:
     """Parse and check a header, of a schema that is expected, against the size of the rank state that it describes.
 
     Raises:
@@ -86,14 +84,14 @@ def parse(data: bytes, state_bytes: int, schemas: Sequence[int] = SCHEMAS) -> pb
         header = pb.StateHeader.FromString(data)
     except DecodeError as error:
         raise _corrupt(f"it is not readable ({error})") from None
-    if header.schema not in schemas:
+    if header.schema != schema:
         raise CorruptError(
-            f"the checkpoint's header has format version {header.schema}, this SDK reads {schemas[0]} to "
-            f"{schemas[-1]} here: load it with the FastCheck version that saved it"
+            f"the checkpoint's header has format version {header.schema}, this SDK reads {schema} here: load it with "
+            "the FastCheck version that saved it"
         )
     for record in header.tensors:
         _check_record(record, state_bytes)
-        _check_pieces(record, state_bytes, header.schema)
+        _check_pieces(record, state_bytes)
     _check_values(header)
     return header
 
@@ -104,7 +102,7 @@ def _corrupt(why: str) -> CorruptError:
 
 def _check_record(record: pb.TensorRecord, state_bytes: int) -> None:
     name = repr(record.name[:200])
-    dtype = dtypes.BY_NAME.get(record.dtype)
+    dtype = DTYPES.get(record.dtype)
     if dtype is None:
         raise CorruptError(
             f"tensor {name} has dtype {record.dtype[:40]!r}, which this torch ({torch.__version__}) does not "
@@ -119,12 +117,12 @@ def _check_record(record: pb.TensorRecord, state_bytes: int) -> None:
         raise _corrupt(f"tensor {name} lies outside the state")
 
 
-def _check_pieces(record: pb.TensorRecord, state_bytes: int, schema: int) -> None:
+def _check_pieces(record: pb.TensorRecord, state_bytes: int) -> None:
     offsets, size = record.piece_offsets, record.piece_bytes
     if not offsets and not size:
         return
     name = repr(record.name[:200])
-    if schema < 2 or len(offsets) < 2 or not size or size % dtypes.BY_NAME[record.dtype].itemsize:
+    if len(offsets) < 2 or not size or size % DTYPES[record.dtype].itemsize:
         raise _corrupt(f"tensor {name} is cut as no tensor is")
     rest = record.bytes - (len(offsets) - 1) * size
     if not 0 < rest <= size:

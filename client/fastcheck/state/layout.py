@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fastcheck_proto.conventions import LAYOUT_CHUNK_BYTES, LAYOUT_SCHEMA, TENSOR_ALIGNMENT_BYTES
 from fastcheck_proto.v1 import layout_pb2 as pb
 
-from . import dtypes
+from .tensors import DTYPES
 
 #: Pieces of whole rows where a row has at most this many elements; larger rows would leave chunks half empty.
 ROW_ELEMENTS_MAX = 4096
@@ -47,7 +47,7 @@ class Extent(NamedTuple):
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return dtypes.BY_NAME[self.dtype].itemsize
+        return DTYPES[self.dtype].itemsize
 
     @property
     def bytes(self) -> int:

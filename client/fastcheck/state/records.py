@@ -21,9 +21,8 @@ from fastcheck_proto.conventions import STREAM_PIECE_BYTES
 from fastcheck_proto.v1 import state_pb2 as pb
 
 from ..errors import InvalidArgumentError
-from . import dtypes
 from .sharding import Box
-from .tensors import copy_exact, is_expanded
+from .tensors import DTYPES, copy_exact, is_expanded
 
 #: Two runs of a box with at most this many bytes between them are read as one: whole chunks are fetched anyway, and a
 #: box of columns has a run in each row.
@@ -65,7 +64,7 @@ def tensor_ranges(record: pb.TensorRecord, element_low: int, element_high: int) 
         raise InvalidArgumentError(
             f"tensor {record.name[:200]!r} has {math.prod(record.shape)} elements, not [{element_low}, {element_high})"
         )
-    itemsize = dtypes.BY_NAME[record.dtype].itemsize
+    itemsize = DTYPES[record.dtype].itemsize
     low, high = element_low * itemsize, element_high * itemsize
     return [
         ByteRange(place + max(low, start) - start, min(high, stop) - max(low, start))
@@ -85,11 +84,11 @@ def read_box(record: pb.TensorRecord, offsets: Sequence[int], sizes: Sequence[in
         raise InvalidArgumentError(
             f"tensor {record.name[:200]!r} of shape {shape} has no box at {box.offsets} of sizes {box.sizes}"
         )
-    runs = list(_runs(shape, box, dtypes.BY_NAME[record.dtype].itemsize))
+    runs = list(_runs(shape, box, DTYPES[record.dtype].itemsize))
     ranges = tuple(found for low, high in runs for found in tensor_ranges(record, low, high))
 
     def assemble(target: torch.Tensor, state: StateBytes) -> None:
-        dtype = dtypes.BY_NAME[record.dtype]
+        dtype = DTYPES[record.dtype]
         if tuple(target.shape) != box.sizes or target.dtype is not dtype:
             raise InvalidArgumentError(
                 f"a box of sizes {box.sizes} and dtype {record.dtype} of tensor {record.name[:200]!r} does not go into "
@@ -205,7 +204,7 @@ def same_place(one: pb.TensorRecord, other: pb.TensorRecord) -> bool:
 
 def whole(record: pb.TensorRecord, segment: torch.Tensor) -> torch.Tensor:
     """The record's tensor: a view of the segment, or memory of its own if it lies in several pieces."""
-    dtype = dtypes.BY_NAME[record.dtype]
+    dtype = DTYPES[record.dtype]
     if not record.bytes:
         return torch.empty(tuple(record.shape), dtype=dtype)
     if is_cut(record):

@@ -1,4 +1,8 @@
-"""Single tensors: which can be saved, when two are the same view, and copying one exactly into another."""
+"""Single tensors: which can be saved, when two are the same view, and copying one exactly into another.
+
+Bits are moved by a plain dtype of equal size. That works for dtypes that have no kernels of their own (float4, bits8)
+and never looks at the value, so NaN payloads and signed zeros stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,38 @@ from collections.abc import Hashable
 import torch
 from torch.nn.parameter import is_lazy
 
-from . import dtypes
 from .sharding import is_dtensor, local_of
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def _known() -> dict[str, torch.dtype]:
+    found = {}
+    for value in vars(torch).values():
+        if isinstance(value, torch.dtype):
+            name = str(value).removeprefix("torch.")
+            # Quantized dtypes (qint8, quint4x2, ...) mean nothing without their scales.
+            if not name.startswith(("qint", "quint")) and value.itemsize in _CARRIERS:
+                found[name] = value
+    return found
+
+
+#: Every dtype that this torch can hold, by the name it has on the wire.
+DTYPES: dict[str, torch.dtype] = _known()
+_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str | None:
+    """The dtype's name on the wire, None when it cannot be saved."""
+    return _NAMES.get(dtype)
+
+
+def carrier(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a dtype of the same size that every copy kernel knows.
+
+    The tensor must not be a lazy conjugate or negative view: resolve those first.
+    """
+    return tensor.view(_CARRIERS[tensor.dtype.itemsize])
 
 
 def why_unsupported(tensor: torch.Tensor) -> str | None:  # noqa: PLR0911  one refusal per kind
@@ -30,7 +64,7 @@ def why_unsupported(tensor: torch.Tensor) -> str | None:  # noqa: PLR0911  one r
         return f"has layout {tensor.layout}: put its indices and values into the state"
     if tensor.device.type == "meta":
         return "is on the meta device and has no bytes: materialise it first (to_empty)"
-    if dtypes.name_of(tensor.dtype) is None:
+    if dtype_name(tensor.dtype) is None:
         return f"has dtype {tensor.dtype}, which cannot be saved"
     return None
 
@@ -56,7 +90,7 @@ def view_key(tensor: torch.Tensor) -> tuple[int, tuple[Hashable, ...]]:
 def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two CPU tensors of the same shape and dtype agree bit for bit."""
     # complex128's carrier compares by value, so look at its halves as integers.
-    a, b = dtypes.carrier(one), dtypes.carrier(other)
+    a, b = carrier(one), carrier(other)
     if a.dtype is torch.complex128:
         a, b = torch.view_as_real(a).view(torch.int64), torch.view_as_real(b).view(torch.int64)
     return bool(torch.equal(a, b))
@@ -82,7 +116,7 @@ def copy_exact(target: torch.Tensor, source: torch.Tensor) -> None:
             return
         source = _single(source, into)
         into = _single(into, into)
-        dtypes.carrier(into).copy_(dtypes.carrier(source))
+        carrier(into).copy_(carrier(source))
 
 
 def _single(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,9 @@
-"""Where shards go, and what that is worth: members and policy → holders, holders → odds. Pure.
+"""Where shards go: members and policy → holders. Pure.
 
-No I/O, no clock, no randomness: every voter and every restart computes the same answer. `groups.py` bounds
-who shares whose fate, `choose.py` picks holders within that, `odds.py` says what k losses at once do to it.
+No I/O, no clock, no randomness: every voter and every restart computes the same answer. Who shares whose fate is
+bounded by `fastcheck_proto.placement_groups`, and `choose.py` picks holders within that.
 """
 
 from .choose import Plan, PlannedShard, Substitute, place, plan_shards, substitute
-from .groups import Groups
 
-__all__ = ["Groups", "Plan", "PlannedShard", "Substitute", "place", "plan_shards", "substitute"]
+__all__ = ["Plan", "PlannedShard", "Substitute", "place", "plan_shards", "substitute"]

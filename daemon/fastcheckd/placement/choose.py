@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .groups import Groups
+from fastcheck_proto.placement_groups import Groups
+
 from .preference import Preference
 
 #: Differences of load below that of so many ranks, all copies of each, are taken for chance at a first placement.

@@ -19,8 +19,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 
+from fastcheck_proto.placement_groups import Groups, domain_of
+
 from ..errors import PlacementError
-from .groups import Groups, domain_of
 
 Domain = tuple[str, str]
 

@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fastcheck_proto.placement_groups import Groups
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
-from ..placement import Groups, Plan
+from ..placement import Plan
 from .model import DOWN, UP, State
 
 #: Ranks whose placement is remembered until it is committed; the oldest go first.

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fastcheck_proto.placement_groups import domain_of
 from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
-from ..placement.groups import domain_of
 from .loads import domain_label
 from .model import UP, Ref, ShardId, State, is_live
 

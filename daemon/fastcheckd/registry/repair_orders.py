@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
+from fastcheck_proto.placement_groups import Groups, domain_of
 from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
 
-from ..placement import Groups, substitute
-from ..placement.groups import domain_of
+from ..placement import substitute
 from .loads import domain_label
 from .model import DOWN, Ref, ShardId, State
 from .redundancy import (

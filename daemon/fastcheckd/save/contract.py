@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fastcheck_proto.v1 import peer_pb2
 from fastcheck_proto.v1 import trainer_pb2 as tpb
 
 #: For a margin beside whole steps.
@@ -59,10 +60,18 @@ class Contract:
         """All of it."""
         return self.segments * self.segment_bytes
 
+    @property
+    def kind(self) -> tpb.MemoryContract.ValueType:
+        """As it is called on the wire."""
+        return tpb.MEMORY_CONTRACT_LEAN if self.lean else tpb.MEMORY_CONTRACT_FULL
+
     def message(self, offered: int) -> tpb.Reserved:
         """As the trainer is told."""
-        kind = tpb.MEMORY_CONTRACT_LEAN if self.lean else tpb.MEMORY_CONTRACT_FULL
-        return tpb.Reserved(contract=kind, segments=self.segments, bytes=self.bytes, offered=offered)
+        return tpb.Reserved(contract=self.kind, segments=self.segments, bytes=self.bytes, offered=offered)
+
+    def report(self, rank: int) -> peer_pb2.RankMemory:
+        """As operators are told."""
+        return peer_pb2.RankMemory(rank=rank, contract=self.kind, segments=self.segments, bytes=self.bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,7 +133,12 @@ class SaveCoordinator:
             for save in rank.under_way()[:1]
             if (why := save.stalled_because) is not None
         }
-        return self._outcomes.reports(self.progress(), stalled)
+        reports = self._outcomes.reports(self.progress(), stalled)
+        by_job = {report.job: report for report in reports}
+        for rank in self._ranks.values():
+            if rank.contract is not None and rank.job in by_job:
+                by_job[rank.job].memory.append(rank.contract.report(rank.rank))
+        return reports
 
     def note_view(self) -> None:
         """There is a new view: sessions that a deletion has ended are over, and ranks that do nothing are forgotten.

@@ -134,15 +134,19 @@ class AdminService(AdminChanges):
 
     @answers
     async def Inspect(self, request: admin_pb2.InspectRequest, context: Context) -> admin_pb2.InspectResponse:
-        """One committed step: its record and where its shards lie."""
+        """One committed step: its record, where its shards lie, and the memory that its job's ranks have now."""
         patience = AdminTimeouts(context)
         view = await self._registry.view(patience.question_s())
         record = await self._record(checked_job(request.job), request.step, patience)
-        held = await self._held(view, patience.question_s(), record.job, record.step)
+        within_s = patience.question_s()
+        held, stats = await asyncio.gather(
+            self._held(view, within_s, record.job, record.step), self._stats(view, within_s)
+        )
         return admin_pb2.InspectResponse(
             record=record,
             replicas=reports.replica_reports(record, held),
             unreachable=reports.unanswered(view, held),
+            memory=reports.memory_of(record.job, stats),
         )
 
     def _status(

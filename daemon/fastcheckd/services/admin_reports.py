@@ -52,6 +52,18 @@ def node_reports(
     return reports
 
 
+def memory_of(job: str, stats: Mapping[str, peer_pb2.GetStatsResponse]) -> list[peer_pb2.RankMemory]:
+    """What the nodes have set aside for the ranks of a job, by rank."""
+    found = [
+        memory
+        for answer in stats.values()
+        for saves in answer.saves
+        if saves.job == job
+        for memory in saves.memory
+    ]
+    return sorted(found, key=lambda memory: memory.rank)
+
+
 def voter_reports(
     known: Sequence[node_pb2.VoterRecord], views: Mapping[str, registry_pb2.ClusterView | None]
 ) -> list[admin_pb2.VoterReport]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fastcheck_proto.placement_odds import TangledError, copysets_of, recovery_probability
 from fastcheck_proto.v1 import admin_pb2, registry_pb2
-
-from ..placement.odds import TangledError, copysets_of, recovery_probability
 
 #: Nodes of a cluster for which it is counted: an operator waits for the answer.
 NODES_MAX = 256

@@ -9,7 +9,7 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fastcheck import Checkpointer
-from fastcheck.integrations.lightning import FastCheckCallback, FastCheckIO
+from fastcheck.integrations.lightning import FastCheckIO, MemoryCheckpoint
 
 
 class Net(pl.LightningModule):
@@ -50,7 +50,7 @@ trainer = pl.Trainer(
     enable_model_summary=False,
     plugins=[io],
     callbacks=[
-        FastCheckCallback(io, every=1),
+        MemoryCheckpoint(io, every=1),
         ModelCheckpoint(folder, every_n_train_steps=20, save_top_k=-1),
     ],
 )

@@ -18,7 +18,7 @@ from fastcheck_proto.v1 import peer_pb2 as fastcheck__proto_dot_v1_dot_peer__pb2
 from fastcheck_proto.v1 import registry_pb2 as fastcheck__proto_dot_v1_dot_registry__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x66\x61stcheck_proto/v1/admin.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\x1a\x1d\x66\x61stcheck_proto/v1/node.proto\x1a\x1d\x66\x61stcheck_proto/v1/peer.proto\x1a!fastcheck_proto/v1/registry.proto\"b\n\nHealthCode\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x0e\n\x06remedy\x18\x03 \x01(\t\x12&\n\x08severity\x18\x04 \x01(\x0e\x32\x14.fastcheck.v1.Health\"\x0f\n\rStatusRequest\"\xac\x02\n\x0eStatusResponse\x12$\n\x06health\x18\x01 \x01(\x0e\x32\x14.fastcheck.v1.Health\x12\'\n\x05\x63odes\x18\x02 \x03(\x0b\x32\x18.fastcheck.v1.HealthCode\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06leader\x18\x04 \x01(\t\x12\x10\n\x08nodes_up\x18\x05 \x01(\r\x12\x13\n\x0bnodes_total\x18\x06 \x01(\r\x12\x12\n\ncluster_id\x18\x07 \x01(\t\x12\x0e\n\x06voters\x18\x08 \x03(\t\x12\x37\n\nredundancy\x18\t \x01(\x0b\x32#.fastcheck.v1.GetRedundancyResponse\x12(\n\x08survival\x18\n \x03(\x0b\x32\x16.fastcheck.v1.Survival\"/\n\x08Survival\x12\x0e\n\x06losses\x18\x01 \x01(\r\x12\x13\n\x0bprobability\x18\x02 \x01(\x01\"\x0e\n\x0cNodesRequest\"8\n\rNodesResponse\x12\'\n\x05nodes\x18\x01 \x03(\x0b\x32\x18.fastcheck.v1.NodeReport\"\xdc\x01\n\nNodeReport\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.fastcheck.v1.NodeRecord\x12\x11\n\treachable\x18\x02 \x01(\x08\x12\x38\n\x08\x63ounters\x18\x03 \x03(\x0b\x32&.fastcheck.v1.NodeReport.CountersEntry\x12&\n\x04lane\x18\x08 \x01(\x0b\x32\x18.fastcheck.v1.LaneReport\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\r\n\x0bJobsRequest\"3\n\x0cJobsResponse\x12#\n\x04jobs\x18\x01 \x03(\x0b\x32\x15.fastcheck.v1.JobView\"!\n\x12\x43heckpointsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"n\n\x13\x43heckpointsResponse\x12(\n\x05steps\x18\x01 \x03(\x0b\x32\x19.fastcheck.v1.StepSummary\x12\x18\n\x10without_registry\x18\x02 \x01(\x08\x12\x13\n\x0bunreachable\x18\x03 \x03(\t\":\n\x0fReplicasRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"V\n\x10ReplicasResponse\x12-\n\x08replicas\x18\x01 \x03(\x0b\x32\x1b.fastcheck.v1.ReplicaReport\x12\x13\n\x0bunreachable\x18\x02 \x03(\t\"\x83\x02\n\rReplicaReport\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05shard\x18\x03 \x01(\r\x12\r\n\x05owner\x18\x04 \x01(\t\x12\x0f\n\x07holders\x18\x05 \x03(\t\x12\x0e\n\x06placed\x18\x06 \x03(\t\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x0c\x12\x16\n\x0everified_at_ms\x18\t \x01(\x04\x12\x13\n\x0bowner_holds\x18\n \x01(\x08\x12\r\n\x05lossy\x18\x0b \x01(\x08\x12\x14\n\x0cstored_bytes\x18\x0c \x01(\x04\x12&\n\x06\x63odecs\x18\r \x03(\x0b\x32\x16.fastcheck.v1.CodecUse\"+\n\x0eInspectRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\"\x7f\n\x0fInspectResponse\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.fastcheck.v1.StepRecord\x12-\n\x08replicas\x18\x02 \x03(\x0b\x32\x1b.fastcheck.v1.ReplicaReport\x12\x13\n\x0bunreachable\x18\x03 \x03(\t\"8\n\rVerifyRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"w\n\x0eVerifyResponse\x12\x0f\n\x07\x63hecked\x18\x01 \x01(\r\x12\x15\n\rchecked_bytes\x18\x02 \x01(\x04\x12(\n\x03\x62\x61\x64\x18\x03 \x03(\x0b\x32\x1b.fastcheck.v1.VerifyFinding\x12\x13\n\x0bunreachable\x18\x04 \x03(\t\"E\n\rVerifyFinding\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\"-\n\x0c\x44rainRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse\"#\n\x10\x43heckStopRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\"F\n\x11\x43heckStopResponse\x12\x31\n\x07verdict\x18\x01 \x01(\x0b\x32 .fastcheck.v1.SafeToStopResponse\"$\n\x11\x46orgetNodeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\"\x14\n\x12\x46orgetNodeResponse\"4\n\x12NodeHistoryRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"D\n\x13NodeHistoryResponse\x12-\n\x0btransitions\x18\x01 \x03(\x0b\x32\x18.fastcheck.v1.Transition\"G\n\x12\x43hangeVoterRequest\x12\x31\n\x06\x63hange\x18\x01 \x01(\x0b\x32!.fastcheck.v1.ReplaceVoterRequest\"@\n\x13\x43hangeVoterResponse\x12)\n\x06voters\x18\x01 \x03(\x0b\x32\x19.fastcheck.v1.VoterRecord\"F\n\x14\x45nlargeVotersRequest\x12.\n\x06\x63hange\x18\x01 \x01(\x0b\x32\x1e.fastcheck.v1.AddVotersRequest\"B\n\x15\x45nlargeVotersResponse\x12)\n\x06voters\x18\x01 \x03(\x0b\x32\x19.fastcheck.v1.VoterRecord\"\x13\n\x11ListVotersRequest\"?\n\x12ListVotersResponse\x12)\n\x06voters\x18\x01 \x03(\x0b\x32\x19.fastcheck.v1.VoterReport\"\xb8\x01\n\x0bVoterReport\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.fastcheck.v1.VoterRecord\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.fastcheck.v1.NodeState\x12\x15\n\ragent_address\x18\x03 \x01(\t\x12\x0f\n\x07\x61nswers\x18\x04 \x01(\x08\x12\x0e\n\x06leader\x18\x05 \x01(\x08\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\"@\n\rDeleteRequest\x12/\n\x05steps\x18\x01 \x01(\x0b\x32 .fastcheck.v1.DeleteStepsRequest\"\x84\x01\n\x0e\x44\x65leteResponse\x12\x32\n\x07outcome\x18\x01 \x01(\x0b\x32!.fastcheck.v1.DeleteStepsResponse\x12)\n\x05nodes\x18\x02 \x03(\x0b\x32\x1a.fastcheck.v1.DeletedBytes\x12\x13\n\x0bunreachable\x18\x03 \x03(\t\"G\n\x0c\x44\x65letedBytes\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x14\n\x0cstored_bytes\x18\x03 \x01(\x04*Y\n\x06Health\x12\x16\n\x12HEALTH_UNSPECIFIED\x10\x00\x12\r\n\tHEALTH_OK\x10\x01\x12\x13\n\x0fHEALTH_DEGRADED\x10\x02\x12\x13\n\x0fHEALTH_CRITICAL\x10\x03\x32\xf9\x08\n\x0c\x41\x64minService\x12\x43\n\x06Status\x12\x1b.fastcheck.v1.StatusRequest\x1a\x1c.fastcheck.v1.StatusResponse\x12@\n\x05Nodes\x12\x1a.fastcheck.v1.NodesRequest\x1a\x1b.fastcheck.v1.NodesResponse\x12=\n\x04Jobs\x12\x19.fastcheck.v1.JobsRequest\x1a\x1a.fastcheck.v1.JobsResponse\x12R\n\x0b\x43heckpoints\x12 .fastcheck.v1.CheckpointsRequest\x1a!.fastcheck.v1.CheckpointsResponse\x12I\n\x08Replicas\x12\x1d.fastcheck.v1.ReplicasRequest\x1a\x1e.fastcheck.v1.ReplicasResponse\x12\x46\n\x07Inspect\x12\x1c.fastcheck.v1.InspectRequest\x1a\x1d.fastcheck.v1.InspectResponse\x12@\n\x05\x44rain\x12\x1a.fastcheck.v1.DrainRequest\x1a\x1b.fastcheck.v1.DrainResponse\x12L\n\tCheckStop\x12\x1e.fastcheck.v1.CheckStopRequest\x1a\x1f.fastcheck.v1.CheckStopResponse\x12O\n\nForgetNode\x12\x1f.fastcheck.v1.ForgetNodeRequest\x1a .fastcheck.v1.ForgetNodeResponse\x12R\n\x0bNodeHistory\x12 .fastcheck.v1.NodeHistoryRequest\x1a!.fastcheck.v1.NodeHistoryResponse\x12R\n\x0b\x43hangeVoter\x12 .fastcheck.v1.ChangeVoterRequest\x1a!.fastcheck.v1.ChangeVoterResponse\x12X\n\rEnlargeVoters\x12\".fastcheck.v1.EnlargeVotersRequest\x1a#.fastcheck.v1.EnlargeVotersResponse\x12O\n\nListVoters\x12\x1f.fastcheck.v1.ListVotersRequest\x1a .fastcheck.v1.ListVotersResponse\x12\x43\n\x06Verify\x12\x1b.fastcheck.v1.VerifyRequest\x1a\x1c.fastcheck.v1.VerifyResponse\x12\x43\n\x06\x44\x65lete\x12\x1b.fastcheck.v1.DeleteRequest\x1a\x1c.fastcheck.v1.DeleteResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x66\x61stcheck_proto/v1/admin.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\x1a\x1d\x66\x61stcheck_proto/v1/node.proto\x1a\x1d\x66\x61stcheck_proto/v1/peer.proto\x1a!fastcheck_proto/v1/registry.proto\"b\n\nHealthCode\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x0e\n\x06remedy\x18\x03 \x01(\t\x12&\n\x08severity\x18\x04 \x01(\x0e\x32\x14.fastcheck.v1.Health\"\x0f\n\rStatusRequest\"\xac\x02\n\x0eStatusResponse\x12$\n\x06health\x18\x01 \x01(\x0e\x32\x14.fastcheck.v1.Health\x12\'\n\x05\x63odes\x18\x02 \x03(\x0b\x32\x18.fastcheck.v1.HealthCode\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06leader\x18\x04 \x01(\t\x12\x10\n\x08nodes_up\x18\x05 \x01(\r\x12\x13\n\x0bnodes_total\x18\x06 \x01(\r\x12\x12\n\ncluster_id\x18\x07 \x01(\t\x12\x0e\n\x06voters\x18\x08 \x03(\t\x12\x37\n\nredundancy\x18\t \x01(\x0b\x32#.fastcheck.v1.GetRedundancyResponse\x12(\n\x08survival\x18\n \x03(\x0b\x32\x16.fastcheck.v1.Survival\"/\n\x08Survival\x12\x0e\n\x06losses\x18\x01 \x01(\r\x12\x13\n\x0bprobability\x18\x02 \x01(\x01\"\x0e\n\x0cNodesRequest\"8\n\rNodesResponse\x12\'\n\x05nodes\x18\x01 \x03(\x0b\x32\x18.fastcheck.v1.NodeReport\"\xdc\x01\n\nNodeReport\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.fastcheck.v1.NodeRecord\x12\x11\n\treachable\x18\x02 \x01(\x08\x12\x38\n\x08\x63ounters\x18\x03 \x03(\x0b\x32&.fastcheck.v1.NodeReport.CountersEntry\x12&\n\x04lane\x18\x08 \x01(\x0b\x32\x18.fastcheck.v1.LaneReport\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\r\n\x0bJobsRequest\"3\n\x0cJobsResponse\x12#\n\x04jobs\x18\x01 \x03(\x0b\x32\x15.fastcheck.v1.JobView\"!\n\x12\x43heckpointsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"n\n\x13\x43heckpointsResponse\x12(\n\x05steps\x18\x01 \x03(\x0b\x32\x19.fastcheck.v1.StepSummary\x12\x18\n\x10without_registry\x18\x02 \x01(\x08\x12\x13\n\x0bunreachable\x18\x03 \x03(\t\":\n\x0fReplicasRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"V\n\x10ReplicasResponse\x12-\n\x08replicas\x18\x01 \x03(\x0b\x32\x1b.fastcheck.v1.ReplicaReport\x12\x13\n\x0bunreachable\x18\x02 \x03(\t\"\x83\x02\n\rReplicaReport\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05shard\x18\x03 \x01(\r\x12\r\n\x05owner\x18\x04 \x01(\t\x12\x0f\n\x07holders\x18\x05 \x03(\t\x12\x0e\n\x06placed\x18\x06 \x03(\t\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x0c\x12\x16\n\x0everified_at_ms\x18\t \x01(\x04\x12\x13\n\x0bowner_holds\x18\n \x01(\x08\x12\r\n\x05lossy\x18\x0b \x01(\x08\x12\x14\n\x0cstored_bytes\x18\x0c \x01(\x04\x12&\n\x06\x63odecs\x18\r \x03(\x0b\x32\x16.fastcheck.v1.CodecUse\"+\n\x0eInspectRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\"\xa9\x01\n\x0fInspectResponse\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.fastcheck.v1.StepRecord\x12-\n\x08replicas\x18\x02 \x03(\x0b\x32\x1b.fastcheck.v1.ReplicaReport\x12\x13\n\x0bunreachable\x18\x03 \x03(\t\x12(\n\x06memory\x18\x04 \x03(\x0b\x32\x18.fastcheck.v1.RankMemory\"8\n\rVerifyRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"w\n\x0eVerifyResponse\x12\x0f\n\x07\x63hecked\x18\x01 \x01(\r\x12\x15\n\rchecked_bytes\x18\x02 \x01(\x04\x12(\n\x03\x62\x61\x64\x18\x03 \x03(\x0b\x32\x1b.fastcheck.v1.VerifyFinding\x12\x13\n\x0bunreachable\x18\x04 \x03(\t\"E\n\rVerifyFinding\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\"-\n\x0c\x44rainRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse\"#\n\x10\x43heckStopRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\"F\n\x11\x43heckStopResponse\x12\x31\n\x07verdict\x18\x01 \x01(\x0b\x32 .fastcheck.v1.SafeToStopResponse\"$\n\x11\x46orgetNodeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\"\x14\n\x12\x46orgetNodeResponse\"4\n\x12NodeHistoryRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"D\n\x13NodeHistoryResponse\x12-\n\x0btransitions\x18\x01 \x03(\x0b\x32\x18.fastcheck.v1.Transition\"G\n\x12\x43hangeVoterRequest\x12\x31\n\x06\x63hange\x18\x01 \x01(\x0b\x32!.fastcheck.v1.ReplaceVoterRequest\"@\n\x13\x43hangeVoterResponse\x12)\n\x06voters\x18\x01 \x03(\x0b\x32\x19.fastcheck.v1.VoterRecord\"F\n\x14\x45nlargeVotersRequest\x12.\n\x06\x63hange\x18\x01 \x01(\x0b\x32\x1e.fastcheck.v1.AddVotersRequest\"B\n\x15\x45nlargeVotersResponse\x12)\n\x06voters\x18\x01 \x03(\x0b\x32\x19.fastcheck.v1.VoterRecord\"\x13\n\x11ListVotersRequest\"?\n\x12ListVotersResponse\x12)\n\x06voters\x18\x01 \x03(\x0b\x32\x19.fastcheck.v1.VoterReport\"\xb8\x01\n\x0bVoterReport\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.fastcheck.v1.VoterRecord\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.fastcheck.v1.NodeState\x12\x15\n\ragent_address\x18\x03 \x01(\t\x12\x0f\n\x07\x61nswers\x18\x04 \x01(\x08\x12\x0e\n\x06leader\x18\x05 \x01(\x08\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\"@\n\rDeleteRequest\x12/\n\x05steps\x18\x01 \x01(\x0b\x32 .fastcheck.v1.DeleteStepsRequest\"\x84\x01\n\x0e\x44\x65leteResponse\x12\x32\n\x07outcome\x18\x01 \x01(\x0b\x32!.fastcheck.v1.DeleteStepsResponse\x12)\n\x05nodes\x18\x02 \x03(\x0b\x32\x1a.fastcheck.v1.DeletedBytes\x12\x13\n\x0bunreachable\x18\x03 \x03(\t\"G\n\x0c\x44\x65letedBytes\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x14\n\x0cstored_bytes\x18\x03 \x01(\x04*Y\n\x06Health\x12\x16\n\x12HEALTH_UNSPECIFIED\x10\x00\x12\r\n\tHEALTH_OK\x10\x01\x12\x13\n\x0fHEALTH_DEGRADED\x10\x02\x12\x13\n\x0fHEALTH_CRITICAL\x10\x03\x32\xf9\x08\n\x0c\x41\x64minService\x12\x43\n\x06Status\x12\x1b.fastcheck.v1.StatusRequest\x1a\x1c.fastcheck.v1.StatusResponse\x12@\n\x05Nodes\x12\x1a.fastcheck.v1.NodesRequest\x1a\x1b.fastcheck.v1.NodesResponse\x12=\n\x04Jobs\x12\x19.fastcheck.v1.JobsRequest\x1a\x1a.fastcheck.v1.JobsResponse\x12R\n\x0b\x43heckpoints\x12 .fastcheck.v1.CheckpointsRequest\x1a!.fastcheck.v1.CheckpointsResponse\x12I\n\x08Replicas\x12\x1d.fastcheck.v1.ReplicasRequest\x1a\x1e.fastcheck.v1.ReplicasResponse\x12\x46\n\x07Inspect\x12\x1c.fastcheck.v1.InspectRequest\x1a\x1d.fastcheck.v1.InspectResponse\x12@\n\x05\x44rain\x12\x1a.fastcheck.v1.DrainRequest\x1a\x1b.fastcheck.v1.DrainResponse\x12L\n\tCheckStop\x12\x1e.fastcheck.v1.CheckStopRequest\x1a\x1f.fastcheck.v1.CheckStopResponse\x12O\n\nForgetNode\x12\x1f.fastcheck.v1.ForgetNodeRequest\x1a .fastcheck.v1.ForgetNodeResponse\x12R\n\x0bNodeHistory\x12 .fastcheck.v1.NodeHistoryRequest\x1a!.fastcheck.v1.NodeHistoryResponse\x12R\n\x0b\x43hangeVoter\x12 .fastcheck.v1.ChangeVoterRequest\x1a!.fastcheck.v1.ChangeVoterResponse\x12X\n\rEnlargeVoters\x12\".fastcheck.v1.EnlargeVotersRequest\x1a#.fastcheck.v1.EnlargeVotersResponse\x12O\n\nListVoters\x12\x1f.fastcheck.v1.ListVotersRequest\x1a .fastcheck.v1.ListVotersResponse\x12\x43\n\x06Verify\x12\x1b.fastcheck.v1.VerifyRequest\x1a\x1c.fastcheck.v1.VerifyResponse\x12\x43\n\x06\x44\x65lete\x12\x1b.fastcheck.v1.DeleteRequest\x1a\x1c.fastcheck.v1.DeleteResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -27,8 +27,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_NODEREPORT_COUNTERSENTRY']._loaded_options = None
   _globals['_NODEREPORT_COUNTERSENTRY']._serialized_options = b'8\001'
-  _globals['_HEALTH']._serialized_start=3176
-  _globals['_HEALTH']._serialized_end=3265
+  _globals['_HEALTH']._serialized_start=3219
+  _globals['_HEALTH']._serialized_end=3308
   _globals['_HEALTHCODE']._serialized_start=178
   _globals['_HEALTHCODE']._serialized_end=276
   _globals['_STATUSREQUEST']._serialized_start=278
@@ -61,50 +61,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPLICAREPORT']._serialized_end=1567
   _globals['_INSPECTREQUEST']._serialized_start=1569
   _globals['_INSPECTREQUEST']._serialized_end=1612
-  _globals['_INSPECTRESPONSE']._serialized_start=1614
-  _globals['_INSPECTRESPONSE']._serialized_end=1741
-  _globals['_VERIFYREQUEST']._serialized_start=1743
-  _globals['_VERIFYREQUEST']._serialized_end=1799
-  _globals['_VERIFYRESPONSE']._serialized_start=1801
-  _globals['_VERIFYRESPONSE']._serialized_end=1920
-  _globals['_VERIFYFINDING']._serialized_start=1922
-  _globals['_VERIFYFINDING']._serialized_end=1991
-  _globals['_DRAINREQUEST']._serialized_start=1993
-  _globals['_DRAINREQUEST']._serialized_end=2038
-  _globals['_DRAINRESPONSE']._serialized_start=2040
-  _globals['_DRAINRESPONSE']._serialized_end=2055
-  _globals['_CHECKSTOPREQUEST']._serialized_start=2057
-  _globals['_CHECKSTOPREQUEST']._serialized_end=2092
-  _globals['_CHECKSTOPRESPONSE']._serialized_start=2094
-  _globals['_CHECKSTOPRESPONSE']._serialized_end=2164
-  _globals['_FORGETNODEREQUEST']._serialized_start=2166
-  _globals['_FORGETNODEREQUEST']._serialized_end=2202
-  _globals['_FORGETNODERESPONSE']._serialized_start=2204
-  _globals['_FORGETNODERESPONSE']._serialized_end=2224
-  _globals['_NODEHISTORYREQUEST']._serialized_start=2226
-  _globals['_NODEHISTORYREQUEST']._serialized_end=2278
-  _globals['_NODEHISTORYRESPONSE']._serialized_start=2280
-  _globals['_NODEHISTORYRESPONSE']._serialized_end=2348
-  _globals['_CHANGEVOTERREQUEST']._serialized_start=2350
-  _globals['_CHANGEVOTERREQUEST']._serialized_end=2421
-  _globals['_CHANGEVOTERRESPONSE']._serialized_start=2423
-  _globals['_CHANGEVOTERRESPONSE']._serialized_end=2487
-  _globals['_ENLARGEVOTERSREQUEST']._serialized_start=2489
-  _globals['_ENLARGEVOTERSREQUEST']._serialized_end=2559
-  _globals['_ENLARGEVOTERSRESPONSE']._serialized_start=2561
-  _globals['_ENLARGEVOTERSRESPONSE']._serialized_end=2627
-  _globals['_LISTVOTERSREQUEST']._serialized_start=2629
-  _globals['_LISTVOTERSREQUEST']._serialized_end=2648
-  _globals['_LISTVOTERSRESPONSE']._serialized_start=2650
-  _globals['_LISTVOTERSRESPONSE']._serialized_end=2713
-  _globals['_VOTERREPORT']._serialized_start=2716
-  _globals['_VOTERREPORT']._serialized_end=2900
-  _globals['_DELETEREQUEST']._serialized_start=2902
-  _globals['_DELETEREQUEST']._serialized_end=2966
-  _globals['_DELETERESPONSE']._serialized_start=2969
-  _globals['_DELETERESPONSE']._serialized_end=3101
-  _globals['_DELETEDBYTES']._serialized_start=3103
-  _globals['_DELETEDBYTES']._serialized_end=3174
-  _globals['_ADMINSERVICE']._serialized_start=3268
-  _globals['_ADMINSERVICE']._serialized_end=4413
+  _globals['_INSPECTRESPONSE']._serialized_start=1615
+  _globals['_INSPECTRESPONSE']._serialized_end=1784
+  _globals['_VERIFYREQUEST']._serialized_start=1786
+  _globals['_VERIFYREQUEST']._serialized_end=1842
+  _globals['_VERIFYRESPONSE']._serialized_start=1844
+  _globals['_VERIFYRESPONSE']._serialized_end=1963
+  _globals['_VERIFYFINDING']._serialized_start=1965
+  _globals['_VERIFYFINDING']._serialized_end=2034
+  _globals['_DRAINREQUEST']._serialized_start=2036
+  _globals['_DRAINREQUEST']._serialized_end=2081
+  _globals['_DRAINRESPONSE']._serialized_start=2083
+  _globals['_DRAINRESPONSE']._serialized_end=2098
+  _globals['_CHECKSTOPREQUEST']._serialized_start=2100
+  _globals['_CHECKSTOPREQUEST']._serialized_end=2135
+  _globals['_CHECKSTOPRESPONSE']._serialized_start=2137
+  _globals['_CHECKSTOPRESPONSE']._serialized_end=2207
+  _globals['_FORGETNODEREQUEST']._serialized_start=2209
+  _globals['_FORGETNODEREQUEST']._serialized_end=2245
+  _globals['_FORGETNODERESPONSE']._serialized_start=2247
+  _globals['_FORGETNODERESPONSE']._serialized_end=2267
+  _globals['_NODEHISTORYREQUEST']._serialized_start=2269
+  _globals['_NODEHISTORYREQUEST']._serialized_end=2321
+  _globals['_NODEHISTORYRESPONSE']._serialized_start=2323
+  _globals['_NODEHISTORYRESPONSE']._serialized_end=2391
+  _globals['_CHANGEVOTERREQUEST']._serialized_start=2393
+  _globals['_CHANGEVOTERREQUEST']._serialized_end=2464
+  _globals['_CHANGEVOTERRESPONSE']._serialized_start=2466
+  _globals['_CHANGEVOTERRESPONSE']._serialized_end=2530
+  _globals['_ENLARGEVOTERSREQUEST']._serialized_start=2532
+  _globals['_ENLARGEVOTERSREQUEST']._serialized_end=2602
+  _globals['_ENLARGEVOTERSRESPONSE']._serialized_start=2604
+  _globals['_ENLARGEVOTERSRESPONSE']._serialized_end=2670
+  _globals['_LISTVOTERSREQUEST']._serialized_start=2672
+  _globals['_LISTVOTERSREQUEST']._serialized_end=2691
+  _globals['_LISTVOTERSRESPONSE']._serialized_start=2693
+  _globals['_LISTVOTERSRESPONSE']._serialized_end=2756
+  _globals['_VOTERREPORT']._serialized_start=2759
+  _globals['_VOTERREPORT']._serialized_end=2943
+  _globals['_DELETEREQUEST']._serialized_start=2945
+  _globals['_DELETEREQUEST']._serialized_end=3009
+  _globals['_DELETERESPONSE']._serialized_start=3012
+  _globals['_DELETERESPONSE']._serialized_end=3144
+  _globals['_DELETEDBYTES']._serialized_start=3146
+  _globals['_DELETEDBYTES']._serialized_end=3217
+  _globals['_ADMINSERVICE']._serialized_start=3311
+  _globals['_ADMINSERVICE']._serialized_end=4456
 # @@protoc_insertion_point(module_scope)

@@ -427,21 +427,27 @@ class InspectResponse(google.protobuf.message.Message):
     RECORD_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
     UNREACHABLE_FIELD_NUMBER: builtins.int
+    MEMORY_FIELD_NUMBER: builtins.int
     @property
     def record(self) -> fastcheck_proto.v1.registry_pb2.StepRecord: ...
     @property
     def replicas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReplicaReport]: ...
     @property
     def unreachable(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def memory(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fastcheck_proto.v1.peer_pb2.RankMemory]:
+        """What is set aside now for the job's ranks that have a trainer, by rank."""
+
     def __init__(
         self,
         *,
         record: fastcheck_proto.v1.registry_pb2.StepRecord | None = ...,
         replicas: collections.abc.Iterable[Global___ReplicaReport] | None = ...,
         unreachable: collections.abc.Iterable[builtins.str] | None = ...,
+        memory: collections.abc.Iterable[fastcheck_proto.v1.peer_pb2.RankMemory] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["record", b"record"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["record", b"record", "replicas", b"replicas", "unreachable", b"unreachable"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["memory", b"memory", "record", b"record", "replicas", b"replicas", "unreachable", b"unreachable"]) -> None: ...
 
 Global___InspectResponse: typing_extensions.TypeAlias = InspectResponse
 

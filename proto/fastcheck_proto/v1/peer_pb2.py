@@ -13,9 +13,10 @@ _sym_db = _symbol_database.Default()
 
 
 from fastcheck_proto.v1 import common_pb2 as fastcheck__proto_dot_v1_dot_common__pb2
+from fastcheck_proto.v1 import trainer_pb2 as fastcheck__proto_dot_v1_dot_trainer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x66\x61stcheck_proto/v1/peer.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\"\xf9\x01\n\x10ReplicateRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1a\n\x12holder_incarnation\x18\x03 \x01(\x04\x12#\n\x03key\x18\x04 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12%\n\x07sources\x18\x07 \x03(\x0b\x32\x14.fastcheck.v1.Holder\x12\x0e\n\x06repair\x18\x08 \x01(\x08\x12\x13\n\x0bprovisional\x18\t \x01(\x08\x12\x16\n\x0eobsolete_steps\x18\n \x03(\x04\"u\n\x11ReplicateResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x10\n\x08was_here\x18\x02 \x01(\x08\x12\x16\n\x0ereceived_bytes\x18\x03 \x01(\x04\x12&\n\x06\x63odecs\x18\x04 \x03(\x0b\x32\x16.fastcheck.v1.CodecUse\"\xe8\x01\n\x0bOpenRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0f\n\x07streams\x18\x04 \x01(\r\x12&\n\x07purpose\x18\x05 \x01(\x0e\x32\x15.fastcheck.v1.Purpose\x12!\n\x05\x62\x61ses\x18\x06 \x03(\x0b\x32\x12.fastcheck.v1.Base\x12\x16\n\x0e\x61\x63\x63\x65pt_encoded\x18\x07 \x01(\x08\x12\x0c\n\x04lean\x18\x08 \x01(\x08\x12\x0e\n\x06reader\x18\t \x01(\t\"$\n\x04\x42\x61se\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"t\n\x0cOpenResponse\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.fastcheck.v1.ShardManifest\x12\x0f\n\x07tickets\x18\x02 \x03(\x0c\x12\x16\n\tbase_step\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x0c\n\n_base_step\">\n\x13ListReplicasRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"?\n\x14ListReplicasResponse\x12\'\n\x08replicas\x18\x01 \x03(\x0b\x32\x15.fastcheck.v1.Replica\"\xad\x03\n\x07Replica\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\'\n\x04kind\x18\x02 \x01(\x0e\x32\x19.fastcheck.v1.ReplicaKind\x12\r\n\x05owner\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x16\n\x0everified_at_ms\x18\x06 \x01(\x04\x12&\n\x06\x63odecs\x18\x07 \x03(\x0b\x32\x16.fastcheck.v1.CodecUse\x12\r\n\x05lossy\x18\x08 \x01(\x08\x12\x14\n\x0cstored_bytes\x18\t \x01(\x04\x12\x13\n\x0bprovisional\x18\n \x01(\x08\x12\x12\n\nworld_size\x18\x0b \x01(\r\x12\x13\n\x0bshard_count\x18\x0c \x01(\r\x12\x0f\n\x07session\x18\r \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x0e \x01(\x04\x12\x0e\n\x06offset\x18\x0f \x01(\x04\x12\x0f\n\x07save_id\x18\x10 \x01(\t\x12\x12\n\ngeneration\x18\x11 \x01(\x04\x12(\n\x06shared\x18\x1e \x01(\x0b\x32\x18.fastcheck.v1.SharedPart\"@\n\x15VerifyReplicasRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"e\n\x16VerifyReplicasResponse\x12\x0f\n\x07\x63hecked\x18\x01 \x01(\r\x12\x15\n\rchecked_bytes\x18\x02 \x01(\x04\x12#\n\x03\x62\x61\x64\x18\x03 \x03(\x0b\x32\x16.fastcheck.v1.ShardKey\"K\n\x14ReportCorruptRequest\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"(\n\x15ReportCorruptResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\x08\"\x11\n\x0fGetStatsRequest\"\xa7\x03\n\x10GetStatsResponse\x12\x16\n\x0eram_used_bytes\x18\x01 \x01(\x04\x12\x18\n\x10ram_budget_bytes\x18\x02 \x01(\x04\x12>\n\x08\x63ounters\x18\x03 \x03(\x0b\x32,.fastcheck.v1.GetStatsResponse.CountersEntry\x12\x19\n\x0cscrub_age_ms\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12&\n\x04lane\x18\x08 \x01(\x0b\x32\x18.fastcheck.v1.LaneReport\x12\x34\n\x0b\x63\x65rtificate\x18\x14 \x01(\x0b\x32\x1f.fastcheck.v1.CertificateReport\x12%\n\x04jobs\x18\x15 \x03(\x0b\x32\x17.fastcheck.v1.JobMemory\x12\x18\n\x10job_budget_bytes\x18\x16 \x01(\x04\x12%\n\x05saves\x18\x17 \x03(\x0b\x32\x16.fastcheck.v1.JobSaves\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x0f\n\r_scrub_age_ms\"\xa4\x02\n\x08JobSaves\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x14\n\x0ctried_ms_ago\x18\x02 \x01(\x04\x12\x1b\n\x0euncommitted_ms\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x10\n\x08\x66\x61ilures\x18\x04 \x01(\r\x12/\n\x0clast_failure\x18\x05 \x01(\x0b\x32\x19.fastcheck.v1.ErrorDetail\x12\x15\n\rfailed_ms_ago\x18\x06 \x01(\x04\x12\x18\n\x0bstaged_step\x18\x07 \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x0binterval_ms\x18\x08 \x01(\x04H\x02\x88\x01\x01\x12\x17\n\x0fstalled_because\x18\t \x01(\tB\x11\n\x0f_uncommitted_msB\x0e\n\x0c_staged_stepB\x0e\n\x0c_interval_ms\"0\n\tJobMemory\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x16\n\x0eram_used_bytes\x18\x02 \x01(\x04\"C\n\x11\x43\x65rtificateReport\x12\x14\n\x0cseconds_left\x18\x01 \x01(\x03\x12\x18\n\x10lifetime_seconds\x18\x02 \x01(\x04\"\xb8\x01\n\nLaneReport\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tinterface\x18\x02 \x01(\t\x12\x18\n\x10speed_mbit_per_s\x18\x03 \x01(\x04\x12\x18\n\x10\x66\x61ster_interface\x18\x04 \x01(\t\x12\x19\n\x11\x66\x61ster_mbit_per_s\x18\x05 \x01(\x04\x12\x0b\n\x03tls\x18\x06 \x01(\x08\x12*\n\x06pacing\x18\x07 \x01(\x0b\x32\x1a.fastcheck.v1.PacingReport\"n\n\x0cPacingReport\x12\x13\n\x0b\x62ytes_per_s\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x1b\n\x13\x66oreign_bytes_per_s\x18\x03 \x01(\x04\x12\x1c\n\x14\x63\x61pacity_bytes_per_s\x18\x04 \x01(\x04*b\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPURPOSE_RESTORE\x10\x01\x12\x15\n\x11PURPOSE_REPLICATE\x10\x02\x12\x12\n\x0ePURPOSE_REPAIR\x10\x03\x32\xf3\x03\n\x0bPeerService\x12L\n\tReplicate\x12\x1e.fastcheck.v1.ReplicateRequest\x1a\x1f.fastcheck.v1.ReplicateResponse\x12=\n\x04Open\x12\x19.fastcheck.v1.OpenRequest\x1a\x1a.fastcheck.v1.OpenResponse\x12U\n\x0cListReplicas\x12!.fastcheck.v1.ListReplicasRequest\x1a\".fastcheck.v1.ListReplicasResponse\x12X\n\rReportCorrupt\x12\".fastcheck.v1.ReportCorruptRequest\x1a#.fastcheck.v1.ReportCorruptResponse\x12[\n\x0eVerifyReplicas\x12#.fastcheck.v1.VerifyReplicasRequest\x1a$.fastcheck.v1.VerifyReplicasResponse\x12I\n\x08GetStats\x12\x1d.fastcheck.v1.GetStatsRequest\x1a\x1e.fastcheck.v1.GetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x66\x61stcheck_proto/v1/peer.proto\x12\x0c\x66\x61stcheck.v1\x1a\x1f\x66\x61stcheck_proto/v1/common.proto\x1a fastcheck_proto/v1/trainer.proto\"\xf9\x01\n\x10ReplicateRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1a\n\x12holder_incarnation\x18\x03 \x01(\x04\x12#\n\x03key\x18\x04 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12%\n\x07sources\x18\x07 \x03(\x0b\x32\x14.fastcheck.v1.Holder\x12\x0e\n\x06repair\x18\x08 \x01(\x08\x12\x13\n\x0bprovisional\x18\t \x01(\x08\x12\x16\n\x0eobsolete_steps\x18\n \x03(\x04\"u\n\x11ReplicateResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x10\n\x08was_here\x18\x02 \x01(\x08\x12\x16\n\x0ereceived_bytes\x18\x03 \x01(\x04\x12&\n\x06\x63odecs\x18\x04 \x03(\x0b\x32\x16.fastcheck.v1.CodecUse\"\xe8\x01\n\x0bOpenRequest\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0f\n\x07streams\x18\x04 \x01(\r\x12&\n\x07purpose\x18\x05 \x01(\x0e\x32\x15.fastcheck.v1.Purpose\x12!\n\x05\x62\x61ses\x18\x06 \x03(\x0b\x32\x12.fastcheck.v1.Base\x12\x16\n\x0e\x61\x63\x63\x65pt_encoded\x18\x07 \x01(\x08\x12\x0c\n\x04lean\x18\x08 \x01(\x08\x12\x0e\n\x06reader\x18\t \x01(\t\"$\n\x04\x42\x61se\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"t\n\x0cOpenResponse\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.fastcheck.v1.ShardManifest\x12\x0f\n\x07tickets\x18\x02 \x03(\x0c\x12\x16\n\tbase_step\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x0c\n\n_base_step\">\n\x13ListReplicasRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"?\n\x14ListReplicasResponse\x12\'\n\x08replicas\x18\x01 \x03(\x0b\x32\x15.fastcheck.v1.Replica\"\xad\x03\n\x07Replica\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\'\n\x04kind\x18\x02 \x01(\x0e\x32\x19.fastcheck.v1.ReplicaKind\x12\r\n\x05owner\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x16\n\x0everified_at_ms\x18\x06 \x01(\x04\x12&\n\x06\x63odecs\x18\x07 \x03(\x0b\x32\x16.fastcheck.v1.CodecUse\x12\r\n\x05lossy\x18\x08 \x01(\x08\x12\x14\n\x0cstored_bytes\x18\t \x01(\x04\x12\x13\n\x0bprovisional\x18\n \x01(\x08\x12\x12\n\nworld_size\x18\x0b \x01(\r\x12\x13\n\x0bshard_count\x18\x0c \x01(\r\x12\x0f\n\x07session\x18\r \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x0e \x01(\x04\x12\x0e\n\x06offset\x18\x0f \x01(\x04\x12\x0f\n\x07save_id\x18\x10 \x01(\t\x12\x12\n\ngeneration\x18\x11 \x01(\x04\x12(\n\x06shared\x18\x1e \x01(\x0b\x32\x18.fastcheck.v1.SharedPart\"@\n\x15VerifyReplicasRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"e\n\x16VerifyReplicasResponse\x12\x0f\n\x07\x63hecked\x18\x01 \x01(\r\x12\x15\n\rchecked_bytes\x18\x02 \x01(\x04\x12#\n\x03\x62\x61\x64\x18\x03 \x03(\x0b\x32\x16.fastcheck.v1.ShardKey\"K\n\x14ReportCorruptRequest\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.fastcheck.v1.ShardKey\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"(\n\x15ReportCorruptResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\x08\"\x11\n\x0fGetStatsRequest\"\xa7\x03\n\x10GetStatsResponse\x12\x16\n\x0eram_used_bytes\x18\x01 \x01(\x04\x12\x18\n\x10ram_budget_bytes\x18\x02 \x01(\x04\x12>\n\x08\x63ounters\x18\x03 \x03(\x0b\x32,.fastcheck.v1.GetStatsResponse.CountersEntry\x12\x19\n\x0cscrub_age_ms\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12&\n\x04lane\x18\x08 \x01(\x0b\x32\x18.fastcheck.v1.LaneReport\x12\x34\n\x0b\x63\x65rtificate\x18\x14 \x01(\x0b\x32\x1f.fastcheck.v1.CertificateReport\x12%\n\x04jobs\x18\x15 \x03(\x0b\x32\x17.fastcheck.v1.JobMemory\x12\x18\n\x10job_budget_bytes\x18\x16 \x01(\x04\x12%\n\x05saves\x18\x17 \x03(\x0b\x32\x16.fastcheck.v1.JobSaves\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x0f\n\r_scrub_age_ms\"\xce\x02\n\x08JobSaves\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x14\n\x0ctried_ms_ago\x18\x02 \x01(\x04\x12\x1b\n\x0euncommitted_ms\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x10\n\x08\x66\x61ilures\x18\x04 \x01(\r\x12/\n\x0clast_failure\x18\x05 \x01(\x0b\x32\x19.fastcheck.v1.ErrorDetail\x12\x15\n\rfailed_ms_ago\x18\x06 \x01(\x04\x12\x18\n\x0bstaged_step\x18\x07 \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x0binterval_ms\x18\x08 \x01(\x04H\x02\x88\x01\x01\x12\x17\n\x0fstalled_because\x18\t \x01(\t\x12(\n\x06memory\x18\n \x03(\x0b\x32\x18.fastcheck.v1.RankMemoryB\x11\n\x0f_uncommitted_msB\x0e\n\x0c_staged_stepB\x0e\n\x0c_interval_ms\"k\n\nRankMemory\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12.\n\x08\x63ontract\x18\x02 \x01(\x0e\x32\x1c.fastcheck.v1.MemoryContract\x12\x10\n\x08segments\x18\x03 \x01(\r\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"0\n\tJobMemory\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x16\n\x0eram_used_bytes\x18\x02 \x01(\x04\"C\n\x11\x43\x65rtificateReport\x12\x14\n\x0cseconds_left\x18\x01 \x01(\x03\x12\x18\n\x10lifetime_seconds\x18\x02 \x01(\x04\"\xb8\x01\n\nLaneReport\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tinterface\x18\x02 \x01(\t\x12\x18\n\x10speed_mbit_per_s\x18\x03 \x01(\x04\x12\x18\n\x10\x66\x61ster_interface\x18\x04 \x01(\t\x12\x19\n\x11\x66\x61ster_mbit_per_s\x18\x05 \x01(\x04\x12\x0b\n\x03tls\x18\x06 \x01(\x08\x12*\n\x06pacing\x18\x07 \x01(\x0b\x32\x1a.fastcheck.v1.PacingReport\"n\n\x0cPacingReport\x12\x13\n\x0b\x62ytes_per_s\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x1b\n\x13\x66oreign_bytes_per_s\x18\x03 \x01(\x04\x12\x1c\n\x14\x63\x61pacity_bytes_per_s\x18\x04 \x01(\x04*b\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPURPOSE_RESTORE\x10\x01\x12\x15\n\x11PURPOSE_REPLICATE\x10\x02\x12\x12\n\x0ePURPOSE_REPAIR\x10\x03\x32\xf3\x03\n\x0bPeerService\x12L\n\tReplicate\x12\x1e.fastcheck.v1.ReplicateRequest\x1a\x1f.fastcheck.v1.ReplicateResponse\x12=\n\x04Open\x12\x19.fastcheck.v1.OpenRequest\x1a\x1a.fastcheck.v1.OpenResponse\x12U\n\x0cListReplicas\x12!.fastcheck.v1.ListReplicasRequest\x1a\".fastcheck.v1.ListReplicasResponse\x12X\n\rReportCorrupt\x12\".fastcheck.v1.ReportCorruptRequest\x1a#.fastcheck.v1.ReportCorruptResponse\x12[\n\x0eVerifyReplicas\x12#.fastcheck.v1.VerifyReplicasRequest\x1a$.fastcheck.v1.VerifyReplicasResponse\x12I\n\x08GetStats\x12\x1d.fastcheck.v1.GetStatsRequest\x1a\x1e.fastcheck.v1.GetStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -24,48 +25,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._loaded_options = None
   _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_options = b'8\001'
-  _globals['_PURPOSE']._serialized_start=2849
-  _globals['_PURPOSE']._serialized_end=2947
-  _globals['_REPLICATEREQUEST']._serialized_start=81
-  _globals['_REPLICATEREQUEST']._serialized_end=330
-  _globals['_REPLICATERESPONSE']._serialized_start=332
-  _globals['_REPLICATERESPONSE']._serialized_end=449
-  _globals['_OPENREQUEST']._serialized_start=452
-  _globals['_OPENREQUEST']._serialized_end=684
-  _globals['_BASE']._serialized_start=686
-  _globals['_BASE']._serialized_end=722
-  _globals['_OPENRESPONSE']._serialized_start=724
-  _globals['_OPENRESPONSE']._serialized_end=840
-  _globals['_LISTREPLICASREQUEST']._serialized_start=842
-  _globals['_LISTREPLICASREQUEST']._serialized_end=904
-  _globals['_LISTREPLICASRESPONSE']._serialized_start=906
-  _globals['_LISTREPLICASRESPONSE']._serialized_end=969
-  _globals['_REPLICA']._serialized_start=972
-  _globals['_REPLICA']._serialized_end=1401
-  _globals['_VERIFYREPLICASREQUEST']._serialized_start=1403
-  _globals['_VERIFYREPLICASREQUEST']._serialized_end=1467
-  _globals['_VERIFYREPLICASRESPONSE']._serialized_start=1469
-  _globals['_VERIFYREPLICASRESPONSE']._serialized_end=1570
-  _globals['_REPORTCORRUPTREQUEST']._serialized_start=1572
-  _globals['_REPORTCORRUPTREQUEST']._serialized_end=1647
-  _globals['_REPORTCORRUPTRESPONSE']._serialized_start=1649
-  _globals['_REPORTCORRUPTRESPONSE']._serialized_end=1689
-  _globals['_GETSTATSREQUEST']._serialized_start=1691
-  _globals['_GETSTATSREQUEST']._serialized_end=1708
-  _globals['_GETSTATSRESPONSE']._serialized_start=1711
-  _globals['_GETSTATSRESPONSE']._serialized_end=2134
-  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_start=2070
-  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_end=2117
-  _globals['_JOBSAVES']._serialized_start=2137
-  _globals['_JOBSAVES']._serialized_end=2429
-  _globals['_JOBMEMORY']._serialized_start=2431
-  _globals['_JOBMEMORY']._serialized_end=2479
-  _globals['_CERTIFICATEREPORT']._serialized_start=2481
-  _globals['_CERTIFICATEREPORT']._serialized_end=2548
-  _globals['_LANEREPORT']._serialized_start=2551
-  _globals['_LANEREPORT']._serialized_end=2735
-  _globals['_PACINGREPORT']._serialized_start=2737
-  _globals['_PACINGREPORT']._serialized_end=2847
-  _globals['_PEERSERVICE']._serialized_start=2950
-  _globals['_PEERSERVICE']._serialized_end=3449
+  _globals['_PURPOSE']._serialized_start=3034
+  _globals['_PURPOSE']._serialized_end=3132
+  _globals['_REPLICATEREQUEST']._serialized_start=115
+  _globals['_REPLICATEREQUEST']._serialized_end=364
+  _globals['_REPLICATERESPONSE']._serialized_start=366
+  _globals['_REPLICATERESPONSE']._serialized_end=483
+  _globals['_OPENREQUEST']._serialized_start=486
+  _globals['_OPENREQUEST']._serialized_end=718
+  _globals['_BASE']._serialized_start=720
+  _globals['_BASE']._serialized_end=756
+  _globals['_OPENRESPONSE']._serialized_start=758
+  _globals['_OPENRESPONSE']._serialized_end=874
+  _globals['_LISTREPLICASREQUEST']._serialized_start=876
+  _globals['_LISTREPLICASREQUEST']._serialized_end=938
+  _globals['_LISTREPLICASRESPONSE']._serialized_start=940
+  _globals['_LISTREPLICASRESPONSE']._serialized_end=1003
+  _globals['_REPLICA']._serialized_start=1006
+  _globals['_REPLICA']._serialized_end=1435
+  _globals['_VERIFYREPLICASREQUEST']._serialized_start=1437
+  _globals['_VERIFYREPLICASREQUEST']._serialized_end=1501
+  _globals['_VERIFYREPLICASRESPONSE']._serialized_start=1503
+  _globals['_VERIFYREPLICASRESPONSE']._serialized_end=1604
+  _globals['_REPORTCORRUPTREQUEST']._serialized_start=1606
+  _globals['_REPORTCORRUPTREQUEST']._serialized_end=1681
+  _globals['_REPORTCORRUPTRESPONSE']._serialized_start=1683
+  _globals['_REPORTCORRUPTRESPONSE']._serialized_end=1723
+  _globals['_GETSTATSREQUEST']._serialized_start=1725
+  _globals['_GETSTATSREQUEST']._serialized_end=1742
+  _globals['_GETSTATSRESPONSE']._serialized_start=1745
+  _globals['_GETSTATSRESPONSE']._serialized_end=2168
+  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_start=2104
+  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_end=2151
+  _globals['_JOBSAVES']._serialized_start=2171
+  _globals['_JOBSAVES']._serialized_end=2505
+  _globals['_RANKMEMORY']._serialized_start=2507
+  _globals['_RANKMEMORY']._serialized_end=2614
+  _globals['_JOBMEMORY']._serialized_start=2616
+  _globals['_JOBMEMORY']._serialized_end=2664
+  _globals['_CERTIFICATEREPORT']._serialized_start=2666
+  _globals['_CERTIFICATEREPORT']._serialized_end=2733
+  _globals['_LANEREPORT']._serialized_start=2736
+  _globals['_LANEREPORT']._serialized_end=2920
+  _globals['_PACINGREPORT']._serialized_start=2922
+  _globals['_PACINGREPORT']._serialized_end=3032
+  _globals['_PEERSERVICE']._serialized_start=3135
+  _globals['_PEERSERVICE']._serialized_end=3634
 # @@protoc_insertion_point(module_scope)

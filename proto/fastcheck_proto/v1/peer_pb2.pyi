@@ -8,6 +8,7 @@ lane, to which a one-time ticket from here is the only key.
 import builtins
 import collections.abc
 import fastcheck_proto.v1.common_pb2
+import fastcheck_proto.v1.trainer_pb2
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
@@ -516,6 +517,7 @@ class JobSaves(google.protobuf.message.Message):
     STAGED_STEP_FIELD_NUMBER: builtins.int
     INTERVAL_MS_FIELD_NUMBER: builtins.int
     STALLED_BECAUSE_FIELD_NUMBER: builtins.int
+    MEMORY_FIELD_NUMBER: builtins.int
     job: builtins.str
     tried_ms_ago: builtins.int
     """Since a trainer last tried to save."""
@@ -532,6 +534,10 @@ class JobSaves(google.protobuf.message.Message):
     """Why the oldest step under way does not move. Empty: it does, or there is none."""
     @property
     def last_failure(self) -> fastcheck_proto.v1.common_pb2.ErrorDetail: ...
+    @property
+    def memory(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankMemory]:
+        """What is set aside here for its ranks that have a trainer."""
+
     def __init__(
         self,
         *,
@@ -544,9 +550,10 @@ class JobSaves(google.protobuf.message.Message):
         staged_step: builtins.int | None = ...,
         interval_ms: builtins.int | None = ...,
         stalled_because: builtins.str = ...,
+        memory: collections.abc.Iterable[Global___RankMemory] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_interval_ms", b"_interval_ms", "_staged_step", b"_staged_step", "_uncommitted_ms", b"_uncommitted_ms", "interval_ms", b"interval_ms", "last_failure", b"last_failure", "staged_step", b"staged_step", "uncommitted_ms", b"uncommitted_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_interval_ms", b"_interval_ms", "_staged_step", b"_staged_step", "_uncommitted_ms", b"_uncommitted_ms", "failed_ms_ago", b"failed_ms_ago", "failures", b"failures", "interval_ms", b"interval_ms", "job", b"job", "last_failure", b"last_failure", "staged_step", b"staged_step", "stalled_because", b"stalled_because", "tried_ms_ago", b"tried_ms_ago", "uncommitted_ms", b"uncommitted_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_interval_ms", b"_interval_ms", "_staged_step", b"_staged_step", "_uncommitted_ms", b"_uncommitted_ms", "failed_ms_ago", b"failed_ms_ago", "failures", b"failures", "interval_ms", b"interval_ms", "job", b"job", "last_failure", b"last_failure", "memory", b"memory", "staged_step", b"staged_step", "stalled_because", b"stalled_because", "tried_ms_ago", b"tried_ms_ago", "uncommitted_ms", b"uncommitted_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_interval_ms", b"_interval_ms"]) -> typing.Literal["interval_ms"] | None: ...
     @typing.overload
@@ -555,6 +562,32 @@ class JobSaves(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_uncommitted_ms", b"_uncommitted_ms"]) -> typing.Literal["uncommitted_ms"] | None: ...
 
 Global___JobSaves: typing_extensions.TypeAlias = JobSaves
+
+@typing.final
+class RankMemory(google.protobuf.message.Message):
+    """The memory contract of a rank, settled at its first save."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    CONTRACT_FIELD_NUMBER: builtins.int
+    SEGMENTS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    contract: fastcheck_proto.v1.trainer_pb2.MemoryContract.ValueType
+    segments: builtins.int
+    bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        contract: fastcheck_proto.v1.trainer_pb2.MemoryContract.ValueType = ...,
+        segments: builtins.int = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "contract", b"contract", "rank", b"rank", "segments", b"segments"]) -> None: ...
+
+Global___RankMemory: typing_extensions.TypeAlias = RankMemory
 
 @typing.final
 class JobMemory(google.protobuf.message.Message):

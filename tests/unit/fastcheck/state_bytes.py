@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from fastcheck.copying import Copier
-from fastcheck.segments import Segment, anonymous
-from fastcheck.state.dtypes import carrier
+from fastcheck.copier import Copier
+from fastcheck.segments import MappedSegment, anonymous
 from fastcheck.state.fill import fill
 from fastcheck.state.flatten import flatten
 from fastcheck.state.header import parse
+from fastcheck.state.tensors import carrier
 
 
 @dataclass
 class Snapshot:
-    segment: Segment
+    segment: MappedSegment
     header: bytes
     state_bytes: int
 

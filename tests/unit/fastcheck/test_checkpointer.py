@@ -38,7 +38,8 @@ from fastcheck import (
 )
 from fastcheck import connection as connection_module
 from fastcheck import session as session_module
-from fastcheck.segments import MAPPINGS_MAX, Segment
+from fastcheck import session_stream as stream_module
+from fastcheck.segments import MAPPINGS_MAX, MappedSegment
 from fastcheck.state.flatten import flatten
 from fastcheck_proto.v1 import common_pb2, trainer_pb2
 
@@ -214,13 +215,13 @@ def test_segments_are_mapped_and_touched_as_soon_as_they_are_offered(daemon, ckp
 def releases(monkeypatch):
     """What each unmapping of a loaded segment returned: True when nothing viewed it any more."""
     seen: list[bool] = []
-    release = Segment.release
+    release = MappedSegment.release
 
     def spy(self):
         seen.append(release(self))
         return seen[-1]
 
-    monkeypatch.setattr(Segment, "release", spy)
+    monkeypatch.setattr(MappedSegment, "release", spy)
     return seen
 
 
@@ -517,7 +518,7 @@ def test_a_step_that_a_restarted_daemon_does_not_know_fails_its_handle(tmp_path)
 
 
 def test_a_handle_fails_when_the_daemon_stays_away(tmp_path, monkeypatch):
-    monkeypatch.setattr(session_module, "_AWAY_S_MAX", 0.3)
+    monkeypatch.setattr(stream_module, "_AWAY_S_MAX", 0.3)
     daemon = FakeDaemon(tmp_path, auto_commit=False)
     with Checkpointer(job="gpt", address=daemon.address) as ckpt:
         handle = ckpt.save(1, make_state())
@@ -576,7 +577,8 @@ def test_a_save_returns_without_the_daemon_and_what_it_sealed_is_found_when_the_
 
 def test_a_daemon_that_hangs_costs_a_moment_once_and_is_used_again_when_it_wakes(tmp_path, monkeypatch):
     monkeypatch.setattr(connection_module, "_PROBE_S", 0.5)
-    monkeypatch.setattr(session_module, "_GUARD_INTERVAL_S", 0.2)
+    monkeypatch.setattr(stream_module, "_GUARD_INTERVAL_S", 0.2)
+    monkeypatch.setattr(session_module, "_WAIT_S", 0.2)
     code = "import sys, pathlib, fake_daemon; d = fake_daemon.FakeDaemon(pathlib.Path(sys.argv[1])); input()"
     env = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
     arguments = [sys.executable, "-c", code, str(tmp_path)]
@@ -603,7 +605,8 @@ def test_a_daemon_that_hangs_costs_a_moment_once_and_is_used_again_when_it_wakes
 
 
 def test_a_save_waits_for_room_as_long_as_the_daemon_lives(daemon, ckpt, monkeypatch):
-    monkeypatch.setattr(session_module, "_GUARD_INTERVAL_S", 0.05)
+    monkeypatch.setattr(stream_module, "_GUARD_INTERVAL_S", 0.05)
+    monkeypatch.setattr(session_module, "_WAIT_S", 0.05)
     room = threading.Event()
     daemon.before_reserve = lambda: room.wait(20)
     threading.Timer(0.6, room.set).start()

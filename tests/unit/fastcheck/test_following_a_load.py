@@ -6,8 +6,8 @@ import pytest
 import torch
 from fake_daemon import FakeDaemon
 
-import fastcheck.ahead
 import fastcheck.segments
+import fastcheck.shared_memory
 from fastcheck import Checkpointer, LoadProgress
 from fastcheck_proto.v1 import trainer_pb2 as pb
 
@@ -73,13 +73,13 @@ def test_what_a_callback_raises_ends_the_load_and_changes_nothing(daemon, ckpt, 
 
 
 def maps(monkeypatch):
-    mapped, plain = [], fastcheck.ahead.map_file
+    mapped, plain = [], fastcheck.shared_memory.map_file
 
     def counted(ref, **options):
         mapped.append(ref.path)
         return plain(ref, **options)
 
-    monkeypatch.setattr(fastcheck.ahead, "map_file", counted)
+    monkeypatch.setattr(fastcheck.shared_memory, "map_file", counted)
     return mapped
 
 
@@ -113,7 +113,7 @@ def test_a_header_parsed_ahead_counts_only_if_it_is_the_one_that_was_checked(dae
     saved = daemon.memory.by_step(1)
     path, good = saved.path, saved.path.read_bytes()
     at, size = saved.sealed.header_offset, saved.sealed.header_bytes
-    ready, read = [], fastcheck.segments.Segment.read
+    ready, read = [], fastcheck.segments.MappedSegment.read
     other = good[at : at + size].replace(b"\n\x01w", b"\n\x01v")
     bad = {"changed since": other, "unreadable": b"\xff" * size}.get(when, good[at : at + size])
     assert when not in ("changed since",) or bad != good[at : at + size]
@@ -124,7 +124,7 @@ def test_a_header_parsed_ahead_counts_only_if_it_is_the_one_that_was_checked(dae
         ready.append(count)
         return bad
 
-    monkeypatch.setattr(fastcheck.segments.Segment, "read", early)
+    monkeypatch.setattr(fastcheck.segments.MappedSegment, "read", early)
     daemon.news = [
         pb.LoadSegment(
             segment=pb.SegmentRef(path=str(path), bytes=path.stat().st_size),
@@ -133,8 +133,8 @@ def test_a_header_parsed_ahead_counts_only_if_it_is_the_one_that_was_checked(dae
             header_bytes=size,
         )
     ]
-    parsed, parse = [], fastcheck.ahead.parse
-    monkeypatch.setattr(fastcheck.ahead, "parse", lambda *a: parsed.append(a) or parse(*a))
+    parsed, parse = [], fastcheck.shared_memory.parse
+    monkeypatch.setattr(fastcheck.shared_memory, "parse", lambda *a: parsed.append(a) or parse(*a))
     into = {"number": 0, **state()}
     assert near.load(into) == 1
     assert into["number"] == 1

@@ -18,9 +18,8 @@ from fake_daemon import FakeDaemon
 
 from fastcheck import Checkpointer
 from fastcheck import shared_memory as staging_module
-from fastcheck.gpu import Cuda, Mark, Pair
-from fastcheck.pinning import Pinner
-from fastcheck.segments import Segment, anonymous
+from fastcheck.gpu import Cuda, Mark, Pair, Pinner
+from fastcheck.segments import MappedSegment, anonymous
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
@@ -248,7 +247,7 @@ def test_a_real_device_copies_lazily_and_exactly(daemon):
 
 @needs_cuda
 def test_a_real_driver_locks_and_unlocks_a_segment():
-    segment: Segment = anonymous(1 << 20)
+    segment: MappedSegment = anonymous(1 << 20)
     gpu = Cuda()
     assert gpu.lock(segment.tensor.data_ptr(), 1 << 20) == ""
     assert segment.tensor.is_pinned()

@@ -19,8 +19,7 @@ from test_checkpointer import wait_until
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fastcheck import Checkpointer, DaemonUnavailableError, SaveTimeoutError, StateChangedError
-from fastcheck import copying as copying_module
-from fastcheck import fencing as fencing_module
+from fastcheck import copier as copier_module
 from fastcheck import lazy as lazy_module
 from fastcheck_proto.v1 import common_pb2
 
@@ -33,7 +32,7 @@ class Gate:
         self._left = through
         self._open = threading.Event()
         self.reached = threading.Event()
-        monkeypatch.setattr(copying_module, "move_bytes", self._move)
+        monkeypatch.setattr(copier_module, "move_bytes", self._move)
 
     def _move(self, into: int, source: int, size: int) -> None:
         if threading.get_ident() != self._trainer:
@@ -175,7 +174,7 @@ def test_without_the_fence_the_change_is_found_and_nothing_is_sealed(daemon, ckp
 def test_a_torn_state_would_be_seen_if_neither_fence_nor_check_were_there(daemon, ckpt, monkeypatch, fenced):
     """The tests above can fail: the same loop without both seals bytes of two steps."""
     if not fenced:
-        monkeypatch.setattr(fencing_module.Fence, "hold", lambda fence: None)
+        monkeypatch.setattr(lazy_module.Fence, "hold", lambda fence: None)
         monkeypatch.setattr(lazy_module.LazyCopy, "_judge", lambda copy: [])
     state = make(1)
     before = bits(state)
@@ -385,7 +384,7 @@ def test_a_failure_of_the_copy_or_the_seal_is_in_the_handle_and_not_in_the_step(
         raise RuntimeError("a defect")
 
     with monkeypatch.context() as patch:
-        patch.setattr(copying_module, "move_bytes", broken)
+        patch.setattr(copier_module, "move_bytes", broken)
         handle = ckpt.save(2, {**state, "net": torch.nn.Identity()}, lazy=True)
         train(state)
         assert "defect" in str(handle.exception(timeout=60))
@@ -405,7 +404,7 @@ def test_a_fence_that_is_broken_off_by_the_user_fails_the_save_and_the_next_one_
         def interrupted(*move: int) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(copying_module, "move_bytes", interrupted)
+        patch.setattr(copier_module, "move_bytes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             state["optimizer"].step()
         with torch.no_grad():
@@ -429,14 +428,14 @@ def test_a_helping_thread_that_fails_fails_the_save(daemon, monkeypatch):
         ctypes.memmove(into, source, size)
 
     helped = threading.Event()
-    spoil = copying_module.Moves.spoil
+    spoil = copier_module.Moves.spoil
 
-    def seen(moves: copying_module.Moves, error: BaseException) -> None:
+    def seen(moves: copier_module.Moves, error: BaseException) -> None:
         spoil(moves, error)
         helped.set()
 
-    monkeypatch.setattr(copying_module, "move_bytes", broken)
-    monkeypatch.setattr(copying_module.Moves, "spoil", seen)
+    monkeypatch.setattr(copier_module, "move_bytes", broken)
+    monkeypatch.setattr(copier_module.Moves, "spoil", seen)
     with Checkpointer(job="gpt", address=daemon.address, copy_threads=2) as ckpt:
         handle = ckpt.save(1, state)
         assert "in a helper" in str(handle.exception(timeout=60))

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 
 from fastcheck import Checkpointer, InvalidArgumentError, LoadFailedError, StepNotFoundError
 from fastcheck.integrations import lightning
-from fastcheck.integrations.lightning import FastCheckCallback, FastCheckIO
+from fastcheck.integrations.lightning import FastCheckIO, MemoryCheckpoint
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def trainer(io, strategy=SingleDeviceStrategy, rank=0, world_size=1, plugin=None
 
 
 def set_up(io, **options):
-    FastCheckCallback(io).setup(trainer(io, **options), None, "fit")
+    MemoryCheckpoint(io).setup(trainer(io, **options), None, "fit")
 
 
 def test_one_process_and_ddp_are_set_up(io):
@@ -127,7 +127,7 @@ def test_ranks_that_found_different_checkpoints_do_not_begin(io, monkeypatch):
 
 
 def test_another_ranks_random_states_are_left_alone_and_told_of(io, caplog):
-    callback = FastCheckCallback(io)
+    callback = MemoryCheckpoint(io)
     state = callback.state_dict()
     assert state["rank"] == 0
     callback.load_state_dict({**state, "rank": 3})
@@ -141,4 +141,4 @@ def test_optimizers_that_shard_their_state_are_refused(io):
     sharding = SimpleNamespace(consolidate_state_dict=print)
     several = SimpleNamespace(world_size=2, optimizers=[sharding], global_step=0)
     with pytest.raises(InvalidArgumentError, match="ZeroRedundancyOptimizer"):
-        FastCheckCallback(io).on_train_start(several, None)
+        MemoryCheckpoint(io).on_train_start(several, None)

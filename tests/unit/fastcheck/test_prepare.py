@@ -12,10 +12,10 @@ from fake_daemon import FakeDaemon
 from test_checkpointer import wait_until
 
 from fastcheck import Checkpointer, OutOfMemoryError, UnsupportedStateError
-from fastcheck import copying as copying_module
-from fastcheck import pages as pages_module
+from fastcheck import copier as copier_module
 from fastcheck import prefault as prefault_module
-from fastcheck.copying import Copier
+from fastcheck import segments as segments_module
+from fastcheck.copier import Copier
 from fastcheck.segments import anonymous
 from fastcheck.state.flatten import flatten
 from fastcheck_proto.v1 import common_pb2
@@ -134,29 +134,29 @@ def test_cold_memory_is_made_present_block_by_block_just_ahead_of_the_copy(monke
     def populate(address: int, size_bytes: int) -> bool:
         assert base <= address < address + size_bytes <= end
         present.append((address, address + size_bytes))
-        return kernel == "new" and pages_module.populate(address, size_bytes)
+        return kernel == "new" and segments_module.populate(address, size_bytes)
 
     def move(into: int, source: int, size_bytes: int) -> None:
         assert any(low <= into < high for low, high in present)
         assert any(low < into + size_bytes <= high for low, high in present)
-        copying_module.ctypes.memmove(into, source, size_bytes)
+        copier_module.ctypes.memmove(into, source, size_bytes)
 
-    monkeypatch.setattr(copying_module, "populate", populate)
-    monkeypatch.setattr(copying_module, "move_bytes", move)
+    monkeypatch.setattr(copier_module, "populate", populate)
+    monkeypatch.setattr(copier_module, "move_bytes", move)
     for size in ("_PIECE_BYTES", "_POPULATE_BYTES"):
-        monkeypatch.setattr(copying_module, size, 64 << 10)
+        monkeypatch.setattr(copier_module, size, 64 << 10)
     Copier(1).copy(flat, segment.tensor, warm=False)
     assert all(high <= low for (_, high), (low, _) in itertools.pairwise(present))
     warm = anonymous(flat.state_bytes)
     before = len(present)
-    monkeypatch.setattr(copying_module, "move_bytes", copying_module.ctypes.memmove)
+    monkeypatch.setattr(copier_module, "move_bytes", copier_module.ctypes.memmove)
     Copier(1).copy(flat, warm.tensor)
     assert len(present) == before
     assert torch.equal(segment.tensor, warm.tensor)
 
 
 def test_a_range_that_is_no_memory_is_not_present():
-    assert not pages_module.populate(4096, 4096)
+    assert not segments_module.populate(4096, 4096)
     segment = anonymous(100_000)
-    assert pages_module.populate(segment.tensor.data_ptr() + 5, 50_000)
+    assert segments_module.populate(segment.tensor.data_ptr() + 5, 50_000)
     assert not segment.tensor.any()

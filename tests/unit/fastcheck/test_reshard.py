@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fastcheck import StateMismatchError, WorldSizeError
 from fastcheck.reshard import load_resharded
-from fastcheck.state.header import parse
+from fastcheck.saved_rank import SavedRank
 from fastcheck.step_reader import StepReader
 
 
@@ -56,18 +56,6 @@ def cut(whole, mesh, placements):
     )
 
 
-class Rank:
-    def __init__(self, number, kept):
-        self.kept, self.rank, self.state_bytes = kept, number, kept.state_bytes
-        self.header = parse(kept.header, kept.state_bytes)
-
-    def locate(self, ranges):
-        return {self.rank: list(ranges)}
-
-    def bytes_in(self, states):
-        return states[self.rank]
-
-
 class Reader:
     """What `StepReader` is for a load, from states in this process; only what is asked for can be seen."""
 
@@ -75,14 +63,18 @@ class Reader:
 
     def __init__(self, kept):
         self.world_size = len(kept)
-        self.ranks = {number: Rank(number, each) for number, each in enumerate(kept)}
+        self.kept = kept
+        self.ranks = {
+            number: SavedRank(number, each.state_bytes, None, each.header, self.step, ())
+            for number, each in enumerate(kept)
+        }
         self.bytes = 0
 
     @contextlib.contextmanager
     def read(self, wants, reporter=None):
         states = {}
         for rank, ranges in wants.items():
-            source = self.ranks[rank].kept.segment.tensor
+            source = self.kept[rank].segment.tensor
             states[rank] = torch.full_like(source, 0xEE)
             for offset, size in ranges:
                 states[rank][offset : offset + size] = source[offset : offset + size]
@@ -390,7 +382,7 @@ def test_the_same_mesh_with_ranks_in_another_order_is_another_place():
         mesh = mesh_of([2], [1, 0])
         state = {"w": cut(torch.zeros(8, 4), mesh, [Shard(0)])}
         with pytest.raises(StateMismatchError, match=r"begins at \(4, 0\) here, at \(0, 0\)"):
-            reader.ranks[0].kept.fill(copy.copy(state))
+            reader.kept[0].fill(copy.copy(state))
         load(reader, state, 0, 2)
         assert bits(state["w"].to_local()) == bits(whole[4:])
 

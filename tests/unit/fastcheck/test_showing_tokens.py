@@ -116,7 +116,7 @@ def test_a_file_that_goes_between_two_calls_fails_the_later(daemon: Listening, t
             ckpt.load({"weights": torch.zeros(1000)})
         # The session's stream showed its token when it was opened; the next one shows another.
         ckpt.save(2, STATE).result(timeout=30)
-        ckpt._session._stream.cut()
+        ckpt._session._keeper.stream.cut()
         with pytest.raises(SaveFailedError, match=FILE_VARIABLE):
             while True:  # the stream may be cut while a state is copied: that one fails for another reason
                 with contextlib.suppress(DaemonUnavailableError):

@@ -37,6 +37,8 @@ class World:
         self.hanging = set()
         self.refusing = set()
         self.empty = set()
+        #: What node-0 has set aside for ranks of `gpt`.
+        self.memory = []
         #: Steps that are lossy.
         self.lossy = set()
         #: Steps whose ranks hold one state.
@@ -298,7 +300,10 @@ class World:
 
     async def get_stats(self, node_id, data_address, timeout_s):
         await self._peer(data_address, "get_stats", timeout_s)
-        return peer_pb2.GetStatsResponse(ram_used_bytes=1 << 20, ram_budget_bytes=1 << 30)
+        saves = peer_pb2.JobSaves(job="gpt", memory=self.memory if node_id == "node-0" else ())
+        return peer_pb2.GetStatsResponse(
+            ram_used_bytes=1 << 20, ram_budget_bytes=1 << 30, saves=[saves] if saves.memory else ()
+        )
 
     async def _peer(self, name, question, timeout_s):
         self.asked.append((name, question, timeout_s))

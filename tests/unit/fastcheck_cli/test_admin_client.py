@@ -17,6 +17,8 @@ from fastcheck.errors import (
     UnsafeError,
 )
 from fastcheck_proto.v1 import common_pb2, registry_pb2
+from fastcheck_proto.v1.peer_pb2 import RankMemory
+from fastcheck_proto.v1.trainer_pb2 import MEMORY_CONTRACT_LEAN
 from fastcheckd.errors import PeerError
 from fastcheckd.services import admin_changes
 from fastcheckd.services.admin import STATUS_S
@@ -138,10 +140,20 @@ def test_inspect_joins_record_and_replicas(client):
             "shards": 1,
             "lossy": False,
             "codecs": {"adam": {"raw_bytes": 9, "encoded_bytes": 3}},
+            "memory": None,
         }
     ]
     assert found["lossy"] is False
     assert found["replicas"][0]["holders"] == ["node-1"]
+
+
+def test_inspect_says_what_memory_contract_a_rank_has(client, world):
+    world.memory = [RankMemory(rank=0, contract=MEMORY_CONTRACT_LEAN, segments=2, bytes=18)]
+    (rank,) = client.inspect("gpt", 5)["ranks"]
+    assert rank["memory"] == {"contract": "lean", "segments": 2, "bytes": 18}
+    world.hanging = {"node-0"}
+    (rank,) = client.inspect("gpt", 5)["ranks"]
+    assert rank["memory"] is None, "its node does not answer"
 
 
 def test_a_lossy_step_is_called_so_everywhere(client, world):

@@ -13,6 +13,8 @@ from fastcheck.cli.app import cli
 from fastcheck.cli.output import dump, exit_for_health, human_age, human_bytes
 from fastcheck.local import LocalCluster
 from fastcheck_proto.v1 import registry_pb2
+from fastcheck_proto.v1.peer_pb2 import RankMemory
+from fastcheck_proto.v1.trainer_pb2 import MEMORY_CONTRACT_FULL, MEMORY_CONTRACT_LEAN
 
 
 def run(*arguments, env=None):
@@ -88,6 +90,13 @@ def test_tables_show_what_is_lossy_and_how_much_smaller_it_travelled(address, wo
     inspected = run("inspect", "gpt", "5", "--address", address).stdout
     assert "LOSSY" in inspected and "3.00" in inspected and "adam 9 B → 3 B" in inspected
     assert "LOSSY" not in run("inspect", "gpt", "4", "--address", address).stdout
+
+
+def test_inspect_shows_the_memory_contract(address, world):
+    world.memory = [RankMemory(rank=0, contract=MEMORY_CONTRACT_FULL, segments=4, bytes=36 << 20)]
+    assert "full (36.0 MiB)" in run("inspect", "gpt", "5", "--address", address).stdout
+    world.memory[0].contract = MEMORY_CONTRACT_LEAN
+    assert "lean (36.0 MiB)" in run("inspect", "gpt", "5", "--address", address).stdout
 
 
 def test_tables_show_which_steps_are_parts_of_one_state(address, world):
@@ -185,7 +194,7 @@ def test_a_demo_that_kills_after_its_end_is_refused():
 def test_without_click_the_entry_point_says_what_to_install():
     code = (
         "import sys; sys.modules['click'] = None\n"
-        "from fastcheck.cli.entry import main\n"
+        "from fastcheck.cli import main\n"
         "sys.argv = ['fastcheck', 'status']; main()"
     )
     done = subprocess.run(

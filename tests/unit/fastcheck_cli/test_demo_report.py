@@ -79,63 +79,69 @@ def test_identical_runs(runs):
     assert (found.bit_identical, found.losses_identical, found.reasons) == (True, True, ())
 
 
-def test_one_final_state_that_differs(runs):
-    runs[1].final[1] = "other"
-    found = verdict(runs)
-    assert (found.bit_identical, found.losses_identical) == (False, True)
-    assert "rank 1" in found.reasons[0]
+def one_final_state(before, after, reference):
+    after.final[1] = "other"
 
 
-def test_a_loaded_state_that_differs(runs):
-    runs[1].loaded[0] = (RESTORED, "other")
-    assert not verdict(runs).bit_identical
+def one_loaded_state(before, after, reference):
+    after.loaded[0] = (RESTORED, "other")
 
 
-@pytest.mark.parametrize("missing", ["final", "probed"])
-def test_a_digest_that_nobody_said_is_a_difference_not_a_match(runs, missing):
+def no_final_digest(*runs):
     for run in runs:
-        getattr(run, missing).clear()
-    assert not verdict(runs).bit_identical
+        run.final.clear()
 
 
-def test_a_loss_that_differs_in_its_last_bit(runs):
-    runs[1].losses[5, 1] = (float.fromhex(loss(5, 1)) + 2**-50).hex()
-    found = verdict(runs)
-    assert (found.bit_identical, found.losses_identical) == (True, False)
-    assert "steps 5" in found.reasons[0]
+def no_digest_at_the_restored_step(*runs):
+    for run in runs:
+        run.probed.clear()
 
 
-def test_a_step_that_nobody_trained(runs):
-    del runs[1].losses[6, 0]
-    assert not verdict(runs).losses_identical
+def different_steps(before, after, reference):
+    after.loaded[1] = (2, "mid1")
 
 
-def test_ranks_that_loaded_different_steps(runs):
-    runs[1].loaded[1] = (2, "mid1")
-    found = verdict(runs)
-    assert not found.bit_identical
-    assert "did not all load one step" in found.reasons[0]
+def nothing_loaded(before, after, reference):
+    after.loaded.update(dict.fromkeys(range(RANKS), (None, None)))
 
 
-def test_nothing_loaded_at_all(runs):
-    for rank in range(RANKS):
-        runs[1].loaded[rank] = (None, None)
-    assert not verdict(runs).bit_identical
-
-
-def test_a_committed_step_that_was_lost(runs):
+def a_committed_step_lost(before, after, reference):
     """G1: what any rank saw committed before the loss must be there after it."""
-    runs[0].committed_step = 4
+    before.committed_step = 4
+
+
+def the_last_bit_of_a_loss(before, after, reference):
+    after.losses[5, 1] = (float.fromhex(loss(5, 1)) + 2**-50).hex()
+
+
+def a_step_that_nobody_trained(before, after, reference):
+    del after.losses[6, 0]
+
+
+def a_step_with_two_losses(before, after, reference):
+    before.take(step_event(4, 0) | {"loss": loss(9, 9)})
+
+
+@pytest.mark.parametrize(
+    ("differ", "bits", "losses", "reason"),
+    [
+        (one_final_state, False, True, "rank 1"),
+        (one_loaded_state, False, True, "rank 0"),
+        (no_final_digest, False, True, "final state"),
+        (no_digest_at_the_restored_step, False, True, "loaded state"),
+        (different_steps, False, True, "did not all load one step"),
+        (nothing_loaded, False, True, "did not all load one step"),
+        (a_committed_step_lost, False, True, "step 4 had been committed"),
+        (the_last_bit_of_a_loss, True, False, "steps 5"),
+        (a_step_that_nobody_trained, True, False, "steps 6"),
+        (a_step_with_two_losses, True, False, "steps 4"),
+    ],
+)
+def test_every_kind_of_difference_is_noticed(runs, differ, bits, losses, reason):
+    differ(*runs)
     found = verdict(runs)
-    assert not found.bit_identical
-    assert "step 4 had been committed" in found.reasons[0]
-
-
-def test_the_same_step_with_two_losses_is_a_conflict(runs):
-    event = step_event(4, 0)
-    event["loss"] = loss(9, 9)
-    runs[0].take(event)
-    assert not verdict(runs).losses_identical
+    assert (found.bit_identical, found.losses_identical) == (bits, losses)
+    assert reason in found.reasons[0]
 
 
 def the_summary(runs, timeline=None):

@@ -28,7 +28,7 @@ with LocalCluster(sys.argv[1]) as cluster:
     print("up", flush=True)
     sys.stdin.read()
 """
-UP = "from fastcheck.cli.entry import main; main()"
+UP = "from fastcheck.cli import main; main()"
 
 
 def environment():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastcheck.copying import Copier
+from fastcheck.copier import Copier
 from fastcheck.errors import CorruptError, InvalidArgumentError
 from fastcheck.replicated.sharing import SharedSaves
 from fastcheck.replicated.whole import parse_shared

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcheck import UnsupportedStateError
-from fastcheck.copying import Copier
+from fastcheck.copier import Copier
 from fastcheck.segments import anonymous
 from fastcheck.state import layouts as layouts_module
 from fastcheck.state.flatten import flatten, uncollected

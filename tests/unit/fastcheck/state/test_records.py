@@ -13,8 +13,8 @@ from tests.unit.fastcheck.state_bytes import bits
 
 from fastcheck import InvalidArgumentError
 from fastcheck.state import records
-from fastcheck.state.dtypes import name_of
 from fastcheck.state.records import read_box, tensor_ranges
+from fastcheck.state.tensors import dtype_name
 from fastcheck_proto.v1 import state_pb2 as pb
 
 ALIGNMENT = 64
@@ -68,7 +68,7 @@ def laid_out(tensor, piece_elements, seed):
         part = flat[number * piece : min(size, (number + 1) * piece)]
         state[offset : offset + part.numel()] = part
     record = pb.TensorRecord(
-        name="t", dtype=name_of(tensor.dtype), shape=tensor.shape, offset=offsets[0], bytes=size
+        name="t", dtype=dtype_name(tensor.dtype), shape=tensor.shape, offset=offsets[0], bytes=size
     )
     if count > 1:
         record.piece_offsets[:] = offsets

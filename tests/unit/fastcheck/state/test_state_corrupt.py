@@ -74,7 +74,7 @@ def test_bytes_cut_out(start, stop):
 def header(**record: object) -> bytes:
     values = {"name": "t", "dtype": "float32", "shape": [2], "offset": 0, "bytes": 8} | record
     return pb.StateHeader(
-        schema=1, root=pb.StateValue(tensor=0), tensors=[pb.TensorRecord(**values)]
+        schema=2, root=pb.StateValue(tensor=0), tensors=[pb.TensorRecord(**values)]
     ).SerializeToString()
 
 
@@ -104,7 +104,7 @@ def test_records_that_contradict_the_state_are_refused(record):
         parse(header(**record), 64)
 
 
-def root(value: pb.StateValue, schema: int = 1) -> bytes:
+def root(value: pb.StateValue, schema: int = 2) -> bytes:
     return pb.StateHeader(schema=schema, root=value).SerializeToString()
 
 
@@ -144,7 +144,7 @@ def test_an_unknown_format_is_refused_by_its_version():
 
 
 def test_bottomless_nesting_is_refused():
-    message = pb.StateHeader(schema=1)
+    message = pb.StateHeader(schema=2)
     value = message.root
     for _ in range(200):
         value = value.object

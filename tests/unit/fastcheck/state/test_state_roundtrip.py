@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.fastcheck.state_bytes import bits, same, snapshot
 
-from fastcheck.state import dtypes
 from fastcheck.state.flatten import flatten
 from fastcheck.state.header import DEPTH_MAX, parse
+from fastcheck.state.tensors import DTYPES, carrier
 
 KEYS = st.one_of(st.text(max_size=8), st.integers(), st.booleans(), st.none())
 VALUES = st.one_of(
@@ -38,7 +38,7 @@ class Spec:
     transposed: bool
 
     def build(self) -> torch.Tensor:
-        dtype = dtypes.BY_NAME[self.dtype]
+        dtype = DTYPES[self.dtype]
         if not self.raw:
             return torch.empty(self.shape, dtype=dtype)
         tensor = torch.frombuffer(bytearray(self.raw), dtype=torch.uint8).view(dtype).view(self.shape)
@@ -47,9 +47,9 @@ class Spec:
 
 @st.composite
 def specs(draw: st.DrawFn) -> Spec:
-    name = draw(st.sampled_from(sorted(dtypes.BY_NAME)))
+    name = draw(st.sampled_from(sorted(DTYPES)))
     shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
-    size = math.prod(shape) * dtypes.BY_NAME[name].itemsize
+    size = math.prod(shape) * DTYPES[name].itemsize
     raw = draw(st.binary(min_size=size, max_size=size))
     if name == "bool":
         raw = bytes(b & 1 for b in raw)
@@ -80,7 +80,7 @@ TREES = st.recursive(
 def blank(value):
     """The same structure with other content, as a restarted trainer would have it."""
     if isinstance(value, torch.Tensor):
-        return torch.zeros_like(dtypes.carrier(value)).view(value.dtype)
+        return torch.zeros_like(carrier(value)).view(value.dtype)
     if isinstance(value, dict):
         return {k: blank(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -104,9 +104,9 @@ def test_any_tree_comes_back_exactly(tree):
     assert same(through(state), state)
 
 
-@pytest.mark.parametrize("name", sorted(dtypes.BY_NAME))
+@pytest.mark.parametrize("name", sorted(DTYPES))
 def test_every_dtype_of_this_torch_comes_back_with_its_bits(name):
-    dtype = dtypes.BY_NAME[name]
+    dtype = DTYPES[name]
     torch.manual_seed(1)
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8)
     state = {
@@ -122,8 +122,8 @@ def test_the_table_of_dtypes_holds_what_training_uses():
         "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 "
         "complex64 complex128 float8_e4m3fn float8_e5m2"
     )
-    assert set(wanted.split()) <= set(dtypes.BY_NAME)
-    assert not [n for n in dtypes.BY_NAME if n.startswith("q")]
+    assert set(wanted.split()) <= set(DTYPES)
+    assert not [n for n in DTYPES if n.startswith("q")]
 
 
 def test_nan_payloads_negative_zero_and_denormals_keep_their_bits():

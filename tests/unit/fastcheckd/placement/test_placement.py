@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastcheck_proto.placement_groups import Groups
 from fastcheckd.errors import PlacementError
-from fastcheckd.placement import Groups, place, plan_shards, substitute
+from fastcheckd.placement import place, plan_shards, substitute
 
 CHUNK = 4 << 20
 names = st.integers(0, 60).map(lambda n: f"node-{n}")

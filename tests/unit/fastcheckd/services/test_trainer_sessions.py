@@ -166,7 +166,14 @@ def test_prepare_reserves_and_says_what_does_not_fit(world):
             ckpt.prepare(state(size=BUDGET // 4))
         assert time.monotonic() - started < 2
         # What it had it has still.
-        assert ckpt.save(1, state()).result(timeout=30).committed
+        handle = ckpt.save(1, state()).result(timeout=30)
+        assert handle.committed
+        # Operators are told of the same contract, as long as there is a trainer.
+        (report,) = world.node.coordinator.reports()
+        (memory,) = report.memory
+        assert handle.stats["memory"] == "full"
+        assert (memory.rank, memory.contract, memory.segments) == (0, pb.MEMORY_CONTRACT_FULL, 4)
+    until(lambda: not any(report.memory for report in world.node.coordinator.reports()))
 
 
 def test_a_save_waits_for_nobody_who_has_to_answer(world):
@@ -198,7 +205,7 @@ def test_a_stream_that_breaks_is_opened_again_and_its_steps_are_followed(world):
         handle = ckpt.save(1, state())
         until(lambda: handle._told)
         before = stream_of(world)
-        ckpt._session._stream.cut()
+        ckpt._session._keeper.stream.cut()
         until(lambda: stream_of(world) not in (None, before) and ckpt._session.is_open)
         world.registry.waiting = False
         assert handle.result(timeout=30).committed
@@ -301,7 +308,7 @@ def test_a_registry_that_is_silent_lets_a_client_that_is_known_come_back(world):
         ckpt.save(1, state()).result(timeout=30)
         world.registry.silent = True
         before = stream_of(world)
-        ckpt._session._stream.cut()
+        ckpt._session._keeper.stream.cut()
         until(lambda: stream_of(world) not in (None, before) and ckpt._session.is_open)
         handle = ckpt.save(2, state(2))
         until(lambda: handle.provisional)

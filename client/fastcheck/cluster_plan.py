@@ -1,9 +1,8 @@
-"""The odds that a planned cluster survives node losses: the arithmetic behind `fastcheck plan`. Pure.
+"""What a planned cluster survives: the arithmetic behind `fastcheck plan`. Pure.
 
-The daemon places copies (`fastcheckd/placement`), and the client may not import it, so the shape of its placement
-groups is computed here a second time; a test compares the two. The worst placement is assumed: in a group any
-`tolerate` + 1 nodes in different failure domains hold all copies of some shard, as they do when every node has many
-ranks. A loss is survived when in every group the lost nodes lie in at most `tolerate` domains.
+The placement groups are the daemon's own (`fastcheck_proto.placement_groups`). The worst placement is assumed: in a
+group any `tolerate` + 1 nodes in different failure domains hold all copies of some shard, as they do when every node
+has many ranks. A loss is survived when in every group the lost nodes lie in at most `tolerate` domains.
 """
 
 from __future__ import annotations
@@ -14,6 +13,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import comb
 
+from fastcheck_proto.placement_groups import group_bounds, interleaved
+from fastcheck_proto.placement_odds import gemini_bound, product
+
 from .errors import InvalidArgumentError
 
 NODES_MAX = 4096
@@ -21,7 +23,7 @@ LOSSES_MAX = 256
 
 
 @dataclass(frozen=True)
-class Odds:
+class SurvivalOdds:
     """The odds when `losses` nodes are lost at once, each choice of nodes being equally likely."""
 
     losses: int
@@ -35,7 +37,7 @@ class Odds:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ClusterPlan:
     """How a cluster would be cut into placement groups."""
 
     nodes: int
@@ -52,7 +54,7 @@ class Layout:
         return 0 < self.domains <= self.tolerate
 
 
-def layout(nodes: int, tolerate: int, spread: int, domains: int = 0) -> Layout:
+def plan_cluster(nodes: int, tolerate: int, spread: int, domains: int = 0) -> ClusterPlan:
     """Cut `nodes` into groups as the daemon does.
 
     Raises:
@@ -69,26 +71,21 @@ def layout(nodes: int, tolerate: int, spread: int, domains: int = 0) -> Layout:
         )
     if not 0 <= domains <= nodes:
         raise InvalidArgumentError(f"{nodes} nodes cannot lie in {domains} failure domains")
+    # By node: the number of its domain, or its own.
     sizes = [nodes * (d + 1) // domains - nodes * d // domains for d in range(domains)] or [1] * nodes
-    # Node i of the n of a domain stands at (i + 1/2) / n of the way.
-    order = sorted((((2 * i + 1) << 40) // size, d) for d, size in enumerate(sizes) for i in range(size))
+    labels = [number for number, size in enumerate(sizes) for _ in range(size)]
+    order = interleaved({f"{node:04}": f"domain-{label:04}" for node, label in enumerate(labels)})
     # Copies cannot be kept apart when domains are short: then it is each node by itself that counts.
     apart = domains > tolerate
-    smallest = spread + 1
-    wanted = smallest if len(sizes) > smallest else -(-smallest // len(sizes)) * len(sizes)
-    count = max(1, nodes // wanted, -(-nodes // (2 * spread + 1)))
     groups = []
-    for g in range(count):
-        members = order[nodes * g // count : nodes * (g + 1) // count]
-        if apart:
-            groups.append(tuple(sorted(Counter(d for _, d in members).values())))
-        else:
-            groups.append((1,) * len(members))
-    return Layout(nodes, tolerate, spread, domains, tuple(groups))
+    for first, behind in group_bounds(nodes, spread, domains or nodes):
+        members = Counter(labels[int(node)] if apart else node for node in order[first:behind])
+        groups.append(tuple(sorted(members.values())))
+    return ClusterPlan(nodes, tolerate, spread, domains, tuple(groups))
 
 
-def odds(plan: Layout, losses: int) -> Odds:
-    """The odds of a layout.
+def survival_odds(plan: ClusterPlan, losses: int) -> SurvivalOdds:
+    """The odds of a plan.
 
     Raises:
         InvalidArgumentError: more losses than nodes, or than `LOSSES_MAX`.
@@ -99,12 +96,12 @@ def odds(plan: Layout, losses: int) -> Odds:
     for group, times in sorted(Counter(plan.groups).items()):
         one = _group(group, plan.tolerate)
         for _ in range(times):
-            survived = _product(survived, one, losses)
+            survived = product(survived, one, losses)
     ways = comb(plan.nodes, losses)
-    return Odds(
+    return SurvivalOdds(
         losses=losses,
         survival=Fraction(survived[losses] if losses < len(survived) else 0, ways),
-        gemini_bound=_gemini_bound(plan.nodes, plan.tolerate + 1, losses),
+        gemini_bound=gemini_bound(plan.nodes, plan.tolerate + 1, losses),
         ring=Fraction(_ring(plan.nodes, plan.tolerate + 1, losses), ways),
         everywhere=Fraction(int(losses <= plan.tolerate)),
     )
@@ -118,7 +115,7 @@ def _group(domains: Sequence[int], tolerate: int) -> list[int]:
         hit = [0, *(comb(size, lost) for lost in range(1, size + 1))]
         after = [list(counts) for counts in choices] + [[0]]
         for already, counts in enumerate(choices):
-            after[already + 1] = _sum(after[already + 1], _product(counts, hit, sum(domains)))
+            after[already + 1] = _sum(after[already + 1], product(counts, hit, sum(domains)))
         choices = after[: tolerate + 1]
     total = [0]
     for counts in choices:
@@ -133,26 +130,10 @@ def _ring(nodes: int, copies: int, losses: int) -> int:
     # Runs of fewer than `copies` between those that are left; each circle is counted once per one left.
     runs = [1]
     for _ in range(nodes - losses):
-        runs = _product(runs, [1] * copies, losses)
+        runs = product(runs, [1] * copies, losses)
     return nodes * (runs[losses] if losses < len(runs) else 0) // (nodes - losses)
-
-
-def _gemini_bound(nodes: int, copies: int, losses: int) -> Fraction:
-    if losses < copies:
-        return Fraction(1)
-    fatal = Fraction(nodes * comb(nodes - copies, losses - copies), copies * comb(nodes, losses))
-    return max(Fraction(0), 1 - fatal)
 
 
 def _sum(left: Sequence[int], right: Sequence[int]) -> list[int]:
     longer, shorter = (left, right) if len(left) >= len(right) else (right, left)
     return [a + (shorter[i] if i < len(shorter) else 0) for i, a in enumerate(longer)]
-
-
-def _product(left: Sequence[int], right: Sequence[int], degree: int) -> list[int]:
-    """The product of two polynomials, up to a degree."""
-    product = [0] * min(len(left) + len(right) - 1, degree + 1)
-    for i, a in enumerate(left):
-        for j, b in enumerate(right[: degree + 1 - i]):
-            product[i + j] += a * b
-    return product

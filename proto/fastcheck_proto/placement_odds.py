@@ -5,7 +5,7 @@ copyset lies within the nodes lost. How many k-subsets of the nodes hold no copy
 polynomial; copysets that share no node, such as those of different groups, multiply. Within such a component
 subsets are enumerated node by node, remembering of the nodes lost so far only those that still matter: a group
 of g nodes takes at most 2^g sets, and a ring of thousands goes as well, because it is narrow. What is neither
-small nor narrow raises `TangledError`; `union_bound` then says the least that it can be.
+small nor narrow raises `TangledError`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
-from itertools import combinations
 from math import comb
 
 Copyset = frozenset[str]
@@ -22,7 +21,7 @@ SETS_MAX = 1 << 20
 
 
 class TangledError(ValueError):
-    """The copysets hang together in too many ways to count; ask for `union_bound`."""
+    """The copysets hang together in too many ways to count."""
 
 
 def copysets_of(placed: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> set[Copyset]:
@@ -53,17 +52,9 @@ def recovery_probability(copysets: Collection[Copyset], nodes: Sequence[str], lo
     for component in _components(sets):
         members = sorted(set().union(*component))
         alone -= len(members)
-        survived = _product(survived, _count(component, members, losses), losses)
-    survived = _product(survived, [comb(alone, lost) for lost in range(min(alone, losses) + 1)], losses)
+        survived = product(survived, _count(component, members, losses), losses)
+    survived = product(survived, [comb(alone, lost) for lost in range(min(alone, losses) + 1)], losses)
     return Fraction(survived[losses] if losses < len(survived) else 0, comb(len(nodes), losses))
-
-
-def union_bound(copysets: Collection[Copyset], nodes: int, losses: int) -> Fraction:
-    """The least that `recovery_probability` can be: as if no two copysets were ever lost together."""
-    fatal = sum(
-        comb(nodes - len(copyset), losses - len(copyset)) for copyset in copysets if len(copyset) <= losses
-    )
-    return max(Fraction(0), 1 - Fraction(fatal, comb(nodes, losses)))
 
 
 def gemini_bound(nodes: int, copies: int, losses: int) -> Fraction:
@@ -78,17 +69,6 @@ def gemini_bound(nodes: int, copies: int, losses: int) -> Fraction:
         return Fraction(1)
     fatal = Fraction(nodes * comb(nodes - copies, losses - copies), copies * comb(nodes, losses))
     return max(Fraction(0), 1 - fatal)
-
-
-def ring_copysets(nodes: Sequence[str], copies: int) -> set[Copyset]:
-    """For comparison: every node's copies lie on those behind it."""
-    count = len(nodes)
-    return {frozenset(nodes[(i + j) % count] for j in range(copies)) for i in range(count)}
-
-
-def scattered_copysets(nodes: Sequence[str], copies: int) -> set[Copyset]:
-    """For comparison: shards of everyone everywhere, so that any `copies` nodes hold all of something."""
-    return {frozenset(chosen) for chosen in combinations(nodes, copies)}
 
 
 def _components(sets: Collection[frozenset[int]]) -> list[list[frozenset[int]]]:
@@ -153,8 +133,8 @@ def _add(into: dict[frozenset[int], list[int]], key: frozenset[int], counts: lis
     into[key] = [ways + (shorter[i] if i < len(shorter) else 0) for i, ways in enumerate(longer)]
 
 
-def _product(left: Sequence[int], right: Sequence[int], degree: int) -> list[int]:
-    """Of two polynomials, up to a degree."""
+def product(left: Sequence[int], right: Sequence[int], degree: int) -> list[int]:
+    """Of two polynomials, the coefficients of the lowest degree first, up to a degree."""
     product = [0] * min(len(left) + len(right) - 1, degree + 1)
     for i, a in enumerate(left):
         for j, b in enumerate(right[: degree + 1 - i]):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcheck.gaps import ZeroedGaps
+from fastcheck.copier import ZeroedGaps
 from fastcheck.state.flatten import FlatState, Piece
 from fastcheck_proto.v1 import layout_pb2
 

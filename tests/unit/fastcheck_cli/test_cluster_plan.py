@@ -9,10 +9,12 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcheck import placement_odds
 from fastcheck.cli.app import cli
+from fastcheck.cluster_plan import plan_cluster, survival_odds
 from fastcheck.errors import InvalidArgumentError
-from fastcheckd.placement import Groups, odds, place
+from fastcheck_proto import placement_odds as odds
+from fastcheck_proto.placement_groups import Groups
+from fastcheckd.placement import place
 
 
 def members_of(nodes, domains):
@@ -41,7 +43,7 @@ def groups_of(members, spread):
 @given(clusters(nodes_max=200))
 def test_the_groups_are_the_daemons(cluster):
     nodes, tolerate, spread, domains = cluster
-    plan = placement_odds.layout(nodes, tolerate, spread, domains)
+    plan = plan_cluster(nodes, tolerate, spread, domains)
     members = members_of(nodes, domains)
     shapes = []
     for group in groups_of(members, spread):
@@ -68,10 +70,10 @@ def test_the_odds_are_those_that_the_daemon_counts(cluster, losses):
     members = members_of(nodes, domains)
     copysets = worst_copysets(members, tolerate, spread, domains)
     exact = odds.recovery_probability(copysets, Groups(members, spread).order, losses)
-    found = placement_odds.odds(placement_odds.layout(nodes, tolerate, spread, domains), losses)
+    found = survival_odds(plan_cluster(nodes, tolerate, spread, domains), losses)
     assert found.survival == exact
     assert found.gemini_bound == odds.gemini_bound(nodes, tolerate + 1, losses)
-    ring = odds.ring_copysets(list(members), tolerate + 1)
+    ring = {frozenset(f"node-{(n + i) % nodes:04}" for i in range(tolerate + 1)) for n in range(nodes)}
     assert found.ring == odds.recovery_probability(ring, list(members), losses)
 
 
@@ -95,9 +97,7 @@ def test_what_is_placed_is_never_worse_and_with_many_ranks_just_that(cluster, lo
         assert domains, "only to find other domains are strangers asked"
         return
     real = odds.recovery_probability(copysets, groups.order, losses)
-    planned_odds = placement_odds.odds(
-        placement_odds.layout(nodes, tolerate, spread, domains), losses
-    ).survival
+    planned_odds = survival_odds(plan_cluster(nodes, tolerate, spread, domains), losses).survival
     assert real >= planned_odds
     if tolerate == 1 and not domains:
         assert copysets == worst and real == planned_odds
@@ -105,7 +105,7 @@ def test_what_is_placed_is_never_worse_and_with_many_ranks_just_that(cluster, lo
 
 def test_geminis_example_is_a_plan_too():
     """16 machines in pairs: 93.3 %; in a ring 86.7 %."""
-    found = placement_odds.odds(placement_odds.layout(16, 1, 1), 2)
+    found = survival_odds(plan_cluster(16, 1, 1), 2)
     assert (found.survival, found.gemini_bound, found.ring) == (
         Fraction(14, 15),
         Fraction(14, 15),
@@ -115,12 +115,12 @@ def test_geminis_example_is_a_plan_too():
 
 
 def test_a_whole_domain_may_go_when_there_are_more_domains_than_losses():
-    racks = placement_odds.layout(12, 1, 3, 4)
+    racks = plan_cluster(12, 1, 3, 4)
     # Three of a rack, out of three groups of four: the only losses of three that lie in one domain per group
     # are those that hit each group once, or one rack only.
     assert not racks.domains_short
-    assert placement_odds.layout(12, 1, 3, 1).domains_short
-    assert placement_odds.layout(12, 2, 3, 2).domains_short
+    assert plan_cluster(12, 1, 3, 1).domains_short
+    assert plan_cluster(12, 2, 3, 2).domains_short
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_a_whole_domain_may_go_when_there_are_more_domains_than_losses():
 )
 def test_what_cannot_be_is_refused(arguments):
     with pytest.raises(InvalidArgumentError):
-        placement_odds.layout(*arguments)
+        plan_cluster(*arguments)
     with pytest.raises(InvalidArgumentError, match="from 0 to 10"):
-        placement_odds.odds(placement_odds.layout(10, 1, 3), 11)
+        survival_odds(plan_cluster(10, 1, 3), 11)
 
 
 def run(*arguments):

@@ -4,8 +4,8 @@ Copies are spread, so that a restore pulls from several nodes at once, but only 
 every node held something of every other node, any two losses at once would be fatal for someone. The members
 are ordered so that neighbours lie in different failure domains, and each group is a stretch of that order.
 
-Nothing here remembers: a membership that changes has other groups. Stability is `choose.py`'s, which stays
-with earlier holders.
+Nothing here remembers: a membership that changes has other groups. The daemon keeps placements stable where it
+chooses holders. `fastcheck plan` computes with the same groups. Pure.
 """
 
 from __future__ import annotations

@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastcheck import copying
-from fastcheck.copying import Copier
+from fastcheck import copier as copier_module
+from fastcheck.copier import Copier
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_is_poured_arrives_whole_and_nothing_else_is_touched(monkeypatch, threads):
-    monkeypatch.setattr(copying, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(copying, "_PARALLEL_BYTES_MIN", 1)
+    monkeypatch.setattr(copier_module, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(copier_module, "_PARALLEL_BYTES_MIN", 1)
     pieces: list[int] = []
 
     def move(into: int, source: int, size: int) -> None:
         pieces.append(size)
         real(into, source, size)
 
-    real = copying.move_bytes
-    monkeypatch.setattr(copying, "move_bytes", move)
+    real = copier_module.move_bytes
+    monkeypatch.setattr(copier_module, "move_bytes", move)
     sizes = [1, 999, 1000, 1999, 2001, 12_345]
     source = torch.randint(0, 255, (sum(sizes),), dtype=torch.uint8)
     target = torch.zeros(sum(sizes) + 10, dtype=torch.uint8)

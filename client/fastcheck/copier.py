@@ -18,13 +18,14 @@ from operator import attrgetter, not_
 
 import torch
 
+from fastcheck_proto.conventions import TENSOR_ALIGNMENT_BYTES
+
 from .errors import SaveFailedError
-from .gaps import ZeroedGaps
-from .gpu import Cuda, Gpu, Mark, Pair
-from .pages import populate
-from .state import dtypes
+from .gpu import Cuda, Mark, Pair
+from .segments import populate
 from .state.flatten import FlatState, Piece, uncollected
 from .state.records import Move
+from .state.tensors import carrier
 
 #: Long moves are cut into pieces of this to twice this. Beyond a part of the processor's last cache, 43 MB where it has
 #: 105, memmove writes past the caches, and takes two thirds of the time.
@@ -33,6 +34,9 @@ _PIECE_BYTES = 48 << 20
 _POPULATE_BYTES = 16 << 20
 #: Below this, waking threads costs more than they save.
 _PARALLEL_BYTES_MIN = 32 << 20
+
+#: Pieces begin at multiples of this, so a gap is a part of one line as a rule.
+_LINE_BYTES = TENSOR_ALIGNMENT_BYTES
 
 #: Copies one run of bytes. Tests put a gate in its place, to stop a copy in the middle.
 move_bytes = ctypes.memmove
@@ -99,10 +103,46 @@ class Moves:
             ) from self._error
 
 
+class ZeroedGaps:
+    """Zeros the gaps between the pieces of a state: what an earlier one left in a segment is no part of this one.
+
+    Knows the gaps of the state that it met last: ten thousand tensors have as many, at every save the same.
+    """
+
+    def __init__(self) -> None:
+        #: Where pieces begin, their sizes, and where the header begins; the lines with gaps of such a state.
+        self._places: tuple[list[int], list[int], int] | None = None
+        self._lines = torch.empty(0, dtype=torch.int64)
+
+    def zero(self, flat: FlatState, segment: torch.Tensor) -> None:
+        """Zero the lines that have gaps, all in one call, before any piece is copied over the rest of them.
+
+        `segment` is flat uint8, at least state_bytes long.
+        """
+        pieces = flat.pieces
+        places = [piece.offset for piece in pieces], [piece.bytes for piece in pieces], flat.header_offset
+        if places != self._places:
+            self._lines = torch.tensor(_lines_with_gaps(*places), dtype=torch.int64)
+            self._places = places
+        if len(self._lines):
+            lines = segment[: len(segment) // _LINE_BYTES * _LINE_BYTES].view(-1, _LINE_BYTES)
+            lines.index_fill_(0, self._lines, 0)
+
+
+def _lines_with_gaps(offsets: list[int], sizes: list[int], header_offset: int) -> list[int]:
+    lines: list[int] = []
+    end = 0
+    for offset, size in (*zip(offsets, sizes, strict=True), (header_offset, 0)):
+        if offset > end:
+            lines += range(end // _LINE_BYTES, -(-offset // _LINE_BYTES))
+        end = offset + size
+    return lines
+
+
 class Copier:
     """Copies states with a fixed number of threads, the caller's included."""
 
-    def __init__(self, threads: int, gpu: Gpu | None = None) -> None:
+    def __init__(self, threads: int, gpu: Cuda | None = None) -> None:
         self._threads = threads
         self._gpu = Cuda() if gpu is None else gpu
         self._gaps = ZeroedGaps()
@@ -183,7 +223,7 @@ def carried(piece: Piece, segment: torch.Tensor) -> Pair:
     source = piece.tensor
     place = segment[piece.offset : piece.offset + piece.bytes]
     into = place.view(source.dtype).view(source.shape)
-    return dtypes.carrier(into), dtypes.carrier(source)
+    return carrier(into), carrier(source)
 
 
 def _parted(test: Callable[[torch.Tensor], bool], pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
@@ -226,7 +266,7 @@ def contiguous_bytes(tensor: torch.Tensor, piece_bytes: int) -> Iterator[bytes]:
     """A tensor's bytes in order, in pieces of at most `piece_bytes`; from any device, however strided."""
     if not tensor.numel():
         return
-    source = dtypes.carrier(tensor).contiguous().cpu()
+    source = carrier(tensor).contiguous().cpu()
     size = source.numel() * source.dtype.itemsize
     for start in range(0, size, piece_bytes):
         yield ctypes.string_at(source.data_ptr() + start, min(piece_bytes, size - start))
