@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from .errors import FastCheckdError
+from .registry.client import RegistryClient
 
 logger = logging.getLogger(__name__)
 
@@ -21,21 +21,9 @@ CALL_TIMEOUT_S = 1.5
 LOOK_INTERVAL_S = 1.0
 
 
-class DrainRegistry(Protocol):
-    """The part of the registry's client that a drain needs."""
-
-    async def set_draining(
-        self, request: rpb.SetDrainingRequest, timeout_s: float
-    ) -> rpb.SetDrainingResponse:
-        """Begin or end a drain."""
-
-    async def safe_to_stop(self, request: rpb.SafeToStopRequest, timeout_s: float) -> rpb.SafeToStopResponse:
-        """What stopping a node for good would cost."""
-
-
 async def drain(
     node_id: str,
-    registry: DrainRegistry,
+    registry: RegistryClient,
     *,
     within_s: float,
     going_on: Callable[[str], None] = lambda _: None,

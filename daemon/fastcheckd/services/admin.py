@@ -18,12 +18,13 @@ from fastcheck_proto.v1 import admin_pb2, peer_pb2, registry_pb2
 from ..config import Config
 from ..errors import FastCheckdError, NoQuorumError, StepGoneError
 from ..last_view import LastView
+from ..registry.client import RegistryClient
 from ..rpc import answers
+from ..transfer.client import PeerClient
 from . import admin_reports as reports
 from . import checkpoints
 from . import health_codes as health
 from .admin_changes import AdminChanges, AdminTimeouts, Context, checked_job
-from .admin_needs import AdminRegistry, Peers
 from .health_of_saves import ASKED_MAX, stuck_jobs
 from .survival import survival
 
@@ -36,7 +37,7 @@ STATUS_S = 1.2
 class AdminService(AdminChanges):
     """Answers for the whole cluster from one node."""
 
-    def __init__(self, config: Config, registry: AdminRegistry, peers: Peers) -> None:
+    def __init__(self, config: Config, registry: RegistryClient, peers: PeerClient) -> None:
         super().__init__(config, registry, peers)
         self._last_view = LastView(config)
 

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
+from ..registry.client import RegistryClient
 from ..registry.owners import check_use
+from ..view import ViewFollower
 from .admission import CALLER
 
 LOOKUP_TIMEOUT_S = 10.0
-
-
-class _View(Protocol):
-    def owner(self, job: str) -> str | None:
-        """Who owns a job that the newest view names."""
-
-
-class _Registry(Protocol):
-    async def lookup(self, request: rpb.LookupRequest, timeout_s: float) -> rpb.LookupResponse:
-        """A committed step of a job, and whose the job is."""
 
 
 class Owners:
@@ -29,7 +19,7 @@ class Owners:
         enforced: whether there are identities at all; without certificates everybody is one.
     """
 
-    def __init__(self, view: _View, registry: _Registry, *, enforced: bool) -> None:
+    def __init__(self, view: ViewFollower, registry: RegistryClient, *, enforced: bool) -> None:
         self._view = view
         self._registry = registry
         self._enforced = enforced

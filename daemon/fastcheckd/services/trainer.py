@@ -35,7 +35,6 @@ from ..save.coordinator import SaveCoordinator
 from ..save.session import TrainerSession
 from ..tasks import settled
 from .admission import CALLER
-from .deletions import delete_steps
 from .owners import Owners
 from .request_limits import PIECE_BYTES_MAX, too_many_of_a_seal
 
@@ -245,7 +244,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             step=request.step if request.HasField("step") else None,
             even_if_running=request.even_if_running,
         )
-        done = await delete_steps(self._registry, wanted, LIST_TIMEOUT_S)
+        done = await self._registry.delete_steps(wanted, LIST_TIMEOUT_S)
         return tpb.TrainerServiceDeleteResponse(deleted_steps=done.deleted_steps, kept_steps=done.kept_steps)
 
     async def Load(self, request: tpb.LoadRequest, context: Context) -> AsyncIterator[tpb.LoadResponse]:
