@@ -32,7 +32,7 @@ from fastcheckd.registry.raft import engine, transport
 from fastcheckd.registry.raft.adapter import Ground, Raft
 from fastcheckd.registry.raft.engine import Engine
 from fastcheckd.registry.raft.journal import Journal
-from fastcheckd.registry.raft.seal import TAG_BYTES, Seal
+from fastcheckd.registry.raft.messages import TAG_BYTES, Seal
 from fastcheckd.registry.raft.voter_folder import VoterFolder
 from fastcheckd.registry.state import apply
 

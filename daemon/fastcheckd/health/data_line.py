@@ -17,7 +17,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from ..config import Config
 from ..rpc import CHANNEL_OPTIONS
 from .lease_clock import LeaseClock
-from .vitals import RESTART_AFTER, DataVitals
+from .vitals import RESTART_AFTER, ProcessVitals
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class DataLine:
         self._process = process
         self._incarnation = incarnation
         self._timeout_s = min(ASSUME_TIMEOUT_S, config.data_hung_after_s / 2)
-        self._vitals = DataVitals(
+        self._vitals = ProcessVitals(
             hung_after_s=config.data_hung_after_s, step_s=self._timeout_s + ASSUME_INTERVAL_S
         )
         self._lease: LeaseClock | None = None

@@ -14,6 +14,14 @@ from .. import __version__
 from ..durations import Histogram
 from .families import counter, gauge, histograms
 
+#: Why a node is not ready: what makes it so mends itself, or needs somebody; a restart would only add its own time.
+_DATA = {
+    rpb.DATA_HEALTH_UNSPECIFIED: "the data process has not been heard of",
+    rpb.DATA_HEALTH_STARTING: "the data process is starting: it adopts what the RAM directory holds",
+    rpb.DATA_HEALTH_GONE: "the data process has ended; another one is to be started",
+    rpb.DATA_HEALTH_HUNG: "the data process is there and makes no progress",
+}
+
 
 @dataclass(frozen=True)
 class ProcessFacts:
@@ -45,6 +53,20 @@ class NodeFacts:
     def troubles(self) -> list[str]:
         """A sentence for each process that does not run as it should."""
         return [f"the {p.name} process {p.trouble}" for p in self.processes if p.trouble]
+
+    def why_not_ready(self) -> list[str]:
+        """Why the node takes no work that it could take, a sentence each; none: it is ready."""
+        reasons = []
+        if self.data != rpb.DATA_HEALTH_OK:
+            reasons.append(_DATA[self.data])
+        reasons.extend(self.troubles)
+        if not self.incarnation:
+            return [*reasons, "the registry has not registered this node yet"]
+        if not self.has_quorum:
+            reasons.append("no majority of the registry's voters answers this node")
+        if self.not_up:
+            reasons.append(self.not_up)
+        return reasons
 
 
 @dataclass(frozen=True)

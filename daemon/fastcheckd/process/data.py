@@ -37,9 +37,9 @@ from ..errors import (
 from ..health.lease import LeaseHolder
 from ..identity import NodeLife
 from ..interfaces import faster_than, interface_of, interfaces
-from ..last_view import LastView
 from ..maintenance.maintenance import Maintenance
 from ..observe import data_metrics
+from ..observe.scrape import ObserveService
 from ..registry.client import RegistryClient
 from ..registry.known_voters import remember, with_remembered_voters
 from ..registry.raft.membership import voter_of
@@ -47,10 +47,8 @@ from ..restore.coordinator import RestoreCoordinator
 from ..rpc import server_options
 from ..save.coordinator import SaveCoordinator
 from ..save.replicator import Replicator
-from ..services.admission import Admission
+from ..services.admission import Admission, Owners
 from ..services.data_control import DataControlService
-from ..services.observe import ObserveService
-from ..services.owners import Owners
 from ..services.peer import PeerService
 from ..services.trainer import TrainerService
 from ..store.replica import Replica
@@ -67,8 +65,8 @@ from ..transfer.receiver import Receiver
 from ..transfer.replication_pacing import ReplicationPacing
 from ..transfer.server import TransferServer
 from ..transfer.tickets import TicketOffice
-from ..view import ViewFollower
-from .server import listen_tcp, listening, stop_signal, watching_crowds
+from ..view import LastView, ViewFollower
+from .runtime import listen_tcp, listening, stop_signal, watching_crowds
 
 if TYPE_CHECKING:
     from ..tokens import Tokens

@@ -23,8 +23,7 @@ from .outward import GrpcOutward, Outward
 from .raft.consensus import Consensus
 from .repairs import Repairs
 from .reports import Reports
-from .schema import agree_in_time
-from .voter_changes import add_voters, replace_voter
+from .voters import add_voters, agree_in_time, replace_voter
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from ..errors import (
 )
 from ..identity import NodeLife
 from ..registry.client import RegistryClient
-from ..registry.owners import LOCAL
+from ..registry.model import LOCAL
 from ..store.replica_store import ReplicaStore
 from ..store.retention import PROVISIONAL_KEPT
 from ..store.segments import Segment

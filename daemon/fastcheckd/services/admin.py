@@ -17,16 +17,14 @@ from fastcheck_proto.v1 import admin_pb2, peer_pb2, registry_pb2
 
 from ..config import Config
 from ..errors import FastCheckdError, NoQuorumError, StepGoneError
-from ..last_view import LastView
 from ..registry.client import RegistryClient
 from ..rpc import answers
 from ..transfer.client import PeerClient
+from ..view import LastView
 from . import admin_reports as reports
-from . import checkpoints
 from . import health_codes as health
 from .admin_changes import AdminChanges, AdminTimeouts, Context, checked_job
-from .health_of_saves import ASKED_MAX, stuck_jobs
-from .survival import survival
+from .job_health import ASKED_MAX, stuck_jobs
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +96,7 @@ class AdminService(AdminChanges):
         view = await self._any_view(patience)
         held = await self._held(view, patience.question_s(), job)
         return admin_pb2.CheckpointsResponse(
-            steps=checkpoints.with_provisional(job, view, steps, held),
+            steps=reports.with_provisional(job, view, steps, held),
             without_registry=steps is None,
             unreachable=reports.unanswered(view, held),
         )
@@ -170,7 +168,7 @@ class AdminService(AdminChanges):
             cluster_id=view.cluster_id,
             voters=view.voters,
             redundancy=answered.redundancy if has_quorum else None,
-            survival=survival(view, answered.newest_steps),
+            survival=reports.survival(view, answered.newest_steps),
         )
 
     async def _redundancy(

@@ -44,7 +44,7 @@ class RegistryService(RegistrySigns, RegistryMaintenance, registry_pb2_grpc.Regi
     """One voter's answers.
 
     Args:
-        config, raft, leader, reports, detector, stubs: the parts that `registry_server` wires.
+        config, raft, leader, reports, detector, stubs: the parts that `process.registry` wires.
     """
 
     def __init__(

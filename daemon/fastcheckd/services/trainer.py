@@ -34,8 +34,7 @@ from ..rpc import abort, answers
 from ..save.coordinator import SaveCoordinator
 from ..save.session import TrainerSession
 from ..tasks import settled
-from .admission import CALLER
-from .owners import Owners
+from .admission import CALLER, Owners
 from .request_limits import PIECE_BYTES_MAX, too_many_of_a_seal
 
 logger = logging.getLogger(__name__)

@@ -35,11 +35,11 @@ from ...errors import ConfigError, InvalidRequestError, NoQuorumError, RegistryE
 from ...log import Complaints
 from ..model import State, refusal
 from ..state import COMMAND_BYTES_MAX, apply
-from . import snapshots, unpickler
+from . import messages, snapshots
 from .engine import Engine, change_in
 from .journal import ADVICE, LOG, Entry, Journal
 from .membership import Change, Voters, enough_without, voters_after
-from .seal import Seal
+from .messages import Seal
 from .snapshots import SNAPSHOT, Snapshot, Snapshots
 from .tls import Tls
 from .voter_folder import VoterFolder
@@ -61,7 +61,7 @@ CHANGE_PAUSE_S = 0.05
 #: After a turn of the engine that failed.
 TURN_PAUSE_S = 0.05
 
-unpickler.install(pysyncobj.pickle, pysyncobj.journal)
+messages.install(pysyncobj.pickle, pysyncobj.journal)
 
 _NOT_COMMITTED = {
     FAIL_REASON.QUEUE_FULL: "has too many commands queued",

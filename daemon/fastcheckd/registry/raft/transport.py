@@ -28,7 +28,7 @@ from pysyncobj.transport import TCPTransport
 
 from ...config import Voter
 from ...log import Complaints
-from .seal import Seal
+from .messages import Seal
 from .tls import Tls, TlsSocket, named_node
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from ...config import Config, Voter
 from ...errors import ConfigError
 from .disk import Disk, FolderDisk, write_file
 from .journal import LOG
-from .seal import Seal, derive_key
+from .messages import Seal, derive_key
 from .tls import Tls
 
 KEY_BYTES_MIN = 32

@@ -23,7 +23,7 @@ from fastcheckd.registry.raft.membership import (
     voters_after,
 )
 from fastcheckd.registry.state import snapshot
-from fastcheckd.registry.voter_changes import add_voters, plan, plan_added, replace_voter
+from fastcheckd.registry.voters import add_voters, plan, plan_added, replace_voter
 
 
 async def eventually(condition, deadline_s=60.0):

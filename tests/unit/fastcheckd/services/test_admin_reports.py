@@ -188,7 +188,7 @@ def test_many_short_shards_make_one_short_sentence():
         record.ranks.add().CopyFrom(record.ranks[0])
         record.ranks[rank].rank = rank
     (code,) = codes(view(a=UP, b=UP), replicas={"a": [], "b": []}, steps=[record])
-    assert "rank 0 shard 0, rank 1 shard 0, rank 2 shard 0 and 47 more" in code.detail
+    assert "rank 0 shard 0, rank 1 shard 0, rank 2 shard 0, rank 3 shard 0 and 46 more" in code.detail
 
 
 def test_down_nodes_are_not_asked_and_not_missed():

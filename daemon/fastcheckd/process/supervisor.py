@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fastcheck_proto.v1 import node_pb2 as pb
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
