@@ -29,8 +29,9 @@ from fastcheck_proto.v1.registry_log_pb2 import RegistryCommand
 from fastcheckd.config import Config, Voter
 from fastcheckd.registry.raft import adapter as raft_module
 from fastcheckd.registry.raft import engine, transport
-from fastcheckd.registry.raft.adapter import Ground, Raft
+from fastcheckd.registry.raft.adapter import Raft
 from fastcheckd.registry.raft.engine import Engine
+from fastcheckd.registry.raft.ground import Ground
 from fastcheckd.registry.raft.journal import Journal
 from fastcheckd.registry.raft.messages import TAG_BYTES, Seal
 from fastcheckd.registry.raft.voter_folder import VoterFolder

@@ -24,14 +24,14 @@ from fastcheck_proto.v1 import node_pb2 as pb
 from fastcheckd import main
 from fastcheckd.config import Config
 from fastcheckd.errors import ConfigError
-from fastcheckd.process import agent, data, parent, registry, restarts, server
+from fastcheckd.process import agent, data, parent, registry, restarts, runtime
 from fastcheckd.process.systemd import Notifier
 
 def say(name, *what):
     os.write(1, " ".join(map(str, (name, *what, os.getpid()))).encode() + b"\\n")
 
 async def until_stopped(name):
-    stopping = server.stop_signal()
+    stopping = runtime.stop_signal()
     say(name, "runs")
     await stopping
     say(name, "stops")
@@ -170,10 +170,10 @@ def test_one_that_ignores_sigterm_is_killed(start):
 def test_a_second_sigterm_reaches_the_agent_and_not_the_first_twice(start):
     node = start("""
         async def agent_run(config, supervisor, notifier, liveness):
-            first = server.stop_signal()
+            first = runtime.stop_signal()
             say("agent", "runs")
             await first
-            second = server.stop_signal()
+            second = runtime.stop_signal()
             say("agent", "drains")
             await second
             say("agent", "stops")
@@ -231,7 +231,7 @@ VOTING = """
         supervisor.run_registry(VOTERS, lambda error: say("agent", "refused"))
         while not (supervisor.registry and supervisor.registry.pid):
             await asyncio.sleep(0.01)
-        stopping = server.stop_signal()
+        stopping = runtime.stop_signal()
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: asyncio.create_task(stop(supervisor)))
         say("agent", "knows")
         await stopping
@@ -243,7 +243,7 @@ VOTING = """
         supervisor.run_registry(VOTERS, lambda error: say("agent", "refused"))
 
     async def registry_run(config, liveness):
-        stopping = server.stop_signal()
+        stopping = runtime.stop_signal()
         beats = 0
         while not stopping.done():
             liveness.write()
