@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.metrics_core import Metric
@@ -11,8 +11,7 @@ from prometheus_client.metrics_core import Metric
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from .. import __version__
-from ..durations import Histogram
-from .families import counter, gauge, histograms
+from .families import counter, gauge
 
 #: Why a node is not ready: what makes it so mends itself, or needs somebody; a restart would only add its own time.
 _DATA = {
@@ -85,7 +84,7 @@ def families(
     ready: bool,
     usage: Mapping[str, ProcessUsage],
     answered: Mapping[str, bool],
-    durations: Mapping[str, Histogram],
+    durations: Sequence[Metric],
     certificate_ends_at_s: float | None,
 ) -> list[Metric]:
     """Everything, for one scrape.
@@ -137,5 +136,5 @@ def families(
             "When this node's certificate ends; absent where it has none.",
             {} if certificate_ends_at_s is None else certificate_ends_at_s,
         ),
-        *histograms(durations),
+        *durations,
     ]

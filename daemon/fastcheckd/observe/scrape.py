@@ -65,7 +65,7 @@ class NodeScrape:
             ready=not facts.why_not_ready(),
             usage={p.name: used for p in facts.processes if (used := _usage(p.pid)) is not None},
             answered={name: text is not None for name, text in told.items()},
-            durations=self._durations.snapshot(),
+            durations=self._durations.families(),
             certificate_ends_at_s=self._certificate_ends_at_s(),
         )
         return exposition(own) + b"".join(text for text in told.values() if text is not None)

@@ -224,7 +224,7 @@ class _DataRooms:
         scrub_age_ms = self.maintenance.scrub_age_ms()
         return data_metrics.DataFacts(
             counters=self._counters.snapshot(),
-            durations=self._durations.snapshot(),
+            durations=self._durations.families(),
             ram_used_bytes=usage.used_bytes - usage.free_bytes,
             ram_free_bytes=usage.free_bytes,
             ram_budget_bytes=usage.budget_bytes,

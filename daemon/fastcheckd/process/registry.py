@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,12 +15,13 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
+from prometheus_client.metrics_core import Metric
 
 from fastcheck_proto.v1 import observe_pb2_grpc, registry_pb2_grpc
 
 from ..config import Config
 from ..dialer import Dialer
-from ..durations import REGISTRY, Durations, Histogram
+from ..durations import REGISTRY, Durations
 from ..errors import ConfigError, RegistryError
 from ..health.detector import FailureDetector
 from ..observe import registry_metrics
@@ -29,9 +30,10 @@ from ..observe.scrape import ObserveService
 from ..registry.leader import Leader
 from ..registry.nodes import LEFT
 from ..registry.outward import GrpcOutward, GrpcStubs, Outward, Stubs
-from ..registry.raft.adapter import Raft, check_port_is_free
+from ..registry.raft.adapter import Raft
 from ..registry.raft.consensus import Consensus
 from ..registry.raft.disk import free_bytes
+from ..registry.raft.ground import check_port_is_free
 from ..registry.reports import Reports
 from ..rpc import server_options
 from ..services.admission import Admission
@@ -157,7 +159,7 @@ class RegistryServer:
         await self._failed.wait()
         return self._raft.failure or ""
 
-    def facts(self, durations: Mapping[str, Histogram]) -> VoterFacts:
+    def facts(self, durations: Sequence[Metric]) -> VoterFacts:
         """This voter at this moment, for whoever watches; `durations`: what it has measured."""
         leading = None
         if self._leader.ready:
@@ -266,7 +268,7 @@ async def run(config: Config, liveness: LivenessPipe) -> None:
     )
     await server.start()
     private_directory(config.runtime_dir)
-    observed = ObserveService(lambda: registry_metrics.families(server.facts(durations.snapshot())))
+    observed = ObserveService(lambda: registry_metrics.families(server.facts(durations.families())))
     near = grpc.aio.server(options=server_options(), interceptors=[Admission(config.cluster_id)])
     observe_pb2_grpc.add_ObserveServiceServicer_to_server(observed, near)
     failing = asyncio.create_task(server.wait_failed(), name="registry-failure")
