@@ -5,7 +5,7 @@ copyset lies within the nodes lost. How many k-subsets of the nodes hold no copy
 polynomial; copysets that share no node, such as those of different groups, multiply. Within such a component
 subsets are enumerated node by node, remembering of the nodes lost so far only those that still matter: a group
 of g nodes takes at most 2^g sets, and a ring of thousands goes as well, because it is narrow. What is neither
-small nor narrow raises `TangledError`; `union_bound` then says the least that it can be.
+small nor narrow raises `TangledError`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
-from itertools import combinations
 from math import comb
 
 Copyset = frozenset[str]
@@ -22,7 +21,7 @@ SETS_MAX = 1 << 20
 
 
 class TangledError(ValueError):
-    """The copysets hang together in too many ways to count; ask for `union_bound`."""
+    """The copysets hang together in too many ways to count."""
 
 
 def copysets_of(placed: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> set[Copyset]:
@@ -56,39 +55,6 @@ def recovery_probability(copysets: Collection[Copyset], nodes: Sequence[str], lo
         survived = _product(survived, _count(component, members, losses), losses)
     survived = _product(survived, [comb(alone, lost) for lost in range(min(alone, losses) + 1)], losses)
     return Fraction(survived[losses] if losses < len(survived) else 0, comb(len(nodes), losses))
-
-
-def union_bound(copysets: Collection[Copyset], nodes: int, losses: int) -> Fraction:
-    """The least that `recovery_probability` can be: as if no two copysets were ever lost together."""
-    fatal = sum(
-        comb(nodes - len(copyset), losses - len(copyset)) for copyset in copysets if len(copyset) <= losses
-    )
-    return max(Fraction(0), 1 - Fraction(fatal, comb(nodes, losses)))
-
-
-def gemini_bound(nodes: int, copies: int, losses: int) -> Fraction:
-    """Gemini's bound for `copies` (the local one included) in groups of as many nodes: 1 - N C(N-m, k-m) / (m C(N, k)).
-
-    Raises:
-        ValueError: the numbers make no cluster.
-    """
-    if not 1 <= copies <= nodes or not 0 <= losses <= nodes:
-        raise ValueError(f"{copies} copies and {losses} losses make no sense on {nodes} nodes")
-    if losses < copies:
-        return Fraction(1)
-    fatal = Fraction(nodes * comb(nodes - copies, losses - copies), copies * comb(nodes, losses))
-    return max(Fraction(0), 1 - fatal)
-
-
-def ring_copysets(nodes: Sequence[str], copies: int) -> set[Copyset]:
-    """For comparison: every node's copies lie on those behind it."""
-    count = len(nodes)
-    return {frozenset(nodes[(i + j) % count] for j in range(copies)) for i in range(count)}
-
-
-def scattered_copysets(nodes: Sequence[str], copies: int) -> set[Copyset]:
-    """For comparison: shards of everyone everywhere, so that any `copies` nodes hold all of something."""
-    return {frozenset(chosen) for chosen in combinations(nodes, copies)}
 
 
 def _components(sets: Collection[frozenset[int]]) -> list[list[frozenset[int]]]:

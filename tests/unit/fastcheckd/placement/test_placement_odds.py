@@ -12,11 +12,7 @@ from fastcheckd.placement import Groups, odds, place
 from fastcheckd.placement.odds import (
     TangledError,
     copysets_of,
-    gemini_bound,
     recovery_probability,
-    ring_copysets,
-    scattered_copysets,
-    union_bound,
 )
 
 
@@ -41,7 +37,6 @@ def test_the_probability_is_that_of_trying_all_choices(layout):
     nodes, copysets, losses = layout
     exact = by_trying_all(copysets, nodes, losses)
     assert recovery_probability(copysets, nodes, losses) == exact
-    assert union_bound(copysets, len(nodes), losses) <= exact
 
 
 @given(st.integers(3, 12), st.integers(1, 3), st.integers(1, 4), st.integers(1, 6))
@@ -65,19 +60,11 @@ def test_geminis_published_example_comes_out():
     """16 machines, 2 copies, 2 lost at once: 93.3 % in groups, 86.7 % in a ring."""
     nodes = nodes_named(16)
     pairs = {frozenset(nodes[i : i + 2]) for i in range(0, 16, 2)}
-    assert recovery_probability(pairs, nodes, 2) == gemini_bound(16, 2, 2) == Fraction(14, 15)
-    assert recovery_probability(ring_copysets(nodes, 2), nodes, 2) == Fraction(13, 15)
-    assert recovery_probability(scattered_copysets(nodes, 2), nodes, 2) == 0
-
-
-@given(st.integers(1, 5), st.integers(2, 4), st.data())
-def test_geminis_bound_holds_for_its_groups(groups, copies, data):
-    nodes = nodes_named(groups * copies)
-    losses = data.draw(st.integers(0, len(nodes)))
-    sets = {frozenset(nodes[i : i + copies]) for i in range(0, len(nodes), copies)}
-    exact = recovery_probability(sets, nodes, losses)
-    assert gemini_bound(len(nodes), copies, losses) <= exact
-    assert gemini_bound(len(nodes), copies, losses) == union_bound(sets, len(nodes), losses)
+    assert recovery_probability(pairs, nodes, 2) == Fraction(14, 15)
+    assert recovery_probability(
+        {frozenset((nodes[i - 1], nodes[i])) for i in range(16)}, nodes, 2
+    ) == Fraction(13, 15)
+    assert recovery_probability(set(map(frozenset, combinations(nodes, 2))), nodes, 2) == 0
 
 
 def test_a_large_cluster_is_counted_exactly():
@@ -90,21 +77,17 @@ def test_a_large_cluster_is_counted_exactly():
     assert recovery_probability(copysets, list(members), 3) == Fraction(three, comb(1000, 3))
 
 
-def test_what_cannot_be_counted_says_so_and_has_a_bound(monkeypatch):
+def test_what_cannot_be_counted_says_so(monkeypatch):
     monkeypatch.setattr(odds, "SETS_MAX", 100)
     nodes = nodes_named(20)
-    scattered = scattered_copysets(nodes, 3)
     with pytest.raises(TangledError):
-        recovery_probability(scattered, nodes, 10)
-    assert union_bound(scattered, 20, 10) == 0
+        recovery_probability(set(map(frozenset, combinations(nodes, 3))), nodes, 10)
 
 
 @pytest.mark.parametrize("ask", [
     lambda: recovery_probability(set(), ["a"], 2),
     lambda: recovery_probability({frozenset("ab")}, ["a"], 1),
-    lambda: gemini_bound(4, 5, 1),
-    lambda: gemini_bound(4, 2, 5),
 ])  # fmt: skip
 def test_numbers_that_make_no_cluster_are_refused(ask):
-    with pytest.raises(ValueError, match="cannot be lost|not among|no sense"):
+    with pytest.raises(ValueError, match="cannot be lost|not among"):
         ask()
