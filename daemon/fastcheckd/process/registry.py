@@ -29,7 +29,7 @@ from ..observe.registry_metrics import LeaderFacts, VoterFacts
 from ..observe.scrape import ObserveService
 from ..registry.leader import Leader
 from ..registry.nodes import LEFT
-from ..registry.outward import GrpcOutward, GrpcStubs, Outward, Stubs
+from ..registry.outward import GrpcStubs, Outward, Stubs
 from ..registry.raft.adapter import Raft
 from ..registry.raft.consensus import Consensus
 from ..registry.raft.disk import free_bytes
@@ -102,7 +102,7 @@ class RegistryServer:
             self._suspects_changed,
             draw=around.draw,
             wall_ms=around.wall_ms,
-            outward=around.outward or GrpcOutward(self._dialer),
+            outward=around.outward or Outward(self._dialer),
         )
         self._stubs = GrpcStubs(self._dialer, self._node_at)
         #: The gRPC face.
@@ -123,8 +123,10 @@ class RegistryServer:
         self._raft.start()
         try:
             check_port_is_free(voter.registry_address, "registry_address")
-            door = Admission(self._config.cluster_id, self._voter_ids)
-            self._server = grpc.aio.server(options=server_options(REQUEST_BYTES_MAX), interceptors=[door])
+            admission = Admission(self._config.cluster_id, self._voter_ids)
+            self._server = grpc.aio.server(
+                options=server_options(REQUEST_BYTES_MAX), interceptors=[admission]
+            )
             registry_pb2_grpc.add_RegistryServiceServicer_to_server(self.service, self._server)
             health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), self._server)
             try:

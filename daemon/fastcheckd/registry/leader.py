@@ -19,7 +19,7 @@ from .commands import SHARDS_MAX
 from .commits import Standing, check_session, standing
 from .loads import NodeLoads, domain_label
 from .model import Job, Ref, State
-from .outward import GrpcOutward, Outward
+from .outward import Outward
 from .raft.consensus import Consensus
 from .repairs import Repairs
 from .reports import Reports
@@ -57,7 +57,7 @@ class Leader:
         self._raft = raft
         self._reports = reports
         self._on_suspects = on_suspects
-        self.outward: Outward = outward or GrpcOutward()
+        self.outward = outward or Outward()
         self.arbiter = Arbiter(config, raft, detector, self.outward, on_suspects, draw=draw, wall_ms=wall_ms)
         self._wake = asyncio.Event()
         self._news = asyncio.Event()
@@ -238,25 +238,24 @@ class Leader:
         """Replace a voter that is gone for good; returns all voters afterwards.
 
         Raises:
-            InvalidRequestError, UnsafeError, NoQuorumError: see `replacing`.
+            InvalidRequestError, UnsafeError, NoQuorumError: see `voters`.
         """
         return await replace_voter(
-            self._raft, self._config.cluster_id, request, at_ms=self.wall_ms(), ask=self.outward.become_voter
+            self._raft, self._config.cluster_id, request, at_ms=self.wall_ms(), outward=self.outward
         )
 
     async def add_voters(self, request: registry_pb2.AddVotersRequest) -> list[Voter]:
         """Have more nodes vote; returns all voters afterwards.
 
         Raises:
-            InvalidRequestError, UnsafeError, NoQuorumError: see `replacing`.
+            InvalidRequestError, UnsafeError, NoQuorumError: see `voters`.
         """
         return await add_voters(
             self._raft,
             self._config.cluster_id,
             request,
             at_ms=self.wall_ms(),
-            ask=self.outward.become_voter,
-            knows_schema=self.outward.knows_schema,
+            outward=self.outward,
         )
 
     async def confirm(self) -> None:

@@ -68,11 +68,6 @@ class Shortage:
         """Whether there is anything to copy from."""
         return bool(self.live or self.draining)
 
-    @property
-    def owner_lives(self) -> bool:
-        """Whether the owner's own bytes can be read."""
-        return any(ref.node_id == self.owner for ref in (*self.live, *self.draining))
-
 
 @dataclass(frozen=True)
 class Survey:

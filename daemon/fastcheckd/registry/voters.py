@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 
 from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
@@ -29,18 +29,11 @@ from .raft.consensus import Consensus
 from .raft.membership import voter_of
 
 CHANGE_TIMEOUT_S = 20.0
-#: A new voter's process takes a second or two to start.
-ANSWER_S = 1.0
+#: Between questions to a new voter, whose process takes a second or two to start.
 ANSWER_PAUSE_S = 0.2
 #: A voter that does not know a newer schema may be upgraded or come back any time.
 ASK_TIMEOUT_S = 1.0
 RETRY_S = 5.0
-
-#: Asks a node's agent to become one of these voters: (node id, agent address, cluster id, voters, version of the
-#: state that this follows from).
-Ask = Callable[[str, str, str, Sequence[Voter], int, Sequence[Voter]], Awaitable[None]]
-#: The newest schema that the registry process of a voter knows; None: it does not answer within that time.
-KnowsSchema = Callable[[Voter, float], Awaitable[int | None]]
 
 
 async def replace_voter(
@@ -49,7 +42,7 @@ async def replace_voter(
     request: registry_pb2.ReplaceVoterRequest,
     *,
     at_ms: int,
-    ask: Ask,
+    outward: Outward,
 ) -> list[Voter]:
     """Replace one voter by another; at the leader. Returns all voters afterwards.
 
@@ -69,7 +62,7 @@ async def replace_voter(
             # So that nobody takes the voters for fewer while one is gone and the other not there yet.
             await _name(engine, voters, at_ms)
         address = nodes[new.node_id].agent_address
-        await ask(new.node_id, address, cluster_id, after, _version(engine), voters)
+        await outward.become_voter(new.node_id, address, cluster_id, after, _version(engine), voters)
         await engine.replace_member(old, new, timeout_s=CHANGE_TIMEOUT_S)
         await _name(engine, after, at_ms)
     return after
@@ -81,8 +74,7 @@ async def add_voters(
     request: registry_pb2.AddVotersRequest,
     *,
     at_ms: int,
-    ask: Ask,
-    knows_schema: KnowsSchema,
+    outward: Outward,
 ) -> list[Voter]:
     """Have more nodes vote; at the leader. Returns all voters afterwards.
 
@@ -103,10 +95,10 @@ async def add_voters(
         return voters  # said again after it was done
     for new in added:
         address = nodes[new.node_id].agent_address
-        await ask(new.node_id, address, cluster_id, after, _version(engine), voters)
+        await outward.become_voter(new.node_id, address, cluster_id, after, _version(engine), voters)
     for new in added:
         # Of two voters both are needed: one that cannot be reached would end the quorum.
-        await _until_it_answers(new, engine.read(lambda state: state.schema), knows_schema)
+        await _until_it_answers(new, engine.read(lambda state: state.schema), outward)
         await engine.add_member(new, timeout_s=CHANGE_TIMEOUT_S)
     await _name(engine, after, at_ms)
     return after
@@ -123,10 +115,10 @@ async def _name(engine: Consensus, voters: Sequence[Voter], at_ms: int) -> None:
         raise FastCheckdError(f"the registry refused its new voters: {result.message}")
 
 
-async def _until_it_answers(voter: Voter, schema: int, knows_schema: KnowsSchema) -> None:
+async def _until_it_answers(voter: Voter, schema: int, outward: Outward) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + CHANGE_TIMEOUT_S
-    while (known := await knows_schema(voter, ANSWER_S)) is None:
+    while (known := await outward.knows_schema(voter, ASK_TIMEOUT_S)) is None:
         if loop.time() > deadline:
             raise UnsafeError(
                 f"the registry process of {voter.node_id} does not answer at {voter.registry_address}: nothing was "

@@ -211,10 +211,9 @@ class Raft:
         if found is not None:
             self._use(found)
             base = found.before, found.last
-            if found.voters is not None:
-                # A registry address may have been changed in every node's config; the raft address is who it is.
-                configured = {v.raft_address: v for v in self._config.effective_voters}
-                self._committed = {a: configured.get(a, voter) for a, voter in found.voters.items()}
+            # A registry address may have been changed in every node's config; the raft address is who it is.
+            configured = {v.raft_address: v for v in self._config.effective_voters}
+            self._committed = {a: configured.get(a, voter) for a, voter in found.voters.items()}
         self._journal = self._ground.journal(self._folder.disk, base, on_failure=self._fail)
         if found is None and len(self._journal) and self._journal[0][1] > 1:
             raise ConfigError(
