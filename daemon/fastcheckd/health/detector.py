@@ -257,7 +257,7 @@ class FailureDetector:
         signs = self._signs.get(life)
         return None if signs is None or signs.heard_at is None else int(max(0.0, now - signs.heard_at) * 1000)
 
-    # LeaderCalls
+    # Judging
 
     def _silence_s(self, signs: _Signs) -> float:
         return self._listened_s - max(signs.heard, self._listening_since)

@@ -89,7 +89,9 @@ class Agent:
         self.voter_role = VoterRole(config, supervisor, self._on_voters, self._on_fatal)
         self._lease: LeaseClock | None = None
         self.durations = Durations(AGENT)
-        self._data = DataLine(config, supervisor.data, lambda: self._incarnation)
+        self._data = DataLine(
+            config, lambda: supervisor.data_pid, supervisor.kill_data, lambda: self._incarnation
+        )
 
     @property
     def incarnation(self) -> int:

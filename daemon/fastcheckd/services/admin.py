@@ -154,7 +154,7 @@ class AdminService(AdminChanges):
         codes = health.health_codes(
             view,
             answered,
-            health.Setup.of(self._config),
+            self._config,
             has_quorum=has_quorum,
             now_ms=time.time_ns() // 1_000_000,
         )

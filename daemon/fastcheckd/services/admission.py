@@ -1,4 +1,4 @@
-"""The door of every gRPC server of the daemon: finds out who calls, and asks the table of `roles.py`.
+"""Admission of gRPC calls, at every server of the daemon: who calls, what `roles.py` lets them, whose a job is.
 
 Requests come to it as bytes, and are parsed once their caller may make them and they are not too large
 (`request_limits`). Bytes that are no message are refused here, too. gRPC by itself would answer UNKNOWN, and log a
@@ -13,7 +13,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 import grpc.aio
@@ -27,11 +27,16 @@ from ..log import Complaints
 from ..registry.client import RegistryClient
 from ..registry.model import check_use
 from ..rpc import abort
-from ..view import ViewFollower
 from . import request_limits, roles
+
+if TYPE_CHECKING:
+    from ..view import ViewFollower  # the registry process has this module, and nothing of the store
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _Parse = Callable[[bytes], Any]
+
+#: To ask the registry whose a job is.
+LOOKUP_TIMEOUT_S = 10.0
 
 _complaints = Complaints(logging.getLogger(__name__), "gRPC")
 
@@ -217,9 +222,6 @@ async def _refuse(context: Context, method: str, error: FastCheckdError) -> None
     """End the call, and say so: a caller that is told may be one that nobody looks at."""
     _complaints.add("refused %s of %s: %s", method, context.peer(), error)
     await abort(context, error)
-
-
-LOOKUP_TIMEOUT_S = 10.0
 
 
 class Owners:

@@ -56,11 +56,10 @@ class RegistryService(RegistrySigns, RegistryMaintenance, registry_pb2_grpc.Regi
         detector: FailureDetector,
         stubs: Stubs,
     ) -> None:
-        RegistrySigns.__init__(self, config, raft, leader, detector)
-        RegistryMaintenance.__init__(self, config, raft, leader, stubs)
+        super().__init__(config, raft, leader, stubs, detector)
         self._reports = reports
 
-    # LeaderCalls calls: the leader's alone
+    # The leader's alone
 
     @decides
     async def Register(

@@ -361,13 +361,13 @@ def test_the_data_process_is_killed_for_the_agent_unless_it_is_another_one_by_no
     node = start("""
         async def agent_run(config, supervisor, notifier, liveness):
             telling = asyncio.create_task(supervisor.run())
-            while supervisor.data.pid is None:
+            while supervisor.data_pid is None:
                 await asyncio.sleep(0.01)
             supervisor.kill_data(os.getpid())
             await until_stopped("agent")
-            supervisor.data.kill()
-            first = supervisor.data.pid
-            while supervisor.data.pid in (None, first):
+            supervisor.kill_data(supervisor.data_pid)
+            first = supervisor.data_pid
+            while supervisor.data_pid in (None, first):
                 await asyncio.sleep(0.01)
             say("agent", "knows")
     """)
