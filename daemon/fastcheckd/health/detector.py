@@ -121,7 +121,6 @@ class FailureDetector:
         self._signs: dict[Life, _Signs] = {}
         self._returns = Returns()
         self._rounds = 0
-        self._judged: dict[Life, Judgement] = {}
         self._noticed_at: float | None = None
         #: Seconds for which this process was awake to hear.
         self._listened_s = 0.0
@@ -164,7 +163,6 @@ class FailureDetector:
         self._returns.members(lives, now, left)
         known = set(lives)
         self._signs = {life: signs for life, signs in self._signs.items() if life in known}
-        self._judged = {life: judged for life, judged in self._judged.items() if life in known}
         for life in known:
             self._signs.setdefault(life, _Signs(self._listened_s))
 
@@ -202,7 +200,6 @@ class FailureDetector:
         """Start judging. Silence counts after one window: heartbeats may have been lost on the way here."""
         self.awake(now)
         self._judging_since = self._listened_s
-        self._judged = {}
 
     def in_question(self) -> list[Life]:
         """Lives about which others should be asked: silent, or with a broken stream."""
@@ -235,14 +232,9 @@ class FailureDetector:
         self.awake(now)
         for life in lives:
             self._signs.setdefault(life, _Signs(self._listened_s))
-        self._judged = {life: self._judgement(life, self._signs[life], voters, now) for life in lives}
-        return self._judged
+        return {life: self._judgement(life, self._signs[life], voters, now) for life in lives}
 
     # For views
-
-    def why(self, life: Life) -> str:
-        """The reason of the newest judgement; empty: nothing to say."""
-        return self._judged[life].reason if life in self._judged else ""
 
     def damped_s(self, life: Life, now: float) -> float:
         """How much longer the node gets nothing new, because it came back too often; 0: it is not damped."""

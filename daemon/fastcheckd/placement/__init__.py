@@ -4,7 +4,7 @@ No I/O, no clock, no randomness: every voter and every restart computes the same
 who shares whose fate, `choose.py` picks holders within that, `odds.py` says what k losses at once do to it.
 """
 
-from .choose import Plan, PlannedShard, Substitute, place, plan_shards, substitute
+from .choose import Plan, PlannedShard, place, plan_shards, substitute
 from .groups import Groups
 
-__all__ = ["Groups", "Plan", "PlannedShard", "Substitute", "place", "plan_shards", "substitute"]
+__all__ = ["Groups", "Plan", "PlannedShard", "place", "plan_shards", "substitute"]

@@ -33,7 +33,7 @@ from ..registry.outward import GrpcStubs, Outward, Stubs
 from ..registry.raft.adapter import Raft
 from ..registry.raft.consensus import Consensus
 from ..registry.raft.disk import free_bytes
-from ..registry.raft.ground import check_port_is_free
+from ..registry.raft.environment import check_port_is_free
 from ..registry.reports import Reports
 from ..rpc import server_options
 from ..services.admission import Admission
@@ -58,7 +58,7 @@ ROOM_TOLD_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class VoterEnvironment:
     """What a voter stands on; the simulation brings its own of each."""
 
     #: Makes the engine from the config and what it has to call after each change.
@@ -83,31 +83,31 @@ class RegistryServer:
         ConfigError: the node is no voter.
     """
 
-    def __init__(self, config: Config, surroundings: Surroundings | None = None) -> None:
-        around = surroundings or Surroundings()
+    def __init__(self, config: Config, environment: VoterEnvironment | None = None) -> None:
+        environment = environment or VoterEnvironment()
         self._config = config
         self._dialer = Dialer.of(config)
-        self._raft = around.engine(config, self._changed)
+        self._raft = environment.engine(config, self._changed)
         self._detector = FailureDetector(
             suspect_after_s=config.suspect_after_s,
             down_after_s=config.down_after_s,
             hush_s=2 * config.heartbeat_interval_s,
         )
-        self._reports = Reports(self._raft, config, wall_ms=around.wall_ms)
+        self._reports = Reports(self._raft, config, wall_ms=environment.wall_ms)
         self._leader = Leader(
             config,
             self._raft,
             self._reports,
             self._detector,
             self._suspects_changed,
-            draw=around.draw,
-            wall_ms=around.wall_ms,
-            outward=around.outward or Outward(self._dialer),
+            draw=environment.draw,
+            wall_ms=environment.wall_ms,
+            outward=environment.outward or Outward(self._dialer),
         )
         self._stubs = GrpcStubs(self._dialer, self._node_at)
         #: The gRPC face.
         self.service = RegistryService(
-            config, self._raft, self._leader, self._reports, self._detector, around.stubs or self._stubs
+            config, self._raft, self._leader, self._reports, self._detector, environment.stubs or self._stubs
         )
         self._epoch = -1
         self._failed = asyncio.Event()
@@ -266,7 +266,7 @@ async def run(config: Config, liveness: LivenessPipe) -> None:
         return
     room.result()
     server = RegistryServer(
-        config, Surroundings(engine=partial(Raft, durations=durations, on_tick=progress.tick))
+        config, VoterEnvironment(engine=partial(Raft, durations=durations, on_tick=progress.tick))
     )
     await server.start()
     private_directory(config.runtime_dir)

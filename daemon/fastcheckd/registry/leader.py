@@ -1,4 +1,4 @@
-"""What the leader does beside committing and judging: take office, place shards, prove that it leads."""
+"""What the leader does beside committing and judging: place shards, prove that it leads, start and end the rest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REPAIR_RESTART_S = 1.0
 
 
 class Leader:
-    """This voter's office while it leads; idle otherwise.
+    """What this voter does while it leads; idle otherwise.
 
     Args:
         on_suspects: called when what is thought of some node, or whether this voter leads, has changed.
@@ -106,7 +106,7 @@ class Leader:
                     await self._wake.wait()
         finally:
             listening.cancel()
-            self._resign()
+            self._leadership_lost()
 
     async def _lead(self, term: int) -> None:
         try:
@@ -116,9 +116,9 @@ class Leader:
             await asyncio.sleep(0.1)
             return
         self._ready_term = term
-        self._reports.take_office()
+        self._reports.leadership_gained()
         self._tell()
-        self.arbiter.take_office()
+        self.arbiter.leadership_gained()
         logger.info("registry: leading in term %d", term)
         self._on_suspects()
         repairing = asyncio.create_task(self._repair(), name="repairs")
@@ -131,7 +131,7 @@ class Leader:
         finally:
             repairing.cancel()
             agreeing.cancel()
-            self._resign()
+            self._leadership_lost()
             await asyncio.gather(repairing, agreeing, return_exceptions=True)
 
     async def _repair(self) -> None:
@@ -143,10 +143,10 @@ class Leader:
                 logger.exception("registry: repairs begin anew after an error")
             await asyncio.sleep(REPAIR_RESTART_S)
 
-    def _resign(self) -> None:
+    def _leadership_lost(self) -> None:
         self._ready_term = -1
-        self._reports.abandon()
-        self.arbiter.resign()
+        self._reports.leadership_lost()
+        self.arbiter.leadership_lost()
         self._loads.forget()
         self._on_suspects()
 

@@ -267,7 +267,7 @@ class Planner:
             self._groups[owner] = Groups({owner: owner_domain, **standing}, self.spread)
         recorded = find_shard(state, shortage.id)
         shards = [] if recorded is None else list(recorded[0].shards)
-        found = substitute(
+        return substitute(
             members=members,
             owner=owner,
             owner_domain=owner_domain,
@@ -275,7 +275,6 @@ class Planner:
             domains_of={n: domain_label(nodes[n], self.domain_key) for n in holders if n in nodes},
             job=shortage.id.job,
             rank=shortage.id.rank,
-            shard=shortage.id.shard,
             tolerate=self.tolerate,
             spread=self.spread,
             avoid=avoid,
@@ -283,7 +282,6 @@ class Planner:
             load=load,
             groups=self._groups[owner],
         )
-        return None if found is None else found.node_id
 
 
 def _sources(shortage: Shortage, unwell: Set[str], serving: Mapping[str, int]) -> tuple[Ref, ...]:

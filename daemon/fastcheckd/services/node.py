@@ -1,4 +1,4 @@
-"""NodeService, the agent's front door."""
+"""NodeService on the agent: who this node is, whether it or another one lives, that it is to become a voter."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 With `engine`, `transport` and `snapshots` all that knows pysyncobj; another engine would replace these. It
 decides nothing: what a command does is in `state`. The engine ticks in a thread of its own, where the
 state changes under a lock; callers live in one asyncio loop. What it stands on, clock and disk and thread, is
-given (`Ground`): the simulation has its own of each.
+given (`EngineEnvironment`): the simulation has its own of each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..model import State, refusal
 from ..state import COMMAND_BYTES_MAX, apply
 from . import messages, snapshots
 from .engine import change_in
-from .ground import Ground, Ticking, engine_settings, port_taken
+from .environment import EngineEnvironment, Ticking, engine_settings, port_taken
 from .journal import ADVICE, LOG, Entry
 from .membership import Change, Voters, voters_after
 from .membership_changer import MembershipChanger
@@ -100,7 +100,7 @@ class Raft:
         *,
         durations: Durations | None = None,
         on_tick: Callable[[], None] = lambda: None,
-        ground: Ground | None = None,
+        environment: EngineEnvironment | None = None,
     ) -> None:
         voter = config.own_voter
         if voter is None:
@@ -109,7 +109,7 @@ class Raft:
             )
         self._config = config
         self._voter = voter
-        self._ground = ground or Ground()
+        self._environment = environment or EngineEnvironment()
         #: Voters by what is committed, and by all that is in the log.
         self._committed: Voters = {v.raft_address: v for v in config.effective_voters}
         self._in_log = self._committed
@@ -117,10 +117,10 @@ class Raft:
         self._on_tick = on_tick
         self._durations = durations or Durations(REGISTRY)
         self._machine = _Machine()
-        self._folder = self._ground.folder(config, voter)
-        self._snapshots = Snapshots(self._folder.disk, self._save_snapshot, self._ground.clock)
+        self._folder = self._environment.folder(config, voter)
+        self._snapshots = Snapshots(self._folder.disk, self._save_snapshot, self._environment.clock)
         self._joining = False
-        self._client_id = self._ground.token()
+        self._client_id = self._environment.token()
         self._seq = 0
         self._slots = asyncio.Semaphore(PROPOSALS_MAX)
         self._seen: tuple[Any, ...] = ()
@@ -163,12 +163,12 @@ class Raft:
                 f"this node's log says that it is no voter any more: {self._voter.raft_address} was replaced. "
                 "To have it back, run on a healthy node: fastcheck voters replace OLD NEW"
             )
-        self._ground.check_port(self._voter.raft_address, "raft_address")
+        self._environment.check_port(self._voter.raft_address, "raft_address")
         settings = engine_settings(
-            self._voter.raft_address, alone=len(self._in_log) == 1, more=self._ground.settings
+            self._voter.raft_address, alone=len(self._in_log) == 1, more=self._environment.settings
         )
         try:
-            self._engine = self._ground.engine(
+            self._engine = self._environment.engine(
                 self._voter,
                 [v for v in self._in_log.values() if v.raft_address != self._voter.raft_address],
                 protection,
@@ -193,7 +193,7 @@ class Raft:
             answer_to=self._answer_to,
         )
         self._engine.addOnTickCallback(self._watch)
-        self._ticking = self._ground.ticking(self._engine, self._halted, settings.autoTickPeriod)
+        self._ticking = self._environment.ticking(self._engine, self._halted, settings.autoTickPeriod)
         self._ticking.start()
 
     # Files, and what they say of the voters
@@ -214,7 +214,7 @@ class Raft:
             # A registry address may have been changed in every node's config; the raft address is who it is.
             configured = {v.raft_address: v for v in self._config.effective_voters}
             self._committed = {a: configured.get(a, voter) for a, voter in found.voters.items()}
-        self._journal = self._ground.journal(self._folder.disk, base, on_failure=self._fail)
+        self._journal = self._environment.journal(self._folder.disk, base, on_failure=self._fail)
         if found is None and len(self._journal) and self._journal[0][1] > 1:
             raise ConfigError(
                 f"the registry log {self._folder.disk.path(LOG)} begins with entry {self._journal[0][1]}, and the "
@@ -290,7 +290,7 @@ class Raft:
         if self._joining and not self._engine.joining:
             self._folder.joined()
             self._joining = False
-        now = self._ground.clock()
+        now = self._environment.clock()
         is_large = self._journal.size_bytes > LOG_BYTES_MAX
         is_newer = self._machine.state.schema > self._schema_on_disk
         if (is_large or is_newer) and now - self._compacted_at > COMPACTION_INTERVAL_S:

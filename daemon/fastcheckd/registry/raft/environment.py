@@ -108,7 +108,7 @@ def port_taken(key: str, address: str, reason: str = "it is in use") -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ground:
+class EngineEnvironment:
     """What the engine stands on."""
 
     folder: Callable[[Config, Voter], VoterFolder] = VoterFolder
