@@ -24,7 +24,7 @@ from ..view import LastView
 from . import admin_reports as reports
 from . import health_codes as health
 from .admin_changes import AdminChanges, AdminTimeouts, Context, checked_job
-from .job_health import ASKED_MAX, stuck_jobs
+from .health_of_jobs import ASKED_MAX, stuck_jobs
 
 logger = logging.getLogger(__name__)
 

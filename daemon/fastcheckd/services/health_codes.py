@@ -13,7 +13,7 @@ from fastcheck_proto.v1 import admin_pb2, node_pb2, peer_pb2, registry_pb2
 
 from ..config import Config, Voter, is_loopback, split_address
 from .admin_reports import Answers
-from .job_health import copy_codes, save_codes
+from .health_of_jobs import copy_codes, save_codes
 
 #: A node above this share of its budget soon refuses saves: the codes warn before that happens.
 MEMORY_NEAR_FULL_SHARE = 0.9
