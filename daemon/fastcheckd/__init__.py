@@ -1,18 +1,18 @@
 """The FastCheck daemon: stages, replicates, commits and restores training state between nodes' RAM.
 
-Rooms, from the pure to the busy; imports go upwards in this list only (checked by import-linter):
+Packages and modules, from the pure to the busy; imports go upwards in this list only (checked by import-linter):
 
-    errors, config, counters, digests, chunks      values and pure functions
-    identity, rpc, supervisor, log         small things that several processes need
-    codec/                                 encoded chunks, both ways; what is worth encoding (pure)
-    store/, placement                      the RAM directory; where shards go (pure)
-    health/, transfer/                     signs of life and verdicts (pure); the bulk lane
-    registry/                              consensus: a pure state machine and the shells around it
-    view                                   the registry's view, followed
-    saving/, restore/                      what a data process does for a trainer
-    services/                              gRPC faces: translate and delegate, decide nothing
-    agent, registry_server                 one process each
-    process/, main, launcher               the parent and what it forks, wired; the command line; local clusters
+    errors, config, counters, digests, chunks   values and pure functions
+    identity, rpc, dialer, certificates, log    small things that several processes need
+    codec/                                      encoded chunks, both ways; what is worth encoding (pure)
+    store/, placement/                          the RAM directory; where shards go (pure)
+    health/, transfer/                          signs of life and verdicts (pure); the bulk lane
+    registry/                                   consensus: a pure state machine and the shells around it
+    view                                        the registry's view, followed, and kept for a restart
+    save/, restore/, maintenance/               what a data process does for a trainer, and for what it holds
+    observe/, services/                         metrics and HTTP; gRPC faces: translate and delegate, decide nothing
+    process/                                    the parent and what it forks: agent, data, registry, each wired there
+    main, launcher                              the command line; local clusters
 """
 
 import os

@@ -22,7 +22,6 @@ import grpc
 
 from .config import Config
 from .errors import ConfigError
-from .file_changes import Signature, signature
 
 logger = logging.getLogger(__name__)
 
@@ -235,3 +234,19 @@ def reason(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate does not pass: {error.verify_message}"
     return f"TLS: {error.reason or error}"
+
+
+Signature = tuple[tuple[int, ...] | None, ...]
+
+
+def signature(*paths: Path) -> Signature:
+    """Differs from an earlier one as soon as one of the files is another one, or there no more; reads none of them."""
+    return tuple(_of(path) for path in paths)
+
+
+def _of(path: Path) -> tuple[int, ...] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_dev

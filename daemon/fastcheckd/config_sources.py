@@ -7,6 +7,7 @@ default beside its field. Unknown keys are errors. Nothing else in the daemon re
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from .errors import ConfigError
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
 _PREFIXES = list(enumerate("KMGT", 1))
 _UNITS = {"": 1} | {p: 1000**i for i, p in _PREFIXES} | {f"{p}I": 1024**i for i, p in _PREFIXES}
+HIDDEN = "(hidden)"
+_SECRET = re.compile(r"(?:^|_)(?:key|token|secret|password)$")
 
 
 @dataclass(frozen=True)
@@ -165,3 +168,31 @@ def _labels(value: Any) -> dict[str, str]:
     if not isinstance(value or {}, dict):
         raise ValueError("must be a mapping, such as {rack: a1}")
     return {str(name): str(text) for name, text in (value or {}).items()}
+
+
+Json = dict[str, Any]
+
+
+def is_secret(key: str) -> bool:
+    """Whether a key's value is not to be shown; the name of a file with a secret (`*_file`) may be."""
+    return _SECRET.search(key) is not None
+
+
+def report(config: Config, origins: Mapping[str, Origin]) -> Json:
+    """`{"keys": [{"key", "value", "origin", "where"}]}`, in the order of the config's fields; JSON-ready.
+
+    Args:
+        origins: of every key, as `load_with_origins` gives them.
+    """
+    values: Json = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return {
+        "keys": [
+            {
+                "key": key,
+                "value": HIDDEN if is_secret(key) and value else value,
+                "origin": origins[key].kind,
+                "where": origins[key].where,
+            }
+            for key, value in values.items()
+        ]
+    }

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 
 from . import __version__
 from .config import Config, check_exposure
-from .config_report import report
-from .config_sources import load_with_origins
+from .config_sources import load_with_origins, report
 from .errors import EXIT_CONFIG, ConfigError, FastCheckdError
 from .interfaces import interfaces, with_lane_host
 from .log import configure
@@ -98,7 +97,7 @@ def _run(config: Config) -> int:
     settle_grpc()
     # Late: `validate` needs none of it.
     parent = importlib.import_module(".process.parent", __package__)
-    systemd = importlib.import_module(".systemd", __package__)
+    systemd = importlib.import_module(".process.systemd", __package__)
 
     configure(config.log_format, config.node_id, "parent")
     role = parent.Parent(config, systemd.Notifier()).run()

@@ -20,9 +20,9 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
 from fastcheck_proto.conventions import check_token
 
+from .certificates import signature
 from .config import Config
 from .errors import ConfigError, DeniedError
-from .file_changes import signature
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from fastcheckd.config import Config, Voter
 from fastcheckd.config_sources import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-_SERVER = "fastcheckd.registry_server"
+_SERVER = "fastcheckd.process.registry"
 
 
 def free_ports(count: int) -> list[int]:
@@ -102,7 +102,7 @@ class RegistryCluster:
 
 
 async def serve(path: str) -> None:
-    from fastcheckd.registry_server import RegistryServer  # noqa: PLC0415  the tests need none of it
+    from fastcheckd.process.registry import RegistryServer  # noqa: PLC0415  the tests need none of it
 
     server = RegistryServer(load_config(Path(path)))
     await server.start()

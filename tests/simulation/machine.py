@@ -20,9 +20,9 @@ from tests.simulation.virtual_time import Clock, Process, VirtualLoop
 
 from fastcheckd.config import Config, Voter
 from fastcheckd.counters import Counters
+from fastcheckd.process.registry import RegistryServer, VoterEnvironment
 from fastcheckd.registry.client import RegistryClient
 from fastcheckd.registry.raft.adapter import Raft
-from fastcheckd.registry_server import RegistryServer, Surroundings
 
 #: A process that has ended by itself is started again after this long.
 RESTART_S = 0.5
@@ -177,7 +177,7 @@ class Machine:
 
             self.registry = RegistryServer(
                 self.config,
-                Surroundings(
+                VoterEnvironment(
                     engine=engine,
                     outward=NetworkOutward(world.network, self.name),
                     stubs=lambda address: Stub(world.network, self.name, address),

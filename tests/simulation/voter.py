@@ -29,10 +29,11 @@ from fastcheck_proto.v1.registry_log_pb2 import RegistryCommand
 from fastcheckd.config import Config, Voter
 from fastcheckd.registry.raft import adapter as raft_module
 from fastcheckd.registry.raft import engine, transport
-from fastcheckd.registry.raft.adapter import Ground, Raft
+from fastcheckd.registry.raft.adapter import Raft
 from fastcheckd.registry.raft.engine import Engine
+from fastcheckd.registry.raft.environment import EngineEnvironment
 from fastcheckd.registry.raft.journal import Journal
-from fastcheckd.registry.raft.seal import TAG_BYTES, Seal
+from fastcheckd.registry.raft.messages import TAG_BYTES, Seal
 from fastcheckd.registry.raft.voter_folder import VoterFolder
 from fastcheckd.registry.state import apply
 
@@ -276,7 +277,7 @@ def make(
     return Raft(
         config,
         on_change,
-        ground=Ground(
+        environment=EngineEnvironment(
             folder=Folder,
             journal=WatchedJournal,
             engine=WatchedEngine,

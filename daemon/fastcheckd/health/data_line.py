@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol
 
 import grpc.aio
 
@@ -17,7 +16,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from ..config import Config
 from ..rpc import CHANNEL_OPTIONS
 from .lease_clock import LeaseClock
-from .vitals import RESTART_AFTER, DataVitals
+from .vitals import RESTART_AFTER, ProcessVitals
 
 logger = logging.getLogger(__name__)
 
@@ -27,29 +26,28 @@ ASSUME_TIMEOUT_S = 2.0
 HOLD_PAUSE_S = 0.1
 
 
-class _Process(Protocol):
-    """The supervised data process."""
-
-    @property
-    def pid(self) -> int | None: ...
-
-    def kill(self) -> None: ...
-
-
 class DataLine:
     """Two conversations with the data process, for ever.
 
     Args:
-        process: the data process; it is killed, for its supervisor to start it anew, when it hangs for too long.
+        pid: process id of the data process; None while there is none.
+        kill: ends the one with this id, for its supervisor to start it anew, when it hangs for too long.
         incarnation: this node's life now; 0: not registered yet.
     """
 
-    def __init__(self, config: Config, process: _Process, incarnation: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        pid: Callable[[], int | None],
+        kill: Callable[[int], None],
+        incarnation: Callable[[], int],
+    ) -> None:
         self._config = config
-        self._process = process
+        self._pid = pid
+        self._kill = kill
         self._incarnation = incarnation
         self._timeout_s = min(ASSUME_TIMEOUT_S, config.data_hung_after_s / 2)
-        self._vitals = DataVitals(
+        self._vitals = ProcessVitals(
             hung_after_s=config.data_hung_after_s, step_s=self._timeout_s + ASSUME_INTERVAL_S
         )
         self._lease: LeaseClock | None = None
@@ -66,7 +64,7 @@ class DataLine:
     @property
     def health(self) -> rpb.DataHealth.ValueType:
         """How the data process is."""
-        return self._vitals.health(self._process.pid)
+        return self._vitals.health(self._pid())
 
     def live(self, lease: LeaseClock) -> None:
         """A new life has begun: tell the data process at once, and from now on what `lease` says."""
@@ -94,21 +92,21 @@ class DataLine:
         loop = asyncio.get_running_loop()
         was_ok = False
         while True:
-            pid = self._process.pid
+            pid = self._pid()
             self._vitals.look(pid, loop.time())
             try:
                 answer: npb.AssumeResponse = await stub.Assume(
                     npb.AssumeRequest(incarnation=self._incarnation()), timeout=self._timeout_s
                 )
             except grpc.aio.AioRpcError as error:
-                self._vitals.look(self._process.pid, loop.time())
+                self._vitals.look(self._pid(), loop.time())
                 if was_ok:
                     logger.warning("the data process does not answer: %s", error.code().name)
                 was_ok = False
                 self._end_it_if_hung()
             else:
                 was_ok = True
-                if self._process.pid == pid:
+                if self._pid() == pid:
                     self._vitals.answered()
                     self.answered_at = loop.time()
                     self.ready.set()
@@ -121,13 +119,13 @@ class DataLine:
             self._reborn.clear()
 
     def _end_it_if_hung(self) -> None:
-        if self._vitals.must_restart:
+        if self._vitals.must_restart and (pid := self._pid()) is not None:
             logger.error(
                 "the data process (pid %s) has made no progress for %g s: ending it, to start it anew",
-                self._process.pid,
+                pid,
                 RESTART_AFTER * self._config.data_hung_after_s,
             )
-            self._process.kill()
+            self._kill(pid)
 
     async def _hold(self, stub: npb_grpc.DataControlServiceAsyncStub) -> None:
         while True:

@@ -15,16 +15,23 @@ between two events it takes at most `_nap_s`, and after a gap longer than `suspe
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
-from .damper import Returns
-
 #: A node in one of its lives: node id and incarnation.
 Life = tuple[str, int]
+
+#: Returns within this time count.
+WINDOW_S = 600.0
+#: Two returns are a bad day; the third one is a habit.
+FREE_RETURNS = 2
+DAMPED_S_MIN = 10.0
+DAMPED_S_MAX = 300.0
+_RETURNS_MAX = 16
 
 _DATA_REASONS: dict[int, str] = {
     rpb.DATA_HEALTH_STARTING: "DATA_STARTING: its data process has not answered yet",
@@ -114,7 +121,6 @@ class FailureDetector:
         self._signs: dict[Life, _Signs] = {}
         self._returns = Returns()
         self._rounds = 0
-        self._judged: dict[Life, Judgement] = {}
         self._noticed_at: float | None = None
         #: Seconds for which this process was awake to hear.
         self._listened_s = 0.0
@@ -157,7 +163,6 @@ class FailureDetector:
         self._returns.members(lives, now, left)
         known = set(lives)
         self._signs = {life: signs for life, signs in self._signs.items() if life in known}
-        self._judged = {life: judged for life, judged in self._judged.items() if life in known}
         for life in known:
             self._signs.setdefault(life, _Signs(self._listened_s))
 
@@ -195,7 +200,6 @@ class FailureDetector:
         """Start judging. Silence counts after one window: heartbeats may have been lost on the way here."""
         self.awake(now)
         self._judging_since = self._listened_s
-        self._judged = {}
 
     def in_question(self) -> list[Life]:
         """Lives about which others should be asked: silent, or with a broken stream."""
@@ -228,14 +232,9 @@ class FailureDetector:
         self.awake(now)
         for life in lives:
             self._signs.setdefault(life, _Signs(self._listened_s))
-        self._judged = {life: self._judgement(life, self._signs[life], voters, now) for life in lives}
-        return self._judged
+        return {life: self._judgement(life, self._signs[life], voters, now) for life in lives}
 
     # For views
-
-    def why(self, life: Life) -> str:
-        """The reason of the newest judgement; empty: nothing to say."""
-        return self._judged[life].reason if life in self._judged else ""
 
     def damped_s(self, life: Life, now: float) -> float:
         """How much longer the node gets nothing new, because it came back too often; 0: it is not damped."""
@@ -250,7 +249,7 @@ class FailureDetector:
         signs = self._signs.get(life)
         return None if signs is None or signs.heard_at is None else int(max(0.0, now - signs.heard_at) * 1000)
 
-    # LeaderCalls
+    # Judging
 
     def _silence_s(self, signs: _Signs) -> float:
         return self._listened_s - max(signs.heard, self._listening_since)
@@ -302,3 +301,47 @@ class FailureDetector:
                 f"{voters} voters have heard nothing for {self._down_after_s:g} s"
             )
         return ""
+
+
+class Returns:
+    """Which nodes come back again and again, and for how long each then gets nothing new. A first life is no return.
+
+    A node that crashes as soon as it gets work would otherwise take copies, lose them, and take the next ones. The
+    memory is this voter's own; a new leader has kept its own since it saw the nodes come.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[str, int] = {}
+        self._at: dict[str, deque[float]] = {}
+        self._until: dict[str, float] = {}
+        self._left: frozenset[str] = frozenset()
+
+    def members(self, lives: Collection[tuple[str, int]], now: float, left: Collection[str] = ()) -> None:
+        """The members now, DOWN ones too: a higher incarnation of a known node is a return, others are forgotten.
+
+        Who comes back after it had `left` in good order was restarted by somebody: that is no return.
+        """
+        for node_id, incarnation in lives:
+            if incarnation > self._newest.get(node_id, incarnation) and node_id not in self._left:
+                self._returned(node_id, now)
+        self._left = frozenset(left)
+        self._newest = dict(lives)
+        self._at = {node_id: at for node_id, at in self._at.items() if node_id in self._newest}
+        self._until = {n: until for n, until in self._until.items() if n in self._newest and until > now}
+
+    def _returned(self, node_id: str, now: float) -> None:
+        at = self._at.setdefault(node_id, deque(maxlen=_RETURNS_MAX))
+        at.append(now)
+        while now - at[0] > WINDOW_S:
+            at.popleft()
+        if (beyond := len(at) - FREE_RETURNS) > 0:
+            until = now + min(DAMPED_S_MIN * 2 ** (beyond - 1), DAMPED_S_MAX)
+            self._until[node_id] = max(until, self._until.get(node_id, until))
+
+    def damped_s(self, node_id: str, now: float) -> float:
+        """How much longer the node gets nothing new; 0: it is not damped."""
+        return min(max(0.0, self._until.get(node_id, now) - now), DAMPED_S_MAX)
+
+    def count(self, node_id: str) -> int:
+        """Returns that still count."""
+        return len(self._at.get(node_id, ()))

@@ -1,19 +1,19 @@
-"""How the data process is, from what its agent sees: its pid, and whether it answers. Pure.
+"""How a process is, from what those see who watch it: its pid, and whether it answers. Pure.
 
 A process that is gone is known at once; one that is there and does not answer is just busy until it has been so
-for `hung_after_s`, counted only while the agent itself was awake.
+for `hung_after_s`, counted only while the watcher itself was awake.
 """
 
 from __future__ import annotations
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
-#: A data process that hangs for so many times `hung_after_s` is ended and started again.
+#: A process that hangs for so many times `hung_after_s` is ended and started again.
 RESTART_AFTER = 3
 
 
-class DataVitals:
-    """One data process after the other.
+class ProcessVitals:
+    """One process after the other under one name.
 
     Args:
         hung_after_s: without an answer for this long a process is hung.

@@ -20,7 +20,7 @@ from ..identity import NodeLife
 from ..registry.client import RegistryClient
 from ..store.replica import Replica
 from ..store.replica_store import ReplicaStore
-from .check import Checker
+from .scrub import Checker
 
 logger = logging.getLogger(__name__)
 

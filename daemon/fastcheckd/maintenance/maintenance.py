@@ -18,10 +18,9 @@ from ..store.replica import Replica
 from ..store.replica_store import ReplicaStore
 from ..store.retention import Kept
 from ..view import ViewFollower
-from .check import Checker
 from .inventory import Inventory
 from .prune import Pruner
-from .scrub import Scrubber
+from .scrub import Checker, Scrubber
 
 logger = logging.getLogger(__name__)
 

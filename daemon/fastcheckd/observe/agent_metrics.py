@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.metrics_core import Metric
@@ -11,8 +11,15 @@ from prometheus_client.metrics_core import Metric
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from .. import __version__
-from ..durations import Histogram
-from .families import counter, gauge, histograms
+from .families import counter, gauge
+
+#: Why a node is not ready: what makes it so mends itself, or needs somebody; a restart would only add its own time.
+_DATA = {
+    rpb.DATA_HEALTH_UNSPECIFIED: "the data process has not been heard of",
+    rpb.DATA_HEALTH_STARTING: "the data process is starting: it adopts what the RAM directory holds",
+    rpb.DATA_HEALTH_GONE: "the data process has ended; another one is to be started",
+    rpb.DATA_HEALTH_HUNG: "the data process is there and makes no progress",
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,20 @@ class NodeFacts:
         """A sentence for each process that does not run as it should."""
         return [f"the {p.name} process {p.trouble}" for p in self.processes if p.trouble]
 
+    def why_not_ready(self) -> list[str]:
+        """Why the node takes no work that it could take, a sentence each; none: it is ready."""
+        reasons = []
+        if self.data != rpb.DATA_HEALTH_OK:
+            reasons.append(_DATA[self.data])
+        reasons.extend(self.troubles)
+        if not self.incarnation:
+            return [*reasons, "the registry has not registered this node yet"]
+        if not self.has_quorum:
+            reasons.append("no majority of the registry's voters answers this node")
+        if self.not_up:
+            reasons.append(self.not_up)
+        return reasons
+
 
 @dataclass(frozen=True)
 class ProcessUsage:
@@ -63,7 +84,7 @@ def families(
     ready: bool,
     usage: Mapping[str, ProcessUsage],
     answered: Mapping[str, bool],
-    durations: Mapping[str, Histogram],
+    durations: Sequence[Metric],
     certificate_ends_at_s: float | None,
 ) -> list[Metric]:
     """Everything, for one scrape.
@@ -115,5 +136,5 @@ def families(
             "When this node's certificate ends; absent where it has none.",
             {} if certificate_ends_at_s is None else certificate_ends_at_s,
         ),
-        *histograms(durations),
+        *durations,
     ]

@@ -9,9 +9,8 @@ from typing import TypeVar
 from prometheus_client.metrics_core import Metric
 
 from ..counters import NAMES
-from ..durations import Histogram
 from ..save.job_progress import JobProgress
-from .families import JOBS_MAX, OTHERS, counters, gauge, histograms
+from .families import JOBS_MAX, OTHERS, counters, gauge
 
 T = TypeVar("T")
 
@@ -21,7 +20,7 @@ class DataFacts:
     """A data process at one moment."""
 
     counters: Mapping[str, int]
-    durations: Mapping[str, Histogram]
+    durations: Sequence[Metric]
     ram_used_bytes: int
     #: Segments that go as soon as something else needs the room; not part of those used.
     ram_free_bytes: int
@@ -73,7 +72,7 @@ def families(facts: DataFacts) -> list[Metric]:
             facts.job_budget_bytes or {},
         ),
         *counters(facts.counters, NAMES),
-        *histograms(facts.durations),
+        *facts.durations,
     ]
 
 

@@ -5,15 +5,11 @@ Names are `fastcheck_` + what is measured + the unit: seconds or bytes, and `_to
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import Metric
-from prometheus_client.utils import floatToGoString
-
-from ..durations import BOUNDS_S, Histogram
 
 #: Values of the label `training_job`; `job` is what Prometheus itself calls a scrape. So many have one of their
 #: own; the others are one. A node has one job at a time, or a few.
@@ -76,14 +72,3 @@ def _in_base_units(name: str) -> str:
     if name.startswith("bytes_"):
         return name.removeprefix("bytes_") + "_bytes"
     return name.removesuffix("_ms") + "_seconds" if name.endswith("_ms") else name
-
-
-def histograms(values: Mapping[str, Histogram]) -> list[Metric]:
-    """All of a process' `durations.py`."""
-    found: list[Metric] = []
-    for name, histogram in values.items():
-        ends = [*map(floatToGoString, BOUNDS_S), "+Inf"]
-        buckets = list(zip(ends, itertools.accumulate(histogram.counts), strict=True))
-        text = f"Seconds {histogram.help}."
-        found.append(HistogramMetricFamily(f"{PREFIX}{name}_seconds", text, buckets, histogram.total_s))
-    return found

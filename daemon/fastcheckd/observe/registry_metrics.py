@@ -14,8 +14,7 @@ from prometheus_client.metrics_core import Metric
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
-from ..durations import Histogram
-from .families import JOBS_MAX, OTHERS, counter, gauge, histograms
+from .families import JOBS_MAX, OTHERS, counter, gauge
 
 _STATES = ("UP", "SUSPECT", "DOWN", "DRAINING")
 
@@ -41,7 +40,7 @@ class VoterFacts:
     #: Of the replicated state: what all voters have been seen to know.
     schema: int
     voters: int
-    durations: Mapping[str, Histogram]
+    durations: Sequence[Metric]
     #: None: this voter does not lead.
     leading: LeaderFacts | None
 
@@ -56,7 +55,7 @@ def families(facts: VoterFacts) -> list[Metric]:
         gauge("registry_epoch", "Version of the membership, as applied here.", facts.epoch),
         gauge("registry_schema", "Schema of the state, which all voters have agreed on.", facts.schema),
         gauge("registry_voters", "Voters, as this one knows.", facts.voters),
-        *histograms(facts.durations),
+        *facts.durations,
         *([] if leading is None else _leader_families(leading)),
     ]
 

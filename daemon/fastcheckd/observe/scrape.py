@@ -1,4 +1,4 @@
-"""The agent's part of a scrape: asks the node's other processes for their metrics, and joins them with its own.
+"""A scrape: the agent asks the node's other processes for their metrics, and joins them with its own.
 
 A process that does not answer in time costs its own metrics and nothing else; `fastcheck_process_answers` says so.
 """
@@ -8,21 +8,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import psutil
+from prometheus_client.metrics_core import Metric
 
 from fastcheck_proto.v1 import observe_pb2 as opb
 from fastcheck_proto.v1 import observe_pb2_grpc as opb_grpc
 
 from ..config import Config
 from ..durations import Durations
-from ..rpc import CHANNEL_OPTIONS
+from ..rpc import CHANNEL_OPTIONS, answers
 from .agent_metrics import NodeFacts, ProcessUsage, families
 from .families import exposition
-from .readiness import why_not_ready
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +62,10 @@ class NodeScrape:
             facts,
             cluster_id=self._config.cluster_id,
             node_id=self._config.node_id,
-            ready=not why_not_ready(facts),
+            ready=not facts.why_not_ready(),
             usage={p.name: used for p in facts.processes if (used := _usage(p.pid)) is not None},
             answered={name: text is not None for name, text in told.items()},
-            durations=self._durations.snapshot(),
+            durations=self._durations.families(),
             certificate_ends_at_s=self._certificate_ends_at_s(),
         )
         return exposition(own) + b"".join(text for text in told.values() if text is not None)
@@ -94,3 +95,25 @@ def _usage(pid: int | None) -> ProcessUsage | None:
             times = process.cpu_times()
             return ProcessUsage(process.memory_info().rss, times.user + times.system)
     return None
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ObserveService(opb_grpc.ObserveServiceServicer):
+    """Tells the metrics.
+
+    Args:
+        look: reads the numbers, in the event loop's thread: they belong to it.
+    """
+
+    def __init__(self, look: Callable[[], Iterable[Metric]]) -> None:
+        self._look = look
+
+    @answers
+    async def Scrape(  # noqa: N802  gRPC names it
+        self, request: opb.ScrapeRequest, context: Context
+    ) -> opb.ScrapeResponse:
+        """Everything as it is now."""
+        # Writing it down takes longer than looking, and needs nobody.
+        return opb.ScrapeResponse(exposition=await asyncio.to_thread(exposition, list(self._look())))

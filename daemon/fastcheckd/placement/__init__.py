@@ -4,6 +4,6 @@ No I/O, no clock, no randomness: every voter and every restart computes the same
 bounded by `fastcheck_proto.placement_groups`, and `choose.py` picks holders within that.
 """
 
-from .choose import Plan, PlannedShard, Substitute, place, plan_shards, substitute
+from .choose import Plan, PlannedShard, place, plan_shards, substitute
 
-__all__ = ["Plan", "PlannedShard", "Substitute", "place", "plan_shards", "substitute"]
+__all__ = ["Plan", "PlannedShard", "place", "plan_shards", "substitute"]

@@ -39,15 +39,6 @@ class Plan:
     domains_short: bool
 
 
-@dataclass(frozen=True)
-class Substitute:
-    """One more holder for a shard."""
-
-    node_id: str
-    #: It shares a failure domain with the owner or a holder.
-    domains_short: bool
-
-
 def plan_shards(state_bytes: int, chunk_bytes: int, count_max: int) -> tuple[tuple[int, int], ...]:
     """Cut a state into at most `count_max` slices (offset, bytes) of about the same size.
 
@@ -123,20 +114,18 @@ def substitute(
     domains_of: Mapping[str, str],
     job: str,
     rank: int,
-    shard: int,
     tolerate: int,
     spread: int,
     avoid: Set[str] = frozenset(),
     previous: Sequence[Sequence[str]] = (),
     load: Mapping[str, int] | None = None,
     groups: Groups | None = None,
-) -> Substitute | None:
+) -> str | None:
     """One more node for a shard that lost a copy: the one that `place` would name next. None: nobody is left.
 
     A node to avoid comes last but does come: whoever wants none leaves it out of `members`.
 
     Args:
-        shard: which of the rank's; the choice does not depend on it.
         holders: nodes that still hold the shard, and those that are about to.
         domains_of: labels of nodes that hold it and may not be members, such as draining ones.
         previous: holders of each shard of the rank, so that it stays on few nodes.
@@ -154,7 +143,4 @@ def substitute(
         for holder in shard_holders:
             if holder in members and holder != owner:
                 pick.takes(holder)
-    found = pick.one(holders)
-    if found is None:
-        return None
-    return Substitute(found, pick.clashes(found, holders))
+    return pick.one(holders)

@@ -9,11 +9,11 @@ import socket
 
 from fastcheck_proto.v1 import node_pb2 as pb
 
-from ..beats import BEAT_INTERVAL_S
 from ..config import Config
-from ..health.vitals import DataVitals
+from ..health.vitals import ProcessVitals
 from ..log import Episode
 from .restarts import BACKOFF_MAX_S, Restarts
+from .runtime import LIVENESS_INTERVAL_S
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Child:
         self.name = name
         self.config = config
         self.restarts = Restarts(now)
-        self.vitals = DataVitals(hung_after_s=config.data_hung_after_s, step_s=2 * BEAT_INTERVAL_S)
+        self.vitals = ProcessVitals(hung_after_s=config.data_hung_after_s, step_s=2 * LIVENESS_INTERVAL_S)
         #: When it was last known to go on.
         self.went_on_at = now
         #: When it is killed, having been told to end; None: it has not been.
@@ -38,7 +38,7 @@ class Child:
         #: The parent's end of its line to the agent; None in others.
         self.line: socket.socket | None = None
         #: The parent's end of the pipe for signs of life; None where it gives none.
-        self.beats_fd: int | None = None
+        self.liveness_fd: int | None = None
         self._not_starting = Episode(logger, f"the {name} process cannot be started", level=logging.ERROR)
 
     def started(self, pid: int, now: float) -> None:
@@ -82,8 +82,8 @@ class Child:
 
     def close(self) -> None:
         """Close what the parent shares with it, once nobody waits for that."""
-        close(self.line, self.beats_fd)
-        self.line = self.beats_fd = None
+        close(self.line, self.liveness_fd)
+        self.line = self.liveness_fd = None
 
 
 def close(*ends: socket.socket | int | None) -> None:

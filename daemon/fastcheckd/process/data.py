@@ -1,4 +1,4 @@
-"""The data process: owner of the bytes. The only place that knows all rooms that move them."""
+"""The data process: owner of the bytes. The only place that knows all parts that move them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from ..errors import (
 from ..health.lease import LeaseHolder
 from ..identity import NodeLife
 from ..interfaces import faster_than, interface_of, interfaces
-from ..last_view import LastView
 from ..maintenance.maintenance import Maintenance
 from ..observe import data_metrics
+from ..observe.scrape import ObserveService
 from ..registry.client import RegistryClient
 from ..registry.known_voters import remember, with_remembered_voters
 from ..registry.raft.membership import voter_of
@@ -47,10 +47,8 @@ from ..restore.coordinator import RestoreCoordinator
 from ..rpc import server_options
 from ..save.coordinator import SaveCoordinator
 from ..save.replicator import Replicator
-from ..services.admission import Admission
+from ..services.admission import Admission, Owners
 from ..services.data_control import DataControlService
-from ..services.observe import ObserveService
-from ..services.owners import Owners
 from ..services.peer import PeerService
 from ..services.trainer import TrainerService
 from ..store.replica import Replica
@@ -67,8 +65,8 @@ from ..transfer.receiver import Receiver
 from ..transfer.replication_pacing import ReplicationPacing
 from ..transfer.server import TransferServer
 from ..transfer.tickets import TicketOffice
-from ..view import ViewFollower
-from .server import listen_tcp, listening, stop_signal, watching_crowds
+from ..view import LastView, ViewFollower
+from .runtime import listen_tcp, listening, stop_signal, watching_crowds
 
 if TYPE_CHECKING:
     from ..tokens import Tokens
@@ -83,8 +81,8 @@ REPAIR_TRICKLE_S = 1.0
 REPAIR_BURST_S = 0.1
 
 
-class _DataRooms:
-    """The rooms of a data process, joined."""
+class _DataProcess:
+    """The parts of a data process, wired."""
 
     def __init__(self, config: Config, store: ReplicaStore, counters: Counters) -> None:
         self._config = config
@@ -226,7 +224,7 @@ class _DataRooms:
         scrub_age_ms = self.maintenance.scrub_age_ms()
         return data_metrics.DataFacts(
             counters=self._counters.snapshot(),
-            durations=self._durations.snapshot(),
+            durations=self._durations.families(),
             ram_used_bytes=usage.used_bytes - usage.free_bytes,
             ram_free_bytes=usage.free_bytes,
             ram_budget_bytes=usage.budget_bytes,
@@ -302,38 +300,42 @@ def _tokens(config: Config) -> Tokens | None:
 async def run(config: Config) -> None:
     """The data process; returns after SIGTERM."""
     stopping = stop_signal()
-    door = Admission(config.cluster_id, tokens=_tokens(config))
+    admission = Admission(config.cluster_id, tokens=_tokens(config))
     counters = Counters()
     store = await _open_store(config, counters)
-    rooms = _DataRooms(config, store, counters)
-    far = grpc.aio.server(options=server_options(REQUEST_BYTES_MAX), interceptors=[door])
-    peer_pb2_grpc.add_PeerServiceServicer_to_server(rooms.peer_service, far)
-    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, far)
+    process = _DataProcess(config, store, counters)
+    far = grpc.aio.server(options=server_options(REQUEST_BYTES_MAX), interceptors=[admission])
+    peer_pb2_grpc.add_PeerServiceServicer_to_server(process.peer_service, far)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(process.trainer_service, far)
     health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), far)
-    listen_tcp(far, rooms.dialer, config.data_address, "data_port")
-    near = grpc.aio.server(options=server_options(REQUEST_BYTES_MAX, keepalive=False), interceptors=[door])
-    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(rooms.trainer_service, near)
-    control = DataControlService(rooms.identity, rooms.lease, store, rooms.view, on_assume=rooms.assumed)
+    listen_tcp(far, process.dialer, config.data_address, "data_port")
+    near = grpc.aio.server(
+        options=server_options(REQUEST_BYTES_MAX, keepalive=False), interceptors=[admission]
+    )
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(process.trainer_service, near)
+    control = DataControlService(
+        process.identity, process.lease, store, process.view, on_assume=process.assumed
+    )
     node_pb2_grpc.add_DataControlServiceServicer_to_server(control, near)
-    observed = ObserveService(lambda: data_metrics.families(rooms.facts()))
+    observed = ObserveService(lambda: data_metrics.families(process.facts()))
     observe_pb2_grpc.add_ObserveServiceServicer_to_server(observed, near)
-    rooms.server.start()
+    process.server.start()
     try:
         async with listening(far), listening(near, config.data_socket), watching_crowds():
-            following = asyncio.create_task(rooms.view.run(), name="view")
-            pacing = asyncio.create_task(rooms.pacing.run(), name="pacing")
-            rooms.maintenance.start()
+            following = asyncio.create_task(process.view.run(), name="view")
+            pacing = asyncio.create_task(process.pacing.run(), name="pacing")
+            process.maintenance.start()
             logger.info("%d shards adopted from %s", len(store.held()), config.ram_dir)
             await asyncio.wait({stopping, following, pacing}, return_when=asyncio.FIRST_COMPLETED)
             following.cancel()
             pacing.cancel()
-            await rooms.maintenance.stop()
-            await rooms.saving.stop()
+            await process.maintenance.stop()
+            await process.saving.stop()
             await asyncio.gather(following, pacing, return_exceptions=True)
         if not pacing.cancelled():
             pacing.result()  # a defect: this process starts anew rather than go on without a rate
     finally:
-        await rooms.close()
+        await process.close()
 
 
 async def _open_store(config: Config, counters: Counters) -> ReplicaStore:

@@ -28,16 +28,16 @@ from google.protobuf.message import DecodeError
 
 from fastcheck_proto.v1 import node_pb2 as pb
 
-from ..beats import BEAT_INTERVAL_S, BeatGiver, take_beats
 from ..config import Config
 from ..errors import EXIT_CONFIG, ConfigError
 from ..health.vitals import RESTART_AFTER
 from ..registry.known_voters import with_voters
 from ..registry.raft.membership import voter_of
-from ..supervisor import MESSAGE_BYTES_MAX, Supervisor
-from ..systemd import Notifier, RelayedNotifier
 from . import agent, data, registry
 from .child import Child, close
+from .runtime import LIVENESS_INTERVAL_S, LivenessPipe, read_liveness
+from .supervisor import MESSAGE_BYTES_MAX, Supervisor
+from .systemd import Notifier, RelayedNotifier
 
 logger = logging.getLogger(__name__)
 
@@ -125,37 +125,39 @@ class Parent:
     def _fork(self, child: Child) -> Role | None:
         """Start a process; its role in the new process, None in this one, whether it could be started or not."""
         line: socket.socket | None = None
-        beats_fd: int | None = None
+        liveness_fd: int | None = None
         parent_pid = os.getpid()
         # A signal that the new process gets before it has let go of the parent's handlers would be told to the parent.
         signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
         try:
             if child.name != "data":  # the agent asks that one
-                child.beats_fd, beats_fd = os.pipe()
+                child.liveness_fd, liveness_fd = os.pipe()
             if child.name == "agent":
                 child.line, line = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             pid = os.fork()
         except (OSError, MemoryError) as error:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _OURS)
-            close(line, beats_fd)
+            close(line, liveness_fd)
             child.not_started(error, time.monotonic())
             return None
         if pid == 0:
-            return self._become(child, line, beats_fd, parent_pid)
+            return self._become(child, line, liveness_fd, parent_pid)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _OURS)
-        close(line, beats_fd)
+        close(line, liveness_fd)
         child.started(pid, time.monotonic())
         if child.line is not None:
             self._answered, self._told = 0, b""
             child.line.setblocking(False)
             self._selector.register(child.line, selectors.EVENT_READ, partial(self._take_request, child))
-        if child.beats_fd is not None:
-            os.set_blocking(child.beats_fd, False)
-            self._selector.register(child.beats_fd, selectors.EVENT_READ, partial(self._take_beats, child))
+        if child.liveness_fd is not None:
+            os.set_blocking(child.liveness_fd, False)
+            self._selector.register(
+                child.liveness_fd, selectors.EVENT_READ, partial(self._take_liveness, child)
+            )
         return None
 
     def _become(
-        self, child: Child, line: socket.socket | None, beats_fd: int | None, parent_pid: int
+        self, child: Child, line: socket.socket | None, liveness_fd: int | None, parent_pid: int
     ) -> Role:
         """Let go of everything that is the parent's; what is left is a process that has imported its modules."""
         _raise_file_limit()  # it may have been lowered since the parent's start
@@ -172,16 +174,16 @@ class Parent:
         self._wakeup.close()
         self._wakeup_end.close()
         for other in self._children.values():
-            close(other.line, other.beats_fd)
+            close(other.line, other.liveness_fd)
         with contextlib.suppress(OSError):  # it is for people who look
             Path("/proc/self/comm").write_text(f"fcheck-{child.name}")
         run = partial(data.run, child.config)
-        if line is not None and beats_fd is not None:
+        if line is not None and liveness_fd is not None:
             supervisor = Supervisor(line)
             relayed = RelayedNotifier(self._notifier, supervisor.notify)
-            run = partial(agent.run, child.config, supervisor, relayed, BeatGiver(beats_fd))
-        elif beats_fd is not None:
-            run = partial(registry.run, child.config, BeatGiver(beats_fd))
+            run = partial(agent.run, child.config, supervisor, relayed, LivenessPipe(liveness_fd))
+        elif liveness_fd is not None:
+            run = partial(registry.run, child.config, LivenessPipe(liveness_fd))
         self._notifier.close()
         return Role(child.name, child.config, run)
 
@@ -208,7 +210,7 @@ class Parent:
                     self._ended(child, os.waitstatus_to_exitcode(status))
 
     def _ended(self, child: Child, code: int) -> None:
-        for end in (child.line, child.beats_fd):
+        for end in (child.line, child.liveness_fd):
             if end is not None:
                 self._selector.unregister(end)
         child.close()
@@ -335,24 +337,24 @@ class Parent:
 
     # --- signs of life ----------------------------------------------------------------------------
 
-    def _take_beats(self, child: Child) -> None:
-        if child.beats_fd is None:  # as above
+    def _take_liveness(self, child: Child) -> None:
+        if child.liveness_fd is None:  # as above
             return
-        taken = take_beats(child.beats_fd)
+        taken = read_liveness(child.liveness_fd)
         if taken:
             child.vitals.answered()
             child.went_on_at = time.monotonic()
         elif taken is None:
-            self._selector.unregister(child.beats_fd)
-            os.close(child.beats_fd)
-            child.beats_fd = None
+            self._selector.unregister(child.liveness_fd)
+            os.close(child.liveness_fd)
+            child.liveness_fd = None
 
     def _look_at_progress(self) -> None:
         """End a process that gives no sign of life any more; the loop starts it anew."""
         now = time.monotonic()
         if now < self._look_at:
             return
-        self._look_at = now + BEAT_INTERVAL_S
+        self._look_at = now + LIVENESS_INTERVAL_S
         for child in self._children.values():
             child.vitals.look(child.restarts.pid, now)
             if child.vitals.must_restart and child.kill_at is None:
@@ -373,7 +375,7 @@ class Parent:
         if self._children:
             times.append(self._look_at)
         if self._untold:
-            times.append(now + BEAT_INTERVAL_S)
+            times.append(now + LIVENESS_INTERVAL_S)
         return min((max(0.0, at - now) for at in times if at is not None), default=None)
 
 

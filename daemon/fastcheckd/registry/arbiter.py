@@ -1,4 +1,4 @@
-"""The judge: asks about silent nodes and proposes that the dead are DOWN. The detector decides which they are.
+"""Asks about silent nodes and proposes that the dead are DOWN. The detector decides which they are.
 
 Nobody is asked anything while every node is heard. A node in question gets one round of questions after the
 other, each with all its answers in before the next begins; answers wake the arbiter as they come, so that a verdict
@@ -104,7 +104,7 @@ class Arbiter:
             self._detector.awake(self._now())
             await asyncio.sleep(self.tick_s)
 
-    def take_office(self) -> None:
+    def leadership_gained(self) -> None:
         """This voter leads from now on."""
         self._detector.became_leader(self._now())
 
@@ -118,7 +118,7 @@ class Arbiter:
             pass
         self._woken.clear()
 
-    def resign(self) -> None:
+    def leadership_lost(self) -> None:
         """This voter does not lead any more: what it thought is nobody's concern."""
         for task in list(self._tasks.values()):
             task.cancel()

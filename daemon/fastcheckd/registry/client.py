@@ -25,6 +25,7 @@ from ..dialer import Dialer
 from ..errors import FastCheckdError, FencedError, NoQuorumError, UnsafeError
 from ..rpc import from_rpc_error
 from .outward import GrpcStubs, Stubs
+from .raft.membership import voter_message
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +102,7 @@ class RegistryClient:
         if stubs is None:
             stubs = self._channels = GrpcStubs(dialer or Dialer.of(config), self._node_at.__getitem__)
         self._stubs: Stubs = stubs
-        self._voters = [
-            node_pb2.VoterRecord(
-                node_id=v.node_id, registry_address=v.registry_address, raft_address=v.raft_address
-            )
-            for v in config.effective_voters
-        ]
+        self._voters = list(map(voter_message, config.effective_voters))
 
     def use_voters(self, voters: Iterable[node_pb2.VoterRecord]) -> None:
         """Go by these voters from now on, such as a view names them; none are no change.
@@ -255,21 +251,6 @@ class RegistryClient:
 
         voters = dict(self._by_node)
         return dict(zip(voters, await asyncio.gather(*map(ask, voters.values())), strict=True))
-
-    async def corroborate(
-        self, voter_address: str, request: registry_pb2.CorroborateRequest, timeout_s: float
-    ) -> registry_pb2.CorroborateResponse:
-        """Ask this one voter, once, what it knows of a node.
-
-        Raises:
-            FastCheckdError: PeerError if it does not answer in time.
-        """
-        try:
-            answer = await self._stubs(voter_address).Corroborate(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise _from(error, voter_address) from None
-        assert isinstance(answer, registry_pb2.CorroborateResponse)
-        return answer
 
     async def view(self, timeout_s: float) -> registry_pb2.ClusterView:
         """The cluster as the leader sees it or, without a leader, as any voter does (see `has_leader`)."""

@@ -16,8 +16,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..config import LABELS_MAX, Voter
 from ..digests import DIGEST_BYTES
-from .model import DOWN, DRAINING, UP, AnyRef, MalformedError, NodeState, Ref
-from .owners import IDENTITY_BYTES_MAX
+from .model import DOWN, DRAINING, IDENTITY_BYTES_MAX, UP, AnyRef, MalformedError, NodeState, Ref
 from .raft.membership import voter_message
 
 ADDRESS_BYTES_MAX = 300

@@ -1,4 +1,4 @@
-"""What the leader does beside committing and judging: take office, place shards, prove that it leads."""
+"""What the leader does beside committing and judging: place shards, prove that it leads, start and end the rest."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from .commands import SHARDS_MAX
 from .commits import Standing, check_session, standing
 from .loads import NodeLoads, domain_label
 from .model import Job, Ref, State
-from .outward import GrpcOutward, Outward
+from .outward import Outward
 from .raft.consensus import Consensus
 from .repairs import Repairs
 from .reports import Reports
-from .schema import agree_in_time
-from .voter_changes import add_voters, replace_voter
+from .voters import add_voters, agree_in_time, replace_voter
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ REPAIR_RESTART_S = 1.0
 
 
 class Leader:
-    """This voter's office while it leads; idle otherwise.
+    """What this voter does while it leads; idle otherwise.
 
     Args:
         on_suspects: called when what is thought of some node, or whether this voter leads, has changed.
@@ -58,7 +57,7 @@ class Leader:
         self._raft = raft
         self._reports = reports
         self._on_suspects = on_suspects
-        self.outward: Outward = outward or GrpcOutward()
+        self.outward = outward or Outward()
         self.arbiter = Arbiter(config, raft, detector, self.outward, on_suspects, draw=draw, wall_ms=wall_ms)
         self._wake = asyncio.Event()
         self._news = asyncio.Event()
@@ -107,7 +106,7 @@ class Leader:
                     await self._wake.wait()
         finally:
             listening.cancel()
-            self._resign()
+            self._leadership_lost()
 
     async def _lead(self, term: int) -> None:
         try:
@@ -117,9 +116,9 @@ class Leader:
             await asyncio.sleep(0.1)
             return
         self._ready_term = term
-        self._reports.take_office()
+        self._reports.leadership_gained()
         self._tell()
-        self.arbiter.take_office()
+        self.arbiter.leadership_gained()
         logger.info("registry: leading in term %d", term)
         self._on_suspects()
         repairing = asyncio.create_task(self._repair(), name="repairs")
@@ -132,7 +131,7 @@ class Leader:
         finally:
             repairing.cancel()
             agreeing.cancel()
-            self._resign()
+            self._leadership_lost()
             await asyncio.gather(repairing, agreeing, return_exceptions=True)
 
     async def _repair(self) -> None:
@@ -144,10 +143,10 @@ class Leader:
                 logger.exception("registry: repairs begin anew after an error")
             await asyncio.sleep(REPAIR_RESTART_S)
 
-    def _resign(self) -> None:
+    def _leadership_lost(self) -> None:
         self._ready_term = -1
-        self._reports.abandon()
-        self.arbiter.resign()
+        self._reports.leadership_lost()
+        self.arbiter.leadership_lost()
         self._loads.forget()
         self._on_suspects()
 
@@ -239,25 +238,24 @@ class Leader:
         """Replace a voter that is gone for good; returns all voters afterwards.
 
         Raises:
-            InvalidRequestError, UnsafeError, NoQuorumError: see `replacing`.
+            InvalidRequestError, UnsafeError, NoQuorumError: see `voters`.
         """
         return await replace_voter(
-            self._raft, self._config.cluster_id, request, at_ms=self.wall_ms(), ask=self.outward.become_voter
+            self._raft, self._config.cluster_id, request, at_ms=self.wall_ms(), outward=self.outward
         )
 
     async def add_voters(self, request: registry_pb2.AddVotersRequest) -> list[Voter]:
         """Have more nodes vote; returns all voters afterwards.
 
         Raises:
-            InvalidRequestError, UnsafeError, NoQuorumError: see `replacing`.
+            InvalidRequestError, UnsafeError, NoQuorumError: see `voters`.
         """
         return await add_voters(
             self._raft,
             self._config.cluster_id,
             request,
             at_ms=self.wall_ms(),
-            ask=self.outward.become_voter,
-            knows_schema=self.outward.knows_schema,
+            outward=self.outward,
         )
 
     async def confirm(self) -> None:

@@ -14,7 +14,15 @@ from fastcheck_proto.v1 import node_pb2
 from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
-from .owners import LOCAL
+from ..errors import DeniedError
+
+#: A job is owned by the identity that opened its first session, for as long as the registry knows the job:
+#: `trainer/NAME` or `admin/NAME` by certificate, `token/SUBJECT` by token, and this one for everybody else, who comes
+#: through a Unix socket or to a daemon without certificates.
+LOCAL = "local"
+IDENTITY_BYTES_MAX = 160
+#: Operators may use every job.
+_OPERATORS = "admin/"
 
 UP = rpb.NODE_STATE_UP
 DRAINING = rpb.NODE_STATE_DRAINING
@@ -180,3 +188,21 @@ def live(state: State, ref: AnyRef) -> bool:
 def state_name(state: NodeState) -> str:
     """UP, DRAINING, DOWN or SUSPECT."""
     return rpb.NodeState.Name(state).removeprefix("NODE_STATE_")
+
+
+def may_use(identity: str, owner: str) -> bool:
+    """Whether an identity may open, read, follow and replace the steps of an owner's job."""
+    return identity == owner or identity.startswith(_OPERATORS)
+
+
+def check_use(identity: str, owner: str, job_name: str) -> None:
+    """The same as an error.
+
+    Raises:
+        DeniedError: it may not; the message says what to do.
+    """
+    if not may_use(identity, owner):
+        raise DeniedError(
+            f"job {job_name!r} belongs to {owner}, and this is {identity}: use its owner's certificate or token, "
+            "or another name for the job"
+        )

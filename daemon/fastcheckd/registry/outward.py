@@ -1,4 +1,4 @@
-"""What a voter asks of others: nodes, voters, holders. One face, so that a simulation can stand behind it.
+"""What a voter asks of others: nodes, voters, holders. One class, so that the simulation can take its place.
 
 And stubs of voters by their address, for whoever calls them: gRPC's here, the simulation brings its own.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import grpc.aio
 
@@ -27,65 +27,10 @@ CALL_SLACK_S = 0.15
 BECOME_TIMEOUT_S = 10.0
 
 
-class Outward(Protocol):
-    """Questions to the outside; each ends within its timeout, give or take `CALL_SLACK_S`."""
+class Outward:
+    """Questions to the outside; each ends within its timeout, give or take `CALL_SLACK_S`. The simulation has its own.
 
-    async def probe(self, agent_address: str, life: Life, timeout_s: float) -> ProbeResult:
-        """Ask a node who it is."""
-
-    async def corroborate(
-        self, voter: Voter, request: rpb.CorroborateRequest, timeout_s: float
-    ) -> rpb.CorroborateResponse | None:
-        """Ask another voter what it knows of a node; None: it did not answer."""
-
-    async def knows_schema(self, voter: Voter, timeout_s: float) -> int | None:
-        """Ask another voter for the newest schema of the state that it can apply; None: it did not answer."""
-
-    async def probe_through(
-        self, asker_id: str, asker_address: str, target_address: str, life: Life, timeout_s: float
-    ) -> ProbeResult | None:
-        """Have the agent at `asker_address` ask a node who it is; None: that agent could not be asked."""
-
-    async def replicate(
-        self, node_id: str, data_address: str, request: peer_pb2.ReplicateRequest, timeout_s: float
-    ) -> peer_pb2.ReplicateResponse:
-        """Have a data process make itself a copy.
-
-        Raises:
-            FastCheckdError: it could not.
-        """
-
-    async def list_replicas(
-        self, node_id: str, data_address: str, timeout_s: float
-    ) -> list[peer_pb2.Replica]:
-        """What a data process holds of all jobs.
-
-        Raises:
-            FastCheckdError: it did not answer.
-        """
-
-    async def become_voter(
-        self,
-        node_id: str,
-        agent_address: str,
-        cluster_id: str,
-        voters: Sequence[Voter],
-        version: int,
-        named: Sequence[Voter],
-    ) -> None:
-        """Ask a node's agent to become one of these voters.
-
-        Args:
-            version: of the state that this follows from.
-            named: the voters that the registry names in that state.
-
-        Raises:
-            FastCheckdError: it refuses, or cannot be reached.
-        """
-
-
-class GrpcOutward:
-    """The real thing. A channel lasts for one question: they are rare, and the other side may be dying.
+    A channel lasts for one question: they are rare, and the other side may be dying.
 
     Args:
         dialer: makes the channels; by default plaintext ones.

@@ -1,6 +1,6 @@
 """The leader's repair of lost copies: compares what is wanted with what is left, and has the difference made.
 
-    survey (redundancy) → orders (repair_orders) → an offer to the target → `rehold` commits the change
+    survey (redundancy) → orders (repair_planner) → an offer to the target → `rehold` commits the change
 
 The state alone is authority. What is kept here (orders under way, failures) is computed again
 by the next leader, who finds the same work, and what was fetched already lying there. A node that
@@ -27,8 +27,7 @@ from .model import UP, Ref, ShardId, State
 from .outward import Outward
 from .raft.consensus import Consensus
 from .redundancy import RecordedReplica, Survey, is_lost, survey
-from .repair_orders import Order, Planner
-from .repair_waits import Absences, Attempts
+from .repair_planner import Absences, Attempts, Order, Planner
 
 logger = logging.getLogger(__name__)
 

@@ -91,7 +91,7 @@ class Reports:
         #: Job → the newest session for a load that was opened since, and when at the latest.
         self._newest_loads: dict[str, tuple[int, float]] = {}
 
-    def take_office(self) -> None:
+    def leadership_gained(self) -> None:
         """This voter leads, and has applied all that was committed before."""
         self._leads_since = self._now()
         self._inherited = self._raft.read(
@@ -229,7 +229,7 @@ class Reports:
         for job in self.collector.jobs():
             self._try_commit(job)
 
-    def abandon(self) -> None:
+    def leadership_lost(self) -> None:
         """Leadership is lost: owners have to report to the next leader."""
         self.collector.clear()
         for waiters in self._waiters.values():

@@ -14,8 +14,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
 
 from ..errors import DeniedError
-from .model import DOWN, Job, Load, MalformedError, State, live, refusal
-from .owners import LOCAL, check_use
+from .model import DOWN, LOCAL, Job, Load, MalformedError, State, check_use, live, refusal
 
 JOBS_MAX = 4096
 #: Ranks of all jobs together, with or without a process: each is part of every snapshot, and no voter may take longer

@@ -13,7 +13,7 @@ from ..config import Config
 from ..errors import FastCheckdError, FencedError, IncarnationOverError, NoQuorumError
 from ..identity import NodeLife
 from ..registry.client import RegistryClient
-from ..registry.owners import LOCAL
+from ..registry.model import LOCAL
 from ..store.replica_store import ReplicaStore
 from ..view import ViewFollower
 from .rank_state import RankState

@@ -17,15 +17,14 @@ from fastcheck_proto.v1 import admin_pb2, peer_pb2, registry_pb2
 
 from ..config import Config
 from ..errors import FastCheckdError, NoQuorumError, StepGoneError
-from ..last_view import LastView
+from ..registry.client import RegistryClient
 from ..rpc import answers
+from ..transfer.client import PeerClient
+from ..view import LastView
 from . import admin_reports as reports
-from . import checkpoints
 from . import health_codes as health
 from .admin_changes import AdminChanges, AdminTimeouts, Context, checked_job
-from .admin_needs import AdminRegistry, Peers
-from .health_of_saves import ASKED_MAX, stuck_jobs
-from .survival import survival
+from .health_of_jobs import ASKED_MAX, stuck_jobs
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ STATUS_S = 1.2
 class AdminService(AdminChanges):
     """Answers for the whole cluster from one node."""
 
-    def __init__(self, config: Config, registry: AdminRegistry, peers: Peers) -> None:
+    def __init__(self, config: Config, registry: RegistryClient, peers: PeerClient) -> None:
         super().__init__(config, registry, peers)
         self._last_view = LastView(config)
 
@@ -97,7 +96,7 @@ class AdminService(AdminChanges):
         view = await self._any_view(patience)
         held = await self._held(view, patience.question_s(), job)
         return admin_pb2.CheckpointsResponse(
-            steps=checkpoints.with_provisional(job, view, steps, held),
+            steps=reports.with_provisional(job, view, steps, held),
             without_registry=steps is None,
             unreachable=reports.unanswered(view, held),
         )
@@ -159,7 +158,7 @@ class AdminService(AdminChanges):
         codes = health.health_codes(
             view,
             answered,
-            health.Setup.of(self._config),
+            self._config,
             has_quorum=has_quorum,
             now_ms=time.time_ns() // 1_000_000,
         )
@@ -173,7 +172,7 @@ class AdminService(AdminChanges):
             cluster_id=view.cluster_id,
             voters=view.voters,
             redundancy=answered.redundancy if has_quorum else None,
-            survival=survival(view, answered.newest_steps),
+            survival=reports.survival(view, answered.newest_steps),
         )
 
     async def _redundancy(

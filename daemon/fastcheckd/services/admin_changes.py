@@ -17,10 +17,10 @@ from fastcheck_proto.v1 import admin_pb2, admin_pb2_grpc, registry_pb2
 
 from ..config import Config
 from ..errors import FastCheckdError, InvalidRequestError, NoQuorumError
+from ..registry.client import RegistryClient
 from ..rpc import answers
+from ..transfer.client import PeerClient
 from . import admin_reports as reports
-from .admin_needs import AdminRegistry, Peers
-from .deletions import check, delete_steps
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class AdminTimeouts:
 class AdminChanges(admin_pb2_grpc.AdminServiceServicer):
     """Half of the admin service; `AdminService` in `admin.py` is whole."""
 
-    def __init__(self, config: Config, registry: AdminRegistry, peers: Peers) -> None:
+    def __init__(self, config: Config, registry: RegistryClient, peers: PeerClient) -> None:
         self._config = config
         self._registry = registry
         self._peers = peers
@@ -171,11 +171,10 @@ class AdminChanges(admin_pb2_grpc.AdminServiceServicer):
     async def Delete(self, request: admin_pb2.DeleteRequest, context: Context) -> admin_pb2.DeleteResponse:
         """Keep steps no more; says what the nodes held of them. A dry run says only that."""
         steps = request.steps
-        check(steps)
         plan = registry_pb2.DeleteStepsRequest()
         plan.CopyFrom(steps)
         plan.dry_run = True
-        outcome = await delete_steps(self._registry, plan, CALL_TIMEOUT_S)
+        outcome = await self._registry.delete_steps(plan, CALL_TIMEOUT_S)
         view = await self._registry.view(CALL_TIMEOUT_S)
         held = await self._ask(
             view,
@@ -183,7 +182,7 @@ class AdminChanges(admin_pb2_grpc.AdminServiceServicer):
             CALL_TIMEOUT_S,
         )
         if not steps.dry_run:
-            done = await delete_steps(self._registry, steps, CALL_TIMEOUT_S)
+            done = await self._registry.delete_steps(steps, CALL_TIMEOUT_S)
             # A call whose answer was lost is repeated, and then finds nothing left to delete.
             deleted = {*outcome.deleted_steps, *done.deleted_steps} - set(done.kept_steps)
             del outcome.deleted_steps[:], outcome.kept_steps[:]

@@ -1,6 +1,8 @@
 """Who is there and who holds what, joined from the registry's view and what the nodes answered. Pure.
 
 `services/admin.py` asks; this module joins, `health_codes.py` judges. Neither calls anybody nor reads a clock.
+The registry knows committed steps and those that are reported; what was replicated while it did not answer only the
+nodes know.
 """
 
 from __future__ import annotations
@@ -9,7 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fastcheck_proto.placement_odds import TangledError, copysets_of, recovery_probability
 from fastcheck_proto.v1 import admin_pb2, common_pb2, node_pb2, peer_pb2, registry_pb2
+from fastcheck_proto.v1 import registry_pb2 as rpb
+
+from ..restore.survey import complete_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,3 +181,66 @@ def down(view: registry_pb2.ClusterView) -> list[str]:
 def unanswered(view: registry_pb2.ClusterView, answered: Mapping[str, object]) -> list[str]:
     """Members that should have answered and did not."""
     return [node_id for node_id in node_ids_to_ask(view) if node_id not in answered]
+
+
+def with_provisional(
+    job: str,
+    view: rpb.ClusterView,
+    listed: Sequence[rpb.StepSummary] | None,
+    held: Mapping[str, Sequence[peer_pb2.Replica]],
+) -> list[rpb.StepSummary]:
+    """All steps, oldest first.
+
+    Args:
+        view: the newest that could be had.
+        listed: the registry's answer; None: it does not answer.
+        held: node id → what it says it holds of the job.
+    """
+    kept = {step for known in view.jobs if known.job == job for step in known.kept_steps}
+    found = {step.step: step for step in complete_steps(job, held)}
+    if listed is None:
+        return [
+            found[number].summary(rpb.STEP_STATE_COMMITTED if number in kept else rpb.STEP_STATE_PROVISIONAL)
+            for number in sorted(found)
+        ]
+    steps = {summary.step: summary for summary in listed}
+    newest = max((s.step for s in listed if s.state == rpb.STEP_STATE_COMMITTED), default=-1)
+    for number, step in found.items():
+        if step.provisional and number > newest:
+            steps[number] = step.summary(rpb.STEP_STATE_PROVISIONAL)
+    return [steps[number] for number in sorted(steps)]
+
+
+#: Nodes of a cluster for which it is counted: an operator waits for the answer.
+NODES_MAX = 256
+#: Numbers of losses that are counted, from the smallest that can be fatal.
+LOSSES_COUNTED = 2
+
+
+def survival(
+    view: registry_pb2.ClusterView, newest_steps: Sequence[registry_pb2.StepRecord]
+) -> list[admin_pb2.Survival]:
+    """The odds for the smallest number of losses that can cost a shard, and for one more.
+
+    Empty when there is nothing to lose, when something is lost already, or when it cannot be counted.
+    """
+    there = {n.node_id for n in view.nodes if n.state != registry_pb2.NODE_STATE_DOWN}
+    if len(there) > NODES_MAX:
+        return []
+    copysets = copysets_of(
+        (rank.owner.node_id, [[holder.node_id for holder in shard.holders] for shard in rank.shards])
+        for record in newest_steps
+        for rank in record.ranks
+    )
+    live = {copyset & there for copyset in copysets}
+    if not live or not all(live):
+        return []
+    fatal = min(len(copyset) for copyset in live)
+    found = []
+    for losses in range(fatal, min(fatal + LOSSES_COUNTED, len(there) + 1)):
+        try:
+            probability = recovery_probability(live, sorted(there), losses)
+        except TangledError:
+            break
+        found.append(admin_pb2.Survival(losses=losses, probability=float(probability)))
+    return found

@@ -1,4 +1,4 @@
-"""The door of every gRPC server of the daemon: finds out who calls, and asks the table of `roles.py`.
+"""Admission of gRPC calls, at every server of the daemon: who calls, what `roles.py` lets them, whose a job is.
 
 Requests come to it as bytes, and are parsed once their caller may make them and they are not too large
 (`request_limits`). Bytes that are no message are refused here, too. gRPC by itself would answer UNKNOWN, and log a
@@ -13,21 +13,30 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
 from fastcheck_proto.conventions import TOKEN_METADATA_KEY
+from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..errors import DeniedError, FastCheckdError, InvalidRequestError, OverBudgetError
 from ..log import Complaints
+from ..registry.client import RegistryClient
+from ..registry.model import check_use
 from ..rpc import abort
 from . import request_limits, roles
 
+if TYPE_CHECKING:
+    from ..view import ViewFollower  # the registry process has this module, and nothing of the store
+
 Context = grpc.aio.ServicerContext[Any, Any]
 _Parse = Callable[[bytes], Any]
+
+#: To ask the registry whose a job is.
+LOOKUP_TIMEOUT_S = 10.0
 
 _complaints = Complaints(logging.getLogger(__name__), "gRPC")
 
@@ -213,3 +222,34 @@ async def _refuse(context: Context, method: str, error: FastCheckdError) -> None
     """End the call, and say so: a caller that is told may be one that nobody looks at."""
     _complaints.add("refused %s of %s: %s", method, context.peer(), error)
     await abort(context, error)
+
+
+class Owners:
+    """Whose jobs are, by the newest view, and for jobs that it does not name by the registry.
+
+    Args:
+        enforced: whether there are identities at all; without certificates everybody is one.
+    """
+
+    def __init__(self, view: ViewFollower, registry: RegistryClient, *, enforced: bool) -> None:
+        self._view = view
+        self._registry = registry
+        self._enforced = enforced
+
+    async def check(self, job: str) -> None:
+        """Go on if the caller may use the job, or nobody has it yet.
+
+        An owner never changes while a job is known, so an old view is as good as a new one.
+
+        Raises:
+            DeniedError: the job is another one's.
+            NoQuorumError: whose it is nobody can say now.
+        """
+        if not self._enforced:
+            return
+        owner = self._view.owner(job)
+        if owner is None:
+            found = await self._registry.lookup(rpb.LookupRequest(job=job, rank=0), LOOKUP_TIMEOUT_S)
+            owner = found.owner
+        if owner:
+            check_use(str(CALLER.get()), owner, job)

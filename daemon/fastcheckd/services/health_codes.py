@@ -8,14 +8,12 @@ does not change the health. Everything that somebody asked for (a drain) and all
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
-from fastcheck_proto.v1 import admin_pb2, peer_pb2, registry_pb2
+from fastcheck_proto.v1 import admin_pb2, node_pb2, peer_pb2, registry_pb2
 
-from ..config import Config, is_loopback, split_address
+from ..config import Config, Voter, is_loopback, split_address
 from .admin_reports import Answers
-from .health_of_copies import copy_codes
-from .health_of_saves import save_codes
+from .health_of_jobs import copy_codes, save_codes
 
 #: A node above this share of its budget soon refuses saves: the codes warn before that happens.
 MEMORY_NEAR_FULL_SHARE = 0.9
@@ -37,51 +35,20 @@ _STATE_WORDS: dict[int, str] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What of the answering node's configuration matters here."""
-
-    scrub_period_s: float = 3600.0
-    #: (node id, registry address, raft address) of each voter.
-    voters: frozenset[tuple[str, str, str]] = frozenset()
-    #: Voters prove who they are with certificates.
-    tls: bool = False
-    #: All voters are on this machine.
-    loopback: bool = True
-    #: Ports of this node that other machines reach and that need no certificate.
-    insecure: tuple[str, ...] = ()
-    #: The lane is one that other machines reach, and its shards travel readable, though there are certificates.
-    lane_readable: bool = False
-
-    @classmethod
-    def of(cls, config: Config) -> Setup:
-        """Of a whole configuration."""
-        voters = config.effective_voters
-        return cls(
-            scrub_period_s=config.scrub_period_s,
-            voters=frozenset((v.node_id, v.registry_address, v.raft_address) for v in voters),
-            tls=config.tls_cert_file is not None,
-            insecure=() if config.tls_cert_file else tuple(config.exposed),
-            lane_readable=config.tls_cert_file is not None
-            and not config.lane_tls
-            and not is_loopback(config.effective_lane_host),
-            loopback=all(is_loopback(split_address(v.raft_address)[0]) for v in voters),
-        )
-
-
 def health_codes(
-    view: registry_pb2.ClusterView, answers: Answers, setup: Setup, *, has_quorum: bool, now_ms: int = 0
+    view: registry_pb2.ClusterView, answers: Answers, config: Config, *, has_quorum: bool, now_ms: int = 0
 ) -> list[admin_pb2.HealthCode]:
     """Everything that is wrong or worth knowing, the worst first.
 
     Args:
         view: the members as the registry last said.
+        config: of the node that answers.
         has_quorum: whether the registry answers for what it decides.
         now_ms: the wall clock, to say how long ago something was.
     """
-    codes = [*_registry_codes(view, setup, has_quorum=has_quorum)]
+    codes = [*_registry_codes(view, config, has_quorum=has_quorum)]
     for node in sorted(view.nodes, key=lambda n: n.node_id):
-        codes.extend(_node_codes(node, answers, setup))
+        codes.extend(_node_codes(node, answers, config))
     codes.extend(copy_codes(view, answers))
     if has_quorum:  # without one nothing is committed, and that is said above
         codes.extend(save_codes(view, answers, now_ms))
@@ -94,7 +61,7 @@ def worst(codes: Iterable[admin_pb2.HealthCode]) -> admin_pb2.Health.ValueType:
 
 
 def _registry_codes(
-    view: registry_pb2.ClusterView, setup: Setup, *, has_quorum: bool
+    view: registry_pb2.ClusterView, config: Config, *, has_quorum: bool
 ) -> Iterator[admin_pb2.HealthCode]:
     if not has_quorum:
         yield admin_pb2.HealthCode(
@@ -117,17 +84,19 @@ def _registry_codes(
             remedy=f"start fastcheckd on {gone[0]} again; if it is gone for good: "
             f"fastcheck voters replace {gone[0]} NEW",
         )
-    known = frozenset((v.node_id, v.registry_address, v.raft_address) for v in view.voter_records)
-    if known and setup.voters and known != setup.voters:
+    known = _addresses(view.voter_records)
+    configured = _addresses(config.effective_voters)
+    if known and known != configured:
         yield admin_pb2.HealthCode(
             code="VOTERS_DIFFER",
             severity=OK,
-            detail=f"the registry's voters are {_pairs(known)}, those in this node's config {_pairs(setup.voters)}",
+            detail=f"the registry's voters are {_pairs(known)}, those in this node's config {_pairs(configured)}",
             remedy="write the registry's voters into the config key 'voters' of every node; nodes that were "
             "there follow the registry meanwhile, a node with an empty state_dir cannot",
         )
-    yield from _exposure_codes(setup)
-    if len(view.voters) > 1 and not setup.tls and not setup.loopback:
+    yield from _exposure_codes(config)
+    loopback = all(is_loopback(split_address(v.raft_address)[0]) for v in config.effective_voters)
+    if len(view.voters) > 1 and config.tls_cert_file is None and not loopback:
         yield admin_pb2.HealthCode(
             code="RAFT_SHARED_KEY",
             severity=OK,
@@ -136,16 +105,16 @@ def _registry_codes(
         )
 
 
-def _exposure_codes(setup: Setup) -> Iterator[admin_pb2.HealthCode]:
-    if setup.insecure:
+def _exposure_codes(config: Config) -> Iterator[admin_pb2.HealthCode]:
+    if config.exposed and config.tls_cert_file is None:
         yield admin_pb2.HealthCode(
             code="INSECURE",
             severity=OK,
-            detail=f"insecure: true: whoever reaches {', '.join(setup.insecure)} can read, replace and delete every "
+            detail=f"insecure: true: whoever reaches {', '.join(config.exposed)} can read, replace and delete every "
             "checkpoint",
             remedy="set tls_cert_file, tls_key_file and tls_ca_file on every node (docs/security.md)",
         )
-    if setup.lane_readable:
+    if config.tls_cert_file and not config.lane_tls and not is_loopback(config.effective_lane_host):
         yield admin_pb2.HealthCode(
             code="LANE_READABLE",
             severity=OK,
@@ -154,12 +123,16 @@ def _exposure_codes(setup: Setup) -> Iterator[admin_pb2.HealthCode]:
         )
 
 
+def _addresses(voters: Iterable[Voter | node_pb2.VoterRecord]) -> frozenset[tuple[str, str, str]]:
+    return frozenset((v.node_id, v.registry_address, v.raft_address) for v in voters)
+
+
 def _pairs(voters: Iterable[tuple[str, str, str]]) -> str:
     return ", ".join(f"{node_id} at {raft}" for node_id, _, raft in sorted(voters))
 
 
 def _node_codes(
-    node: registry_pb2.NodeRecord, answers: Answers, setup: Setup
+    node: registry_pb2.NodeRecord, answers: Answers, config: Config
 ) -> Iterator[admin_pb2.HealthCode]:
     name = f"{node.node_id} (a registry voter)" if node.voter else node.node_id
     why = f": {node.reason}" if node.reason else ""
@@ -202,11 +175,11 @@ def _node_codes(
             remedy=f"look at the log of {node.node_id} and at the limits that its processes have (pids.max, memory, "
             "open files); its agent tries again every few seconds",
         )
-    yield from _data_codes(node, name, answers.stats.get(node.node_id), setup)
+    yield from _data_codes(node, name, answers.stats.get(node.node_id), config)
 
 
 def _data_codes(
-    node: registry_pb2.NodeRecord, name: str, stats: peer_pb2.GetStatsResponse | None, setup: Setup
+    node: registry_pb2.NodeRecord, name: str, stats: peer_pb2.GetStatsResponse | None, config: Config
 ) -> Iterator[admin_pb2.HealthCode]:
     if node.data == registry_pb2.DATA_HEALTH_HUNG:
         yield admin_pb2.HealthCode(
@@ -254,13 +227,13 @@ def _data_codes(
             "reached there, and restart fastcheckd",
         )
     yield from _certificate_codes(node, name, stats)
-    late_ms = SCRUB_LATE_PERIODS * setup.scrub_period_s * 1000
+    late_ms = SCRUB_LATE_PERIODS * config.scrub_period_s * 1000
     if stats.HasField("scrub_age_ms") and stats.scrub_age_ms > late_ms:
         yield admin_pb2.HealthCode(
             code="SCRUB_LATE",
             severity=DEGRADED,
             detail=f"a replica on {name} was last checked {stats.scrub_age_ms // 1000} s ago; "
-            f"every {setup.scrub_period_s:g} s is wanted",
+            f"every {config.scrub_period_s:g} s is wanted",
             remedy=f"look at the load of {node.node_id}: checking waits for saves; or raise scrub_period_s",
         )
     if corrupt := stats.counters.get("corrupt_found", 0):

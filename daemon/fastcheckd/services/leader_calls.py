@@ -54,7 +54,7 @@ def checking() -> Iterator[None]:
 
 
 class LeaderCalls:
-    """The office of one voter; a part of `services.registry.RegistryService`.
+    """Calls to one voter that only the leader answers; a part of `services.registry.RegistryService`.
 
     Args:
         stubs: how this voter reaches the leader to forward to it.

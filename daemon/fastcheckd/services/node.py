@@ -1,4 +1,4 @@
-"""NodeService, the agent's front door."""
+"""NodeService on the agent: who this node is, whether it or another one lives, that it is to become a voter."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..config import Config, Voter
 from ..dialer import Dialer
 from ..errors import InvalidRequestError
 from ..health.probe import bounded_timeout_s, probe, to_wire
+from ..registry.raft.membership import voter_of
 from ..rpc import answers
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -77,12 +78,6 @@ class NodeService(npb_grpc.NodeServiceServicer):
     @answers
     async def BecomeVoter(self, request: npb.BecomeVoterRequest, context: Context) -> npb.BecomeVoterResponse:
         """Start a registry process that waits to be added by the other voters."""
-        voters, named = (
-            [
-                Voter(node_id=v.node_id, registry_address=v.registry_address, raft_address=v.raft_address)
-                for v in records
-            ]
-            for records in (request.voters, request.named)
-        )
+        voters, named = (list(map(voter_of, records)) for records in (request.voters, request.named))
         await self._become_voter(request.cluster_id, voters, request.version, named)
         return npb.BecomeVoterResponse()

@@ -44,7 +44,7 @@ class RegistryService(RegistrySigns, RegistryMaintenance, registry_pb2_grpc.Regi
     """One voter's answers.
 
     Args:
-        config, raft, leader, reports, detector, stubs: the parts that `registry_server` wires.
+        config, raft, leader, reports, detector, stubs: the parts that `process.registry` wires.
     """
 
     def __init__(
@@ -56,11 +56,10 @@ class RegistryService(RegistrySigns, RegistryMaintenance, registry_pb2_grpc.Regi
         detector: FailureDetector,
         stubs: Stubs,
     ) -> None:
-        RegistrySigns.__init__(self, config, raft, leader, detector)
-        RegistryMaintenance.__init__(self, config, raft, leader, stubs)
+        super().__init__(config, raft, leader, stubs, detector)
         self._reports = reports
 
-    # LeaderCalls calls: the leader's alone
+    # The leader's alone
 
     @decides
     async def Register(

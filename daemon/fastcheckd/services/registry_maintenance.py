@@ -19,9 +19,8 @@ from ..digests import DIGEST_BYTES
 from ..errors import FencedError, InvalidRequestError
 from ..registry.commands import CHANGES_MAX, rehold
 from ..registry.model import Ref, ShardId, State, is_live
-from ..registry.redundancy import RecordedReplica, find_shard, replicas_of
+from ..registry.redundancy import RecordedReplica, find_shard, replicas_of, stop_verdict
 from ..registry.repairs import Repairs
-from ..registry.safe_stop import stop_verdict
 from .leader_calls import LeaderCalls, decides
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -6,6 +6,7 @@ Every voter serves it, leader or not. What a sign means is for `health.detector`
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,10 +22,12 @@ from ..registry.arbiter import WITHHOLD_S
 from ..registry.commands import ADDRESS_BYTES_MAX
 from ..registry.leader import Leader
 from ..registry.model import DOWN, SCHEMA, State
+from ..registry.outward import Stubs
 from ..registry.raft.consensus import Consensus
 from ..registry.sessions import count_seats
 from ..registry.view import Signs, cluster_view
 from ..rpc import abort, answers
+from .leader_calls import LeaderCalls
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -48,13 +51,13 @@ STREAMS_MAX = 10_000
 _NO_DATA_PROCESS = {registry_pb2.DATA_HEALTH_GONE, registry_pb2.DATA_HEALTH_STARTING}
 
 
-class RegistrySigns:
+class RegistrySigns(LeaderCalls):
     """Heartbeats and views of one voter; a part of `services.registry.RegistryService`."""
 
-    def __init__(self, config: Config, raft: Consensus, leader: Leader, detector: FailureDetector) -> None:
-        self._config = config
-        self._raft = raft
-        self._leader = leader
+    def __init__(
+        self, config: Config, raft: Consensus, leader: Leader, stubs: Stubs, detector: FailureDetector
+    ) -> None:
+        super().__init__(config, raft, leader, stubs)
         self._detector = detector
         self._ram_used_bytes: dict[str, int] = {}
         #: What nodes say of processes that do not run as they should; of those that have such.
@@ -225,8 +228,18 @@ class RegistrySigns:
         self._ram_used_bytes = {n: used for n, used in self._ram_used_bytes.items() if n in node_ids}
         self._troubles = {life: said for life, said in self._troubles.items() if life[0] in node_ids}
 
-    def _stream(self, context: Context) -> _StreamSlot:
-        return _StreamSlot(self, context)
+    @contextlib.asynccontextmanager
+    async def _stream(self, context: Context) -> AsyncIterator[None]:
+        """Counts a long-lived stream and turns our errors into statuses."""
+        if self._streams >= STREAMS_MAX:
+            await abort(context, OverBudgetError(f"this voter serves {STREAMS_MAX} streams already"))
+        self._streams += 1
+        try:
+            yield
+        except FastCheckdError as error:
+            await abort(context, error)
+        finally:
+            self._streams -= 1
 
     @staticmethod
     def _now() -> float:
@@ -236,21 +249,3 @@ class RegistrySigns:
 def _is_over(state: State, life: Life) -> bool:
     node = state.nodes.get(life[0])
     return node is None or node.incarnation != life[1] or node.state == DOWN
-
-
-class _StreamSlot:
-    """Counts a long-lived stream and turns our errors into statuses."""
-
-    def __init__(self, service: RegistrySigns, context: Context) -> None:
-        self._service = service
-        self._context = context
-
-    async def __aenter__(self) -> None:
-        if self._service._streams >= STREAMS_MAX:
-            await abort(self._context, OverBudgetError(f"this voter serves {STREAMS_MAX} streams already"))
-        self._service._streams += 1
-
-    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._service._streams -= 1
-        if isinstance(error, FastCheckdError):
-            await abort(self._context, error)

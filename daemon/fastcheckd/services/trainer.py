@@ -34,9 +34,7 @@ from ..rpc import abort, answers
 from ..save.coordinator import SaveCoordinator
 from ..save.session import TrainerSession
 from ..tasks import settled
-from .admission import CALLER
-from .deletions import delete_steps
-from .owners import Owners
+from .admission import CALLER, Owners
 from .request_limits import PIECE_BYTES_MAX, too_many_of_a_seal
 
 logger = logging.getLogger(__name__)
@@ -245,7 +243,7 @@ class TrainerService(tpb_grpc.TrainerServiceServicer):
             step=request.step if request.HasField("step") else None,
             even_if_running=request.even_if_running,
         )
-        done = await delete_steps(self._registry, wanted, LIST_TIMEOUT_S)
+        done = await self._registry.delete_steps(wanted, LIST_TIMEOUT_S)
         return tpb.TrainerServiceDeleteResponse(deleted_steps=done.deleted_steps, kept_steps=done.kept_steps)
 
     async def Load(self, request: tpb.LoadRequest, context: Context) -> AsyncIterator[tpb.LoadResponse]:

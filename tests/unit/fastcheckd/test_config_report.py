@@ -6,8 +6,15 @@ import json
 import pytest
 
 from fastcheckd.config import Config
-from fastcheckd.config_report import HIDDEN, is_secret, report
-from fastcheckd.config_sources import DEFAULT, Origin, load_config, load_with_origins
+from fastcheckd.config_sources import (
+    DEFAULT,
+    HIDDEN,
+    Origin,
+    is_secret,
+    load_config,
+    load_with_origins,
+    report,
+)
 from fastcheckd.main import main
 
 

@@ -2,7 +2,7 @@
 
 import os
 
-from fastcheckd.file_changes import signature
+from fastcheckd.certificates import signature
 
 
 def test_a_change_of_any_file_is_noticed(tmp_path):

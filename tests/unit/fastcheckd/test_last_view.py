@@ -8,8 +8,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.config import Config
 from fastcheckd.identity import NodeLife
-from fastcheckd.last_view import FILE_NAME, LastView
-from fastcheckd.view import ViewFollower
+from fastcheckd.view import FILE_NAME, LastView, ViewFollower
 
 
 def config_of(tmp_path, **settings):

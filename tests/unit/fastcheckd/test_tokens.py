@@ -21,7 +21,7 @@ from tests.tokens import ALICE, AUDIENCE, BOB, Issuer
 from fastcheck_proto.conventions import TOKEN_BYTES_MAX
 from fastcheckd.config import Config
 from fastcheckd.errors import ConfigError, DeniedError
-from fastcheckd.registry.owners import IDENTITY_BYTES_MAX
+from fastcheckd.registry.model import IDENTITY_BYTES_MAX
 from fastcheckd.tokens import KEYS_MAX, SUBJECT_BYTES_MAX, Tokens
 
 

@@ -9,7 +9,7 @@ from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.config import Config
 from fastcheckd.counters import Counters
 from fastcheckd.identity import NodeLife
-from fastcheckd.process.data import _DataRooms
+from fastcheckd.process.data import _DataProcess
 from fastcheckd.store.retention import Kept
 from fastcheckd.view import ViewFollower
 
@@ -58,7 +58,7 @@ def test_a_slow_reader_of_a_deleted_step_does_not_keep_newer_views_waiting(tmp_p
             pass
 
     async def scenario():
-        rooms = _DataRooms(config, store, counters)
+        rooms = _DataProcess(config, store, counters)
         rooms.view._registry = Registry()
         rooms.maintenance.start()
         following = asyncio.create_task(rooms.view.run())

@@ -3,8 +3,7 @@
 consensus                   what the rest of the registry needs of it
 adapter, engine, membership the engine, with appends that delete only what differs and a membership that goes by
                              the log
-transport, seal, tls        connections between voters: limits, authentication
-unpickler                   no code in messages
+transport, messages, tls     connections between voters: limits, authentication, no code in messages
 journal, snapshots, disk,   files that survive crashes and power cuts, and whose they are
 voter_folder
 recovery                    one voter that is left goes on alone

@@ -3,7 +3,7 @@
 With `engine`, `transport` and `snapshots` all that knows pysyncobj; another engine would replace these. It
 decides nothing: what a command does is in `state`. The engine ticks in a thread of its own, where the
 state changes under a lock; callers live in one asyncio loop. What it stands on, clock and disk and thread, is
-given (`Ground`): the simulation has its own of each.
+given (`EngineEnvironment`): the simulation has its own of each.
 """
 
 from __future__ import annotations
@@ -11,38 +11,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
-import socket
 import threading
-import time
-import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pysyncobj.journal
 import pysyncobj.pickle
-from pysyncobj import SyncObjConf, SyncObjConsumer, replicated
+from pysyncobj import SyncObjConsumer, replicated
 from pysyncobj.config import FAIL_REASON
 from pysyncobj.syncobj import SyncObjException
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
 
-from ...config import Config, Voter, split_address
+from ...config import Config, Voter
 from ...durations import REGISTRY, Durations
-from ...errors import ConfigError, InvalidRequestError, NoQuorumError, RegistryError, UnsafeError
-from ...log import Complaints
+from ...errors import ConfigError, InvalidRequestError, NoQuorumError, RegistryError
 from ..model import State, refusal
 from ..state import COMMAND_BYTES_MAX, apply
-from . import snapshots, unpickler
-from .engine import Engine, change_in
-from .journal import ADVICE, LOG, Entry, Journal
-from .membership import Change, Voters, enough_without, voters_after
-from .seal import Seal
+from . import messages, snapshots
+from .engine import change_in
+from .environment import EngineEnvironment, Ticking, engine_settings, port_taken
+from .journal import ADVICE, LOG, Entry
+from .membership import Change, Voters, voters_after
+from .membership_changer import MembershipChanger
+from .messages import Seal
 from .snapshots import SNAPSHOT, Snapshot, Snapshots
 from .tls import Tls
-from .voter_folder import VoterFolder
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +49,8 @@ COMPACTION_INTERVAL_S = 5.0
 #: One attempt to commit; beyond it the outcome is unknown, and the same command is proposed again.
 ATTEMPT_S = 1.5
 PROPOSALS_MAX = 32
-#: Voters that have answered within it are there; they are asked ten times a second.
-HEALTHY_S = 1.0
-#: Pause between looks at a change of the membership, and between attempts.
-CHANGE_PAUSE_S = 0.05
-#: After a turn of the engine that failed.
-TURN_PAUSE_S = 0.05
 
-unpickler.install(pysyncobj.pickle, pysyncobj.journal)
+messages.install(pysyncobj.pickle, pysyncobj.journal)
 
 _NOT_COMMITTED = {
     FAIL_REASON.QUEUE_FULL: "has too many commands queued",
@@ -91,98 +80,6 @@ class _Machine(SyncObjConsumer):  # type: ignore[misc]  # pysyncobj has no types
             return refusal(pb.ERROR_CODE_INTERNAL, repr(error)).SerializeToString()
 
 
-class Ticking(Protocol):
-    """What gives an engine its turns."""
-
-    def start(self) -> None:
-        """Begin."""
-
-    def post(self, function: Callable[..., object], *args: object) -> None:
-        """Have the callers' loop call a function; from a turn or from anywhere."""
-
-    def stop(self) -> None:
-        """Return when no turn is under way and none will come."""
-
-
-class EngineThread:
-    """Turns in a thread of their own, each of which waits for what arrives next."""
-
-    def __init__(self, engine: Engine, halted: threading.Event, period_s: float) -> None:
-        self._engine = engine
-        self._halted = halted
-        self._period_s = period_s
-        self._loop = asyncio.get_running_loop()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="raft", daemon=True)
-        self._complaints = Complaints(logger, "registry", logging.ERROR)
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stopping.is_set() and not self._halted.is_set():
-            try:
-                self._engine.doTick(self._period_s)
-            except Exception as error:  # noqa: BLE001  what a peer sends must not end it; a disk that fails halts it
-                if not self._halted.is_set():
-                    where = "".join(traceback.format_exception(error, limit=-3))
-                    self._complaints.add("a turn of the engine failed, it goes on: %s", where)
-                    self._stopping.wait(TURN_PAUSE_S)
-
-    def post(self, function: Callable[..., object], *args: object) -> None:
-        """Have the callers' loop call a function."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *args)
-
-    def stop(self) -> None:
-        """Return when no turn is under way and none will come."""
-        self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-
-def check_port_is_free(address: str, key: str) -> None:
-    """Raise ConfigError when a voter's own address cannot be bound.
-
-    The engine would retry in silence and look like a voter that nobody reaches.
-    """
-    host, port = split_address(address)
-    try:
-        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(target)
-    except OSError as error:
-        raise ConfigError(_port_taken(key, address, error.strerror or str(error))) from None
-
-
-def _port_taken(key: str, address: str, reason: str = "it is in use") -> str:
-    port = split_address(address)[1]
-    return (
-        f"config key 'voters': cannot listen on this node's {key} {address}: {reason}. Stop what uses port "
-        f"{port}, or choose another one in every node's config"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ground:
-    """What the engine stands on."""
-
-    folder: Callable[[Config, Voter], VoterFolder] = VoterFolder
-    journal: type[Journal] = Journal
-    engine: type[Engine] = Engine
-    #: Makes what gives an engine its turns: the engine, what halts it, how long a turn waits.
-    ticking: Callable[[Engine, threading.Event, float], Ticking] = EngineThread
-    #: Monotonic.
-    clock: Callable[[], float] = time.monotonic
-    check_port: Callable[[str, str], None] = check_port_is_free
-    #: A name for this proposer that no other has ever had.
-    token: Callable[[], str] = lambda: secrets.token_hex(16)
-    #: pysyncobj's, beside ours.
-    settings: Mapping[str, object] = field(default_factory=dict)
-
-
 class Raft:
     """This voter's part in the consensus.
 
@@ -203,7 +100,7 @@ class Raft:
         *,
         durations: Durations | None = None,
         on_tick: Callable[[], None] = lambda: None,
-        ground: Ground | None = None,
+        environment: EngineEnvironment | None = None,
     ) -> None:
         voter = config.own_voter
         if voter is None:
@@ -212,7 +109,7 @@ class Raft:
             )
         self._config = config
         self._voter = voter
-        self._ground = ground or Ground()
+        self._environment = environment or EngineEnvironment()
         #: Voters by what is committed, and by all that is in the log.
         self._committed: Voters = {v.raft_address: v for v in config.effective_voters}
         self._in_log = self._committed
@@ -220,11 +117,10 @@ class Raft:
         self._on_tick = on_tick
         self._durations = durations or Durations(REGISTRY)
         self._machine = _Machine()
-        self._folder = self._ground.folder(config, voter)
-        self._snapshots = Snapshots(self._folder.disk, self._save_snapshot, self._ground.clock)
+        self._folder = self._environment.folder(config, voter)
+        self._snapshots = Snapshots(self._folder.disk, self._save_snapshot, self._environment.clock)
         self._joining = False
-        self._changing = asyncio.Lock()
-        self._client_id = self._ground.token()
+        self._client_id = self._environment.token()
         self._seq = 0
         self._slots = asyncio.Semaphore(PROPOSALS_MAX)
         self._seen: tuple[Any, ...] = ()
@@ -267,10 +163,12 @@ class Raft:
                 f"this node's log says that it is no voter any more: {self._voter.raft_address} was replaced. "
                 "To have it back, run on a healthy node: fastcheck voters replace OLD NEW"
             )
-        self._ground.check_port(self._voter.raft_address, "raft_address")
-        settings = self._settings()
+        self._environment.check_port(self._voter.raft_address, "raft_address")
+        settings = engine_settings(
+            self._voter.raft_address, alone=len(self._in_log) == 1, more=self._environment.settings
+        )
         try:
-            self._engine = self._ground.engine(
+            self._engine = self._environment.engine(
                 self._voter,
                 [v for v in self._in_log.values() if v.raft_address != self._voter.raft_address],
                 protection,
@@ -286,41 +184,17 @@ class Raft:
                 consumers=[self._machine],
             )
         except SyncObjException:
-            raise ConfigError(_port_taken("raft_address", self._voter.raft_address)) from None
+            raise ConfigError(port_taken("raft_address", self._voter.raft_address)) from None
+        self._changer = MembershipChanger(
+            self._voter,
+            self._engine,
+            committed=lambda: self._committed,
+            is_leader=lambda: self.is_leader,
+            answer_to=self._answer_to,
+        )
         self._engine.addOnTickCallback(self._watch)
-        self._ticking = self._ground.ticking(self._engine, self._halted, settings.autoTickPeriod)
+        self._ticking = self._environment.ticking(self._engine, self._halted, settings.autoTickPeriod)
         self._ticking.start()
-
-    def _settings(self) -> Any:
-        alone = len(self._in_log) == 1
-        values: dict[str, object] = {
-            # Turns are ours to give.
-            "autoTick": False,
-            # Loopback or one interface: never pysyncobj's default of all of them.
-            "bindAddress": self._voter.raft_address,
-            "maxBindRetries": 1,
-            # Only idle housekeeping waits for a tick; commands and messages wake the engine at once. A
-            # voter alone gets no messages: its commits wait for the next tick.
-            "autoTickPeriod": 0.02 if alone else 0.05,
-            "appendEntriesPeriod": 0.1,
-            "raftMinTimeout": 0.31 if alone else 0.5,
-            "raftMaxTimeout": 0.35 if alone else 0.9,
-            "leaderFallbackTimeout": 1.0,
-            # Batching waits up to 0.1 s for company: 103 ms per commit instead of 0.6.
-            "appendEntriesUseBatch": False,
-            "appendEntriesBatchSizeBytes": COMMAND_BYTES_MAX + (1 << 20),
-            "recvBufferSize": 1 << 18,
-            "sendBufferSize": 1 << 18,
-            "connectionTimeout": 2.0,
-            "connectionRetryTime": 0.5,
-            "commandsWaitLeader": False,
-            "commandsQueueSize": 1000,
-            "dynamicMembershipChange": True,
-            "logCompactionMinEntries": 5000,
-            # A snapshot every five minutes even of a quiet log would be work for nothing.
-            "logCompactionMinTime": 3600,
-        }
-        return SyncObjConf(**(values | dict(self._ground.settings)))
 
     # Files, and what they say of the voters
 
@@ -337,11 +211,10 @@ class Raft:
         if found is not None:
             self._use(found)
             base = found.before, found.last
-            if found.voters is not None:
-                # A registry address may have been changed in every node's config; the raft address is who it is.
-                configured = {v.raft_address: v for v in self._config.effective_voters}
-                self._committed = {a: configured.get(a, voter) for a, voter in found.voters.items()}
-        self._journal = self._ground.journal(self._folder.disk, base, on_failure=self._fail)
+            # A registry address may have been changed in every node's config; the raft address is who it is.
+            configured = {v.raft_address: v for v in self._config.effective_voters}
+            self._committed = {a: configured.get(a, voter) for a, voter in found.voters.items()}
+        self._journal = self._environment.journal(self._folder.disk, base, on_failure=self._fail)
         if found is None and len(self._journal) and self._journal[0][1] > 1:
             raise ConfigError(
                 f"the registry log {self._folder.disk.path(LOG)} begins with entry {self._journal[0][1]}, and the "
@@ -417,7 +290,7 @@ class Raft:
         if self._joining and not self._engine.joining:
             self._folder.joined()
             self._joining = False
-        now = self._ground.clock()
+        now = self._environment.clock()
         is_large = self._journal.size_bytes > LOG_BYTES_MAX
         is_newer = self._machine.state.schema > self._schema_on_disk
         if (is_large or is_newer) and now - self._compacted_at > COMPACTION_INTERVAL_S:
@@ -519,76 +392,12 @@ class Raft:
         raise NoQuorumError(f"the registry {problem}; trying again is safe")
 
     async def replace_member(self, old: Voter, new: Voter, *, timeout_s: float) -> None:
-        """Have `new` vote in the place of `old`, for good; at the leader. Repeating it completes it.
-
-        `old` is removed, then `new` added and waited for until it has all that is committed.
-
-        Raises:
-            UnsafeError: without `old` there is no majority that could go on.
-            NoQuorumError: not done in time, or by another leader.
-            RegistryError: another replacement is under way here.
-            InvalidRequestError: this voter itself was to go.
-        """
-        if old.raft_address == self._voter.raft_address:
-            raise InvalidRequestError(
-                f"the voter {old.node_id} leads and cannot replace itself; stop it first"
-            )
-        if self._changing.locked():
-            raise RegistryError("another voter is being replaced; try again when that is done")
-        async with self._changing:
-            deadline = self._loop.time() + timeout_s
-            await self._change(Change("rem", old), old, new, deadline)
-            await self._change(Change("add", new), old, new, deadline)
-            await self._until_caught_up(new, deadline)
+        """Have `new` vote in the place of `old`, for good; see `MembershipChanger.replace`."""
+        await self._changer.replace(old, new, timeout_s=timeout_s)
 
     async def add_member(self, new: Voter, *, timeout_s: float) -> None:
-        """Have `new` vote as well; at the leader. Repeating it completes it.
-
-        Raises:
-            UnsafeError: with one more that has nothing yet there would be no majority.
-            NoQuorumError: not done in time, or by another leader.
-            RegistryError: another change of the voters is under way here.
-        """
-        if self._changing.locked():
-            raise RegistryError("another change of the voters is under way; try again when that is done")
-        async with self._changing:
-            deadline = self._loop.time() + timeout_s
-            await self._change(Change("add", new), None, new, deadline)
-            await self._until_caught_up(new, deadline)
-
-    async def _until_caught_up(self, new: Voter, deadline: float) -> None:
-        while not self._engine.has_caught_up(new):
-            if not self.is_leader or self._loop.time() > deadline:
-                raise NoQuorumError(
-                    f"the new voter {new.node_id} at {new.raft_address} is added, but has not caught up yet; "
-                    "see whether its registry process runs and can be reached, then repeat the command"
-                )
-            await asyncio.sleep(CHANGE_PAUSE_S)
-
-    async def _change(self, change: Change, old: Voter | None, new: Voter, deadline: float) -> None:
-        address = change.voter.raft_address
-        while (address in self._committed) != (change.kind == "add"):
-            if not self.is_leader:
-                raise NoQuorumError("the registry has another leader now; repeat the command")
-            if self._loop.time() > deadline:
-                raise NoQuorumError("the change of voters was not committed in time; repeat the command")
-            voters = {voter.raft_address: voter for voter in self.voters}
-            if not enough_without(voters, old, new, self._engine.healthy(HEALTHY_S)):
-                what = "with one more" if old is None else f"without {old.node_id}"
-                raise UnsafeError(
-                    f"{what} too few of the voters {', '.join(v.node_id for v in self.voters)} are healthy to go on; "
-                    "bring another one back first"
-                )
-            if (address in voters) != (change.kind == "add"):
-                answer: asyncio.Future[Any] = self._loop.create_future()
-                self._engine.change(change, self._answer_to(answer))
-                try:
-                    async with asyncio.timeout(ATTEMPT_S):
-                        # Refused while another change is on its way: looked at again like any other outcome.
-                        await answer
-                except TimeoutError:
-                    continue
-            await asyncio.sleep(CHANGE_PAUSE_S)
+        """Have `new` vote as well; see `MembershipChanger.add`."""
+        await self._changer.add(new, timeout_s=timeout_s)
 
     def _answer_to(self, future: asyncio.Future[Any]) -> Callable[[bytes | None, int], None]:
         def settle(result: bytes | None, reason: int) -> None:

@@ -52,3 +52,15 @@ class Consensus(Protocol):
             NoQuorumError: not committed in time, as far as is known; it may still be later.
             InvalidRequestError: the command is too large.
         """
+
+    async def add_member(self, new: Voter, *, timeout_s: float) -> None:
+        """Have `new` vote as well; repeating it completes it."""
+
+    async def replace_member(self, old: Voter, new: Voter, *, timeout_s: float) -> None:
+        """Have `new` vote in the place of `old`; repeating it completes it."""
+
+    def start(self) -> None:
+        """Join the other voters."""
+
+    def close(self) -> None:
+        """Leave them; returns when the log is closed."""

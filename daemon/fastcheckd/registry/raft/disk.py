@@ -10,7 +10,7 @@ import errno
 import json
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
@@ -20,39 +20,11 @@ FILE_BYTES_MAX = 1 << 30
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
-class Disk(Protocol):
-    """Files by name. All methods raise OSError; after an error a file may hold a part of what was written."""
+class Disk:
+    """Files in a folder that belongs to this voter alone. The simulation has its own.
 
-    def path(self, name: str) -> str:
-        """A file's name for people."""
-
-    def exists(self, name: str) -> bool:
-        """Whether there is such a file."""
-
-    def read(self, name: str) -> bytes:
-        """All of a file; raises FileNotFoundError."""
-
-    def append(self, name: str, data: bytes) -> None:
-        """Write at a file's end; durable after `sync`."""
-
-    def truncate(self, name: str, size: int) -> None:
-        """Cut a file off; durable after `sync`."""
-
-    def sync(self, name: str) -> None:
-        """Return when all of a file is durable."""
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Give a file, which need not be there, new content. Durable when this returns."""
-
-    def remove(self, name: str) -> None:
-        """Remove a file if it is there. Durable when this returns."""
-
-    def close(self) -> None:
-        """Let go of open files."""
-
-
-class FolderDisk:
-    """Files in a folder that belongs to this voter alone."""
+    All methods raise OSError; after an error a file may hold a part of what was written.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -68,7 +40,7 @@ class FolderDisk:
         return (self.folder / name).exists()
 
     def read(self, name: str) -> bytes:
-        """All of a file."""
+        """All of a file; raises FileNotFoundError."""
         path = self.folder / name
         size = path.stat().st_size
         if size > FILE_BYTES_MAX:
@@ -76,13 +48,13 @@ class FolderDisk:
         return path.read_bytes()
 
     def append(self, name: str, data: bytes) -> None:
-        """Write at a file's end."""
+        """Write at a file's end; durable after `sync`."""
         descriptor, left = self._descriptor(name), memoryview(data)
         while left:
             left = left[os.write(descriptor, left) :]
 
     def truncate(self, name: str, size: int) -> None:
-        """Cut a file off."""
+        """Cut a file off; durable after `sync`."""
         os.ftruncate(self._descriptor(name), size)
 
     def sync(self, name: str) -> None:
@@ -90,12 +62,12 @@ class FolderDisk:
         os.fdatasync(self._descriptor(name))
 
     def replace(self, name: str, data: bytes) -> None:
-        """Give a file new content, or leave it as it was."""
+        """Give a file, which need not be there, new content, or leave it as it was. Durable when this returns."""
         write_file(self.folder / name, data)
         self._forget(name)
 
     def remove(self, name: str) -> None:
-        """Remove a file if it is there."""
+        """Remove a file if it is there. Durable when this returns."""
         (self.folder / name).unlink(missing_ok=True)
         self._forget(name)
         sync_directory(self.folder)

@@ -31,10 +31,10 @@ from pysyncobj.syncobj import _COMMAND_TYPE, _RAFT_STATE
 
 from ...config import Voter
 from ...log import Complaints
-from . import unpickler
+from . import messages
 from .journal import Entry, Journal
 from .membership import Change
-from .seal import Seal
+from .messages import Seal
 from .snapshots import Snapshot, Snapshots
 from .tls import Tls
 from .transport import GuardedTransport, VoterNode
@@ -81,12 +81,12 @@ def change_in(command: bytes) -> Change | None:
     """The change of the membership that an entry of the log is, if it is one."""
     if command[:1] != bytes([_COMMAND_TYPE.MEMBERSHIP]):
         return None
-    return Change.from_request(unpickler.loads(command[1:]))
+    return Change.from_request(messages.loads(command[1:]))
 
 
 def to_entry(change: Change) -> bytes:
     """A change of the membership as an entry of the log has it; the inverse of `change_in`."""
-    return bytes([_COMMAND_TYPE.MEMBERSHIP]) + unpickler.dumps(change.to_request())
+    return bytes([_COMMAND_TYPE.MEMBERSHIP]) + messages.dumps(change.to_request())
 
 
 class Engine(SyncObj):  # type: ignore[misc]  # pysyncobj has no types
@@ -331,7 +331,7 @@ class Engine(SyncObj):  # type: ignore[misc]  # pysyncobj has no types
 
     def change(self, change: Change, callback: Callable[[Any, int], None]) -> None:
         """Append a change to the log, if this voter leads and no other change is under way."""
-        command = unpickler.dumps(change.to_request())
+        command = messages.dumps(change.to_request())
         self._applyCommand(command, callback, _COMMAND_TYPE.MEMBERSHIP)
 
     def healthy(self, within_s: float) -> list[str]:

@@ -89,7 +89,7 @@ class Recovery:
         self._journal = Journal(disk, None if found is None else (found.before, found.last))
         known = self._config.effective_voters
         voters: Voters = {voter.raft_address: voter for voter in known}
-        if found is not None and found.voters is not None:
+        if found is not None:
             voters = dict(found.voters)
         voters = voters_after(
             voters, [change for entry in self._journal[:] if (change := change_in(entry[0])) is not None]

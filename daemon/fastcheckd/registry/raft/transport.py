@@ -28,7 +28,8 @@ from pysyncobj.transport import TCPTransport
 
 from ...config import Voter
 from ...log import Complaints
-from .seal import Seal
+from .membership import voter_from_list
+from .messages import Seal
 from .tls import Tls, TlsSocket, named_node
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,7 @@ class VoterNode(TCPNode):  # type: ignore[misc]  # pysyncobj has no types
 
     def __init__(self, voter: Voter | list[str]) -> None:
         if not isinstance(voter, Voter):
-            node_id, registry_address, raft_address = voter
-            voter = Voter(node_id=node_id, registry_address=registry_address, raft_address=raft_address)
+            voter = voter_from_list(voter)
         super().__init__(voter.raft_address)
         self.voter = voter
         self._hash = zlib.crc32(voter.raft_address.encode())

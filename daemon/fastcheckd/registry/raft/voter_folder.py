@@ -21,9 +21,9 @@ from typing import Any
 
 from ...config import Config, Voter
 from ...errors import ConfigError
-from .disk import Disk, FolderDisk, write_file
+from .disk import Disk, write_file
 from .journal import LOG
-from .seal import Seal, derive_key
+from .messages import Seal, derive_key
 from .tls import Tls
 
 KEY_BYTES_MIN = 32
@@ -43,7 +43,7 @@ class VoterFolder:
         self._config = config
         self._voter = voter
         self.path = registry_folder(config)
-        self.disk: Disk = FolderDisk(self.path)
+        self.disk = Disk(self.path)
 
     def claim(self) -> None:
         """Make the folder, or take it over; `release` it at the end.

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheckd.health.damper import DAMPED_S_MAX, Returns
+from fastcheckd.health.detector import DAMPED_S_MAX, Returns
 
 
 class Flapping:

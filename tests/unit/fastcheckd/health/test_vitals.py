@@ -4,14 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheckd.health.vitals import DataVitals
+from fastcheckd.health.vitals import ProcessVitals
 
 OK, STARTING = rpb.DATA_HEALTH_OK, rpb.DATA_HEALTH_STARTING
 GONE, HUNG = rpb.DATA_HEALTH_GONE, rpb.DATA_HEALTH_HUNG
 
 
 def vitals():
-    return DataVitals(hung_after_s=10.0, step_s=2.5)
+    return ProcessVitals(hung_after_s=10.0, step_s=2.5)
 
 
 def test_from_start_to_the_first_answer_it_is_starting_however_long_that_takes():

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.fastcheckd.store.store_helpers import CHUNK, in_use, open_store, put, stage, trained, weights
 
 from fastcheckd.counters import Counters
-from fastcheckd.maintenance.check import Checker
+from fastcheckd.maintenance.scrub import Checker
 from fastcheckd.store.replica import Replica
 from fastcheckd.store.replica_store import ReplicaStore
 from fastcheckd.transfer.pacing import Gate, Pacer

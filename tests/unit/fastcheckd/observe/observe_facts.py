@@ -28,7 +28,7 @@ def node_facts(**values):
 
 def data_facts(**values):
     known = {
-        "counters": Counters().snapshot(), "durations": Durations(DATA).snapshot(), "ram_used_bytes": 10,
+        "counters": Counters().snapshot(), "durations": Durations(DATA).families(), "ram_used_bytes": 10,
         "ram_free_bytes": 5, "ram_budget_bytes": 100, "scrub_age_s": 2.0, "scrub_period_s": 3600.0,
         "replicas": {"owner": 2, "copy": 4}, "copies_arriving": 0, "seats": 1, "jobs": [job()],
         "job_ram_bytes": {"gpt": 7}, "job_budget_bytes": 60,
@@ -54,7 +54,7 @@ def voter_facts(*, leads=True, **values):
         "epoch": 9,
         "schema": 4,
         "voters": 3,
-        "durations": Durations(REGISTRY).snapshot(),
+        "durations": Durations(REGISTRY).families(),
     }
     return VoterFacts(**{**known, "leading": leading, **values})
 
@@ -62,7 +62,7 @@ def voter_facts(*, leads=True, **values):
 def agent_families(**values):
     known = {
         "cluster_id": "c", "node_id": "n", "ready": True, "usage": {"agent": ProcessUsage(1, 2.0)},
-        "answered": {"data": True}, "durations": Durations(AGENT).snapshot(), "certificate_ends_at_s": 1e9,
+        "answered": {"data": True}, "durations": Durations(AGENT).families(), "certificate_ends_at_s": 1e9,
     }  # fmt: skip
     return agent_metrics.families(node_facts(), **{**known, **values})
 

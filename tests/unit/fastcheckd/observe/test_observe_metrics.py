@@ -59,7 +59,7 @@ def test_buckets_are_cumulative_and_an_end_belongs_to_its_bucket():
     measured = Durations(DATA)
     for seconds in (0.0, 0.001, 0.0011, BOUNDS_S[-1] + 1):
         measured.add("restore", seconds)
-    found = told(data_metrics.families(data_facts(durations=measured.snapshot())))
+    found = told(data_metrics.families(data_facts(durations=measured.families())))
     buckets = [
         found["fastcheck_restore_seconds_bucket", ("le", le)] for le in ("0.001", "0.0025", "600.0", "+Inf")
     ]

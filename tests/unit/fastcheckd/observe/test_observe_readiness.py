@@ -8,14 +8,12 @@ from tests.unit.fastcheckd.observe.observe_facts import node_facts
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.errors import NoQuorumError
-from fastcheckd.observe import pages
-from fastcheckd.observe.cached_answer import CachedAnswer
-from fastcheckd.observe.pages import health_pages, metrics_page
-from fastcheckd.observe.readiness import why_not_ready
+from fastcheckd.observe import routes
+from fastcheckd.observe.routes import CachedAnswer, health_routes, metrics_route
 
 
 def test_a_node_that_is_up_is_ready():
-    assert why_not_ready(node_facts()) == []
+    assert node_facts().why_not_ready() == []
 
 
 @pytest.mark.parametrize(
@@ -31,13 +29,13 @@ def test_a_node_that_is_up_is_ready():
     ],
 )
 def test_one_thing_that_is_missing_is_named_alone(facts, word):
-    (reason,) = why_not_ready(node_facts(**facts))
+    (reason,) = node_facts(**facts).why_not_ready()
     assert word in reason
 
 
 def test_before_it_is_registered_nothing_else_is_expected_of_it():
     facts = node_facts(incarnation=0, has_quorum=False, not_up="no view", data=rpb.DATA_HEALTH_STARTING)
-    assert len(why_not_ready(facts)) == 2
+    assert len(facts.why_not_ready()) == 2
 
 
 def answer(path, facts, verdict=None):
@@ -46,7 +44,7 @@ def answer(path, facts, verdict=None):
             raise verdict
         return verdict
 
-    response = asyncio.run(health_pages(lambda: facts, ask)[path]())
+    response = asyncio.run(health_routes(lambda: facts, ask)[path]())
     return response.status, response.body
 
 
@@ -113,11 +111,11 @@ def test_an_answer_is_kept_for_a_moment_errors_included():
     assert len(asked) == 1
 
 
-def test_the_metrics_page_is_prometheus_text():
+def test_the_metrics_route_is_prometheus_text():
     async def scrape():
         return b"fastcheck_up 1\n"
 
-    response = asyncio.run(metrics_page(scrape)["/metrics"]())
+    response = asyncio.run(metrics_route(scrape)["/metrics"]())
     assert (response.status, response.body) == (200, b"fastcheck_up 1\n")
     assert response.content_type == "text/plain; version=0.0.4; charset=utf-8"
-    assert pages.METRICS_KEPT_S < 1
+    assert routes.METRICS_KEPT_S < 1

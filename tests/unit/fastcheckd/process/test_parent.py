@@ -24,14 +24,14 @@ from fastcheck_proto.v1 import node_pb2 as pb
 from fastcheckd import main
 from fastcheckd.config import Config
 from fastcheckd.errors import ConfigError
-from fastcheckd.process import agent, data, parent, registry, restarts, server
-from fastcheckd.systemd import Notifier
+from fastcheckd.process import agent, data, parent, registry, restarts, runtime
+from fastcheckd.process.systemd import Notifier
 
 def say(name, *what):
     os.write(1, " ".join(map(str, (name, *what, os.getpid()))).encode() + b"\\n")
 
 async def until_stopped(name):
-    stopping = server.stop_signal()
+    stopping = runtime.stop_signal()
     say(name, "runs")
     await stopping
     say(name, "stops")
@@ -39,10 +39,10 @@ async def until_stopped(name):
 async def data_run(config):
     await until_stopped("data")
 
-async def agent_run(config, supervisor, notifier, giver):
+async def agent_run(config, supervisor, notifier, liveness):
     await until_stopped("agent")
 
-async def registry_run(config, giver):
+async def registry_run(config, liveness):
     await until_stopped("registry")
 
 VOTERS = [pb.VoterRecord(node_id="n0", registry_address="127.0.0.1:1", raft_address="127.0.0.1:2")]
@@ -169,11 +169,11 @@ def test_one_that_ignores_sigterm_is_killed(start):
 
 def test_a_second_sigterm_reaches_the_agent_and_not_the_first_twice(start):
     node = start("""
-        async def agent_run(config, supervisor, notifier, giver):
-            first = server.stop_signal()
+        async def agent_run(config, supervisor, notifier, liveness):
+            first = runtime.stop_signal()
             say("agent", "runs")
             await first
-            second = server.stop_signal()
+            second = runtime.stop_signal()
             say("agent", "drains")
             await second
             say("agent", "stops")
@@ -188,7 +188,7 @@ def test_a_second_sigterm_reaches_the_agent_and_not_the_first_twice(start):
 
 @pytest.mark.parametrize("name", ["data", "agent"])
 def test_one_that_cannot_work_as_configured_ends_the_daemon(start, name):
-    arguments = {"data": "config", "agent": "config, supervisor, notifier, giver"}[name]
+    arguments = {"data": "config", "agent": "config, supervisor, notifier, liveness"}[name]
     node = start(f"""
         async def {name}_run({arguments}):
             raise ConfigError("the port is in use; change it")
@@ -211,7 +211,7 @@ def test_one_that_keeps_ending_is_told_to_the_agent(start):
         async def data_run(config):
             raise SystemExit(5)
 
-        async def agent_run(config, supervisor, notifier, giver):
+        async def agent_run(config, supervisor, notifier, liveness):
             telling = asyncio.create_task(supervisor.run())
             while not supervisor.processes.data.trouble:
                 await asyncio.sleep(0.01)
@@ -224,14 +224,14 @@ def test_one_that_keeps_ending_is_told_to_the_agent(start):
 
 VOTING = """
     config["data_hung_after_s"] = 0.5
-    parent.BEAT_INTERVAL_S = child.BEAT_INTERVAL_S = 0.05
+    parent.LIVENESS_INTERVAL_S = child.LIVENESS_INTERVAL_S = 0.05
 
-    async def agent_run(config, supervisor, notifier, giver):
+    async def agent_run(config, supervisor, notifier, liveness):
         telling = asyncio.create_task(supervisor.run())
         supervisor.run_registry(VOTERS, lambda error: say("agent", "refused"))
         while not (supervisor.registry and supervisor.registry.pid):
             await asyncio.sleep(0.01)
-        stopping = server.stop_signal()
+        stopping = runtime.stop_signal()
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: asyncio.create_task(stop(supervisor)))
         say("agent", "knows")
         await stopping
@@ -242,11 +242,11 @@ VOTING = """
         say("agent", "knows the end")
         supervisor.run_registry(VOTERS, lambda error: say("agent", "refused"))
 
-    async def registry_run(config, giver):
-        stopping = server.stop_signal()
+    async def registry_run(config, liveness):
+        stopping = runtime.stop_signal()
         beats = 0
         while not stopping.done():
-            giver.give()
+            liveness.write()
             beats += 1
             if beats == 10:  # the parent has seen it by now
                 say("registry", "runs")
@@ -287,12 +287,12 @@ def test_a_registry_process_that_makes_no_progress_is_ended_and_started_anew(sta
 def test_an_agent_that_makes_no_progress_is_ended_and_started_anew(start):
     node = start("""
         config["data_hung_after_s"] = 0.5
-        parent.BEAT_INTERVAL_S = child.BEAT_INTERVAL_S = 0.05
+        parent.LIVENESS_INTERVAL_S = child.LIVENESS_INTERVAL_S = 0.05
 
-        async def agent_run(config, supervisor, notifier, giver):
+        async def agent_run(config, supervisor, notifier, liveness):
             beats = 0
             while True:
-                giver.give()
+                liveness.write()
                 beats += 1
                 if beats == 10:  # the parent has seen it by now
                     say("agent", "runs")
@@ -310,14 +310,14 @@ def test_a_new_agent_that_wants_no_registry_process_gets_none(start, tmp_path):
         + f"""
     voting_agent = agent_run
 
-    async def agent_run(config, supervisor, notifier, giver):
+    async def agent_run(config, supervisor, notifier, liveness):
         try:
             os.mkdir({str(tmp_path / "first")!r})
         except FileExistsError:
             supervisor.drop_registry()
             await until_stopped("agent")
         else:
-            await voting_agent(config, supervisor, notifier, giver)
+            await voting_agent(config, supervisor, notifier, liveness)
     """
     )
     (_, agent) = node.hear("registry runs", "agent knows")
@@ -327,10 +327,10 @@ def test_a_new_agent_that_wants_no_registry_process_gets_none(start, tmp_path):
 
 def test_a_registry_process_that_cannot_work_is_refused_to_the_agent_and_the_others_go_on(start):
     node = start("""
-        async def registry_run(config, giver):
+        async def registry_run(config, liveness):
             raise ConfigError("the voters differ")
 
-        async def agent_run(config, supervisor, notifier, giver):
+        async def agent_run(config, supervisor, notifier, liveness):
             telling = asyncio.create_task(supervisor.run())
             refused = asyncio.Event()
             supervisor.run_registry(VOTERS, lambda error: refused.set())
@@ -345,7 +345,7 @@ def test_a_registry_process_that_cannot_work_is_refused_to_the_agent_and_the_oth
 
 def test_an_agent_that_talks_nonsense_is_ended(start):
     node = start("""
-        async def agent_run(config, supervisor, notifier, giver):
+        async def agent_run(config, supervisor, notifier, liveness):
             nonsense = lambda: supervisor._line.send(b"\\xff" * 10)
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, nonsense)
             say("agent", "runs")
@@ -359,15 +359,15 @@ def test_an_agent_that_talks_nonsense_is_ended(start):
 
 def test_the_data_process_is_killed_for_the_agent_unless_it_is_another_one_by_now(start):
     node = start("""
-        async def agent_run(config, supervisor, notifier, giver):
+        async def agent_run(config, supervisor, notifier, liveness):
             telling = asyncio.create_task(supervisor.run())
-            while supervisor.data.pid is None:
+            while supervisor.data_pid is None:
                 await asyncio.sleep(0.01)
             supervisor.kill_data(os.getpid())
             await until_stopped("agent")
-            supervisor.data.kill()
-            first = supervisor.data.pid
-            while supervisor.data.pid in (None, first):
+            supervisor.kill_data(supervisor.data_pid)
+            first = supervisor.data_pid
+            while supervisor.data_pid in (None, first):
                 await asyncio.sleep(0.01)
             say("agent", "knows")
     """)
@@ -386,9 +386,9 @@ def test_systemd_hears_the_agent_through_the_parent_and_no_sign_of_life_without_
     node = start(
         """
         config["data_hung_after_s"] = 0.2
-        parent.BEAT_INTERVAL_S = child.BEAT_INTERVAL_S = 0.05
+        parent.LIVENESS_INTERVAL_S = child.LIVENESS_INTERVAL_S = 0.05
 
-        async def agent_run(config, supervisor, notifier, giver):
+        async def agent_run(config, supervisor, notifier, liveness):
             telling = asyncio.create_task(supervisor.run())
             supervisor.run_registry(VOTERS, lambda error: None)
             assert "NOTIFY_SOCKET" not in os.environ and notifier.watchdog_s == 9
@@ -397,7 +397,7 @@ def test_systemd_hears_the_agent_through_the_parent_and_no_sign_of_life_without_
                 notifier.tell(STATUS="well", WATCHDOG="1")
                 await asyncio.sleep(0.02)
 
-        async def registry_run(config, giver):
+        async def registry_run(config, liveness):
             await until_stopped("registry")
         """,
         NOTIFY_SOCKET=str(tmp_path / "notify"),

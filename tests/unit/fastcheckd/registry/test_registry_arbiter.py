@@ -113,7 +113,7 @@ class Office:
 
     async def settle(self) -> None:
         loop = asyncio.get_running_loop()
-        self.arbiter.take_office()
+        self.arbiter.leadership_gained()
         calm = loop.time() + 0.1
         await self.judge_until(lambda: loop.time() > calm)
 
@@ -217,7 +217,7 @@ def test_a_judge_that_resigns_has_no_opinion_and_asks_no_more():
         await office.settle()
         office.beating.discard("n4")
         await office.judge_until(lambda: office.arbiter.suspects)
-        office.arbiter.resign()
+        office.arbiter.leadership_lost()
         assert office.arbiter.suspects == frozenset() and office.arbiter.why(("n4", 5)) == ""
         await asyncio.sleep(0)
         asked = len(office.world.asked)

@@ -18,7 +18,7 @@ from fastcheck_proto.v1.registry_log_pb2 import RaftSnapshot
 from fastcheckd.config import Voter
 from fastcheckd.registry.model import State
 from fastcheckd.registry.raft import snapshots
-from fastcheckd.registry.raft.disk import FolderDisk
+from fastcheckd.registry.raft.disk import Disk
 from fastcheckd.registry.raft.journal import Journal
 from fastcheckd.registry.raft.snapshots import Snapshots
 from fastcheckd.registry.raft.voter_folder import make_private
@@ -30,7 +30,7 @@ class Crash(BaseException):
     """The process is no more: nothing may catch this and go on."""
 
 
-class Disk:
+class CrashingDisk:
     """Counts the file operations below `folder`, stops at the chosen one, knows what was synced."""
 
     def __init__(self, folder, stop_at, torn):
@@ -108,7 +108,7 @@ class Said:
 
 def work(folder, said):
     """Three rounds of what a voter does with its files, each with a compaction."""
-    disk = FolderDisk(folder)
+    disk = Disk(folder)
     kept = Snapshots(disk, lambda last, before: None)
     journal = Journal(disk)
     journal.setCurrentTerm(1, None)
@@ -146,7 +146,7 @@ def work(folder, said):
 def check(folder, said):
     """A voter starts from these files and has all that was acknowledged."""
     covered, base = 0, None
-    disk = FolderDisk(folder)
+    disk = Disk(folder)
     if (found := Snapshots(disk, lambda last, before: None).load()) is not None:
         covered, base = found.last[1], (found.before, found.last)
         assert found.voters == {"h:2": VOTER}
@@ -165,14 +165,14 @@ def check(folder, said):
     journal.setCurrentTerm(99, None)
     journal.add(b"next", following, 99)
     journal.sync()
-    assert Journal(FolderDisk(folder))[-1] == (b"next", following, 99)
+    assert Journal(Disk(folder))[-1] == (b"next", following, 99)
 
 
 def run(folder, stop_at, torn):
     """Work until the n-th operation; returns the disk and what was said, or None when it did not come to that."""
     state = folder / "state"
     make_private(state)
-    disk, said = Disk(state, stop_at, torn), []
+    disk, said = CrashingDisk(state, stop_at, torn), []
     with pytest.MonkeyPatch.context() as patch:
         disk.install(patch)
         try:

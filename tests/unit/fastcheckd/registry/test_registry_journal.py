@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from fastcheckd.errors import ConfigError
 from fastcheckd.registry.raft import journal as journal_module
-from fastcheckd.registry.raft.disk import FolderDisk
+from fastcheckd.registry.raft.disk import Disk
 from fastcheckd.registry.raft.journal import MAGIC
 
 
 def Journal(path, base=None, **more):
     assert path.name == "log"
-    return journal_module.Journal(FolderDisk(path.parent), base, **more)
+    return journal_module.Journal(Disk(path.parent), base, **more)
 
 
 def entries(first, count, term=1):

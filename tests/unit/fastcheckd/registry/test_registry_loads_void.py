@@ -35,7 +35,7 @@ class Job:
     def __init__(self):
         self.engine = Engine()
         self.reports = Reports(self.engine, Config(node_id="n2"))
-        self.reports.take_office()
+        self.reports.leadership_gained()
         self.sessions = {}
 
     def open(self, rank, client, *, loads, world_size=2):
@@ -172,8 +172,8 @@ def test_how_long_a_load_is_open_is_never_said_to_be_longer_than_it_is():
         apply(job.engine.state, command)
         assert job.reports.newest_load("fresh") == (session + 1, 0.0)
         # The next leader knows that it is older than its office.
-        job.reports.abandon()
-        job.reports.take_office()
+        job.reports.leadership_lost()
+        job.reports.leadership_gained()
         await asyncio.sleep(0.02)
         session, age_s = job.reports.newest_load("fresh")
         assert 0.02 <= age_s < 5

@@ -9,8 +9,7 @@ from tests.unit.fastcheckd.registry.small_cluster import again, apply, open_rank
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheckd.errors import DeniedError
-from fastcheckd.registry.model import State
-from fastcheckd.registry.owners import check_use, may_use
+from fastcheckd.registry.model import State, check_use, may_use
 from fastcheckd.registry.view import job_view
 
 

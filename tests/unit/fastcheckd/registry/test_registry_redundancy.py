@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from fastcheck_proto.v1.registry_pb2 import NodeRecord, NodeState, RankRecord, ShardRecord, StepRecord
 from fastcheckd.registry.audit import recorded_at
 from fastcheckd.registry.model import DOWN, DRAINING, UP, Job, Ref, ShardId, State
-from fastcheckd.registry.redundancy import RecordedReplica, Survey, find_shard, survey
-from fastcheckd.registry.safe_stop import stop_verdict
+from fastcheckd.registry.redundancy import RecordedReplica, Survey, find_shard, stop_verdict, survey
 
 NAMES = [f"n{i}" for i in range(6)]
 

@@ -13,7 +13,7 @@ from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
 from fastcheckd.config import Config, Voter
 from fastcheckd.errors import NoQuorumError, PeerError
-from fastcheckd.registry import repair_waits
+from fastcheckd.registry import repair_planner
 from fastcheckd.registry.model import Ref, ShardId, State
 from fastcheckd.registry.redundancy import RecordedReplica, is_lost
 from fastcheckd.registry.repairs import Repairs
@@ -83,8 +83,8 @@ class Nodes:
 
 @pytest.fixture(autouse=True)
 def _no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repair_waits, "GONE_GRACE_S", 0.0)
-    monkeypatch.setattr(repair_waits, "BACKOFF_S_MIN", 0.05)
+    monkeypatch.setattr(repair_planner, "GONE_GRACE_S", 0.0)
+    monkeypatch.setattr(repair_planner, "BACKOFF_S_MIN", 0.05)
 
 
 def committed() -> State:

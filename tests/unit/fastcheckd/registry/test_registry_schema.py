@@ -7,9 +7,9 @@ from tests.unit.fastcheckd.registry.small_cluster import apply
 
 from fastcheckd.config import Voter
 from fastcheckd.errors import UnsafeError
-from fastcheckd.registry import model, schema
+from fastcheckd.registry import model, voters
 from fastcheckd.registry.model import SCHEMA, State
-from fastcheckd.registry.schema import agree, agree_in_time, is_agreed
+from fastcheckd.registry.voters import agree, agree_in_time, is_agreed
 
 NEWER = SCHEMA + 1
 
@@ -75,7 +75,7 @@ def test_one_that_does_not_know_it_or_is_silent_holds_it_up_and_is_named(known, 
 
 
 def test_it_is_tried_again_until_the_last_voter_is_upgraded(monkeypatch):
-    monkeypatch.setattr(schema, "RETRY_S", 0.0)
+    monkeypatch.setattr(voters, "RETRY_S", 0.0)
     engine = Engine()
 
     class Upgraded(Outward):

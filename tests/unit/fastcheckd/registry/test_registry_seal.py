@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcheckd.registry.raft import unpickler
-from fastcheckd.registry.raft.seal import Seal, derive_key
+from fastcheckd.registry.raft import messages
+from fastcheckd.registry.raft.messages import Seal, derive_key
 from fastcheckd.registry.raft.transport import MESSAGE_BYTES_MAX
 
 KEY = derive_key(b"s" * 32, "test")
@@ -60,7 +60,7 @@ def test_a_malicious_pickle_runs_nothing(tmp_path, protocol):
     path = tmp_path / "owned"
     attack = pickle.dumps({"type": "append_entries", "entries": [Malicious(path)]}, protocol)
     with pytest.raises(pickle.UnpicklingError, match="no business"):
-        unpickler.loads(attack)
+        messages.loads(attack)
     assert not path.exists()
     pickle.loads(attack)
     assert path.exists(), "the attack itself works"
@@ -79,7 +79,7 @@ plain = st.recursive(
 
 @given(plain)
 def test_plain_values_pass_unchanged(value):
-    again = unpickler.loads(unpickler.dumps(value))
+    again = messages.loads(messages.dumps(value))
     assert again == value and type(again) is type(value)
 
 

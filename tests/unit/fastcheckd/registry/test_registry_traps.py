@@ -25,7 +25,7 @@ from fastcheckd.registry.commands import noop
 from fastcheckd.registry.model import SCHEMA
 from fastcheckd.registry.raft import adapter as raft_module
 from fastcheckd.registry.raft.adapter import Raft
-from fastcheckd.registry.raft.seal import Seal, derive_key
+from fastcheckd.registry.raft.messages import Seal, derive_key
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -173,7 +173,7 @@ def test_there_is_one_replicated_method_and_it_has_no_versions(tmp_path):
 def test_neither_the_batteries_nor_the_rooms_of_bulk_work_are_in_the_registrys_process():
     """The batteries trust wall clocks; numpy and the store would hold the interpreter for long."""
     code = (
-        "import sys, fastcheckd.registry_server\n"
+        "import sys, fastcheckd.process.registry\n"
         "print([m for m in sys.modules if m.startswith(('pysyncobj.batteries', 'fastcheckd.store', "
         "'fastcheckd.transfer', 'fastcheckd.codec', 'numpy', 'torch'))])"
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 from tests.sockets import free_address
@@ -23,7 +24,7 @@ from fastcheckd.registry.raft.membership import (
     voters_after,
 )
 from fastcheckd.registry.state import snapshot
-from fastcheckd.registry.voter_changes import add_voters, plan, plan_added, replace_voter
+from fastcheckd.registry.voters import add_voters, plan, plan_added, replace_voter
 
 
 async def eventually(condition, deadline_s=60.0):
@@ -358,7 +359,9 @@ def test_a_node_that_refuses_changes_nothing(tmp_path):
 
             wish = request(old.node_id, "d", raft_address=free_address(), registry_address=free_address())
             with pytest.raises(InvalidRequestError, match="no certificate"):
-                await replace_voter(h.leader, "test", wish, at_ms=1, ask=refuse)
+                await replace_voter(
+                    h.leader, "test", wish, at_ms=1, outward=SimpleNamespace(become_voter=refuse)
+                )
             assert asked[0][:3] == ("d", "127.0.0.1:1", "test") and "d" in asked[0][3]
             assert old.node_id not in asked[0][3] and set(h.leader.voters) == set(h.first)
 
@@ -429,11 +432,13 @@ def test_voters_are_added_to_one_that_was_left_and_named_to_everyone(tmp_path):
             async def knows_schema(new, timeout_s):
                 return SCHEMA if new in h.running else None
 
+            outward = SimpleNamespace(become_voter=ask, knows_schema=knows_schema)
+
             wish = wanted("d", "e")
             for record in wish.voters:
                 record.registry_address, record.raft_address = free_address(), free_address()
             for _ in range(2):  # said again, it is done
-                after = await add_voters(h.leader, "test", wish, at_ms=1, ask=ask, knows_schema=knows_schema)
+                after = await add_voters(h.leader, "test", wish, at_ms=1, outward=outward)
                 assert [v.node_id for v in after] == ["d", "e", left.node_id]
             assert [known for _, known in asked.values()] == [[left.node_id]] * 2, (
                 "of the lost nobody is told"

@@ -15,7 +15,7 @@ from fastcheckd.services.admin_reports import (
     replica_reports,
     unanswered,
 )
-from fastcheckd.services.health_codes import Setup, health_codes, worst
+from fastcheckd.services.health_codes import health_codes, worst
 
 UP, SUSPECT, DOWN, DRAINING = (
     registry_pb2.NODE_STATE_UP,
@@ -53,14 +53,14 @@ def holds(digest=DIGEST, verified_at_ms=1000, number=5, job="gpt"):
     return peer_pb2.Replica(key=key, digest=digest, verified_at_ms=verified_at_ms)
 
 
-def codes(seen, stats=None, replicas=None, steps=(), *, redundancy=None, setup=None, has_quorum=True):
+def codes(seen, stats=None, replicas=None, steps=(), *, redundancy=None, config=None, has_quorum=True):
     answers = Answers(
         stats={n.node_id: STATS for n in seen.nodes} if stats is None else stats,
         replicas=replicas or {},
         newest_steps=steps,
         redundancy=redundancy,
     )
-    return health_codes(seen, answers, setup or Setup(), has_quorum=has_quorum)
+    return health_codes(seen, answers, config or Config(cluster_id="c", node_id="v0"), has_quorum=has_quorum)
 
 
 def names(found):
@@ -188,7 +188,7 @@ def test_many_short_shards_make_one_short_sentence():
         record.ranks.add().CopyFrom(record.ranks[0])
         record.ranks[rank].rank = rank
     (code,) = codes(view(a=UP, b=UP), replicas={"a": [], "b": []}, steps=[record])
-    assert "rank 0 shard 0, rank 1 shard 0, rank 2 shard 0 and 47 more" in code.detail
+    assert "rank 0 shard 0, rank 1 shard 0, rank 2 shard 0, rank 3 shard 0 and 46 more" in code.detail
 
 
 def test_down_nodes_are_not_asked_and_not_missed():
@@ -290,7 +290,9 @@ def test_copies_in_one_failure_domain_degrade():
 def test_a_check_is_late_after_two_periods(age_ms, late):
     stats = peer_pb2.GetStatsResponse(ram_budget_bytes=1, scrub_age_ms=age_ms)
     assert (names(codes(view(a=UP), stats={"a": stats})) == [("SCRUB_LATE", "DEGRADED")]) == late
-    assert not codes(view(a=UP), stats={"a": stats}, setup=Setup(scrub_period_s=3601.0))
+    assert not codes(
+        view(a=UP), stats={"a": stats}, config=Config(cluster_id="c", node_id="v0", scrub_period_s=3601.0)
+    )
 
 
 def test_a_bad_replica_that_was_found_is_worth_knowing():
@@ -325,29 +327,27 @@ def test_a_shared_key_is_told_off_loopback_only(tmp_path):
     key = tmp_path / "raft.key"
     off = Config(cluster_id="c", node_id="v0", voters=voters("10.0.0.1"), raft_key_file=key)
     told = [("INSECURE", "OK"), ("RAFT_SHARED_KEY", "OK")]
-    assert names(codes(seen, setup=Setup.of(off))) == told
+    assert names(codes(seen, config=off)) == told
     assert (
         codes(
             seen,
-            setup=Setup.of(
-                Config(cluster_id="c", node_id="v0", voters=voters("127.0.0.1"), raft_key_file=key)
-            ),
+            config=Config(cluster_id="c", node_id="v0", voters=voters("127.0.0.1"), raft_key_file=key),
         )
         == []
     )
     tls = dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_ca_file"), key)
     with_tls = Config(cluster_id="c", node_id="v0", voters=voters("10.0.0.1"), raft_key_file=key, **tls)
-    assert codes(seen, setup=Setup.of(with_tls)) == []
+    assert codes(seen, config=with_tls) == []
 
 
 def test_what_is_not_encrypted_is_told():
     tls = dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_ca_file"), Path("x"))
     far = {"cluster_id": "c", "node_id": "v0", "host": "10.0.0.1"}
-    (code,) = codes(view(a=UP), setup=Setup.of(Config(**far, raft_key_file=Path("x"), insecure=True)))
+    (code,) = codes(view(a=UP), config=Config(**far, raft_key_file=Path("x"), insecure=True))
     assert code.code == "INSECURE" and "10.0.0.1:7450" in code.detail and "10.0.0.1:7452" in code.detail
-    assert names(codes(view(a=UP), setup=Setup.of(Config(**far, **tls)))) == [("LANE_READABLE", "OK")]
-    assert codes(view(a=UP), setup=Setup.of(Config(**far, **tls, lane_tls=True))) == []
-    assert codes(view(a=UP), setup=Setup.of(Config(cluster_id="c", node_id="v0", **tls))) == []
+    assert names(codes(view(a=UP), config=Config(**far, **tls))) == [("LANE_READABLE", "OK")]
+    assert codes(view(a=UP), config=Config(**far, **tls, lane_tls=True)) == []
+    assert codes(view(a=UP), config=Config(cluster_id="c", node_id="v0", **tls)) == []
 
 
 @pytest.mark.parametrize(
@@ -370,18 +370,16 @@ def test_a_certificate_that_expires_soon_degrades(days_left, lifetime_days, told
 
 
 def test_voters_that_are_not_the_configs_are_named():
-    setup = Setup.of(
-        Config(cluster_id="c", node_id="v0", voters=voters("127.0.0.1"), raft_key_file=Path("raft.key"))
-    )
+    config = Config(cluster_id="c", node_id="v0", voters=voters("127.0.0.1"), raft_key_file=Path("raft.key"))
     seen = view(a=UP)
-    assert codes(seen, setup=setup) == [], "an older voter names none"
+    assert codes(seen, config=config) == [], "an older voter names none"
     for voter in voters("127.0.0.1"):
         seen.voter_records.add(
             node_id=voter.node_id, registry_address=voter.registry_address, raft_address=voter.raft_address
         )
-    assert codes(seen, setup=setup) == []
+    assert codes(seen, config=config) == []
     seen.voter_records[2].node_id = "v9"
-    (code,) = codes(seen, setup=setup)
+    (code,) = codes(seen, config=config)
     assert code.code == "VOTERS_DIFFER" and "v9 at 127.0.0.1:202" in code.detail
 
 

@@ -3,8 +3,8 @@
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheckd.services.checkpoints import with_provisional
-from fastcheckd.services.health_of_copies import provisional_codes
+from fastcheckd.services.admin_reports import with_provisional
+from fastcheckd.services.health_of_jobs import provisional_codes
 
 COMMITTED, REPLICATING, PROVISIONAL = (
     rpb.STEP_STATE_COMMITTED,

@@ -2,7 +2,7 @@
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheckd.services.survival import NODES_MAX, survival
+from fastcheckd.services.admin_reports import NODES_MAX, survival
 
 UP, DOWN = rpb.NODE_STATE_UP, rpb.NODE_STATE_DOWN
 

@@ -22,8 +22,7 @@ from fastcheck import Checkpointer, OutOfMemoryError
 from fastcheck_proto.seal_record import write_record
 from fastcheck_proto.v1 import node_pb2, node_pb2_grpc, trainer_pb2_grpc
 from fastcheck_proto.v1 import trainer_pb2 as pb
-from fastcheckd.services.admission import Admission
-from fastcheckd.services.owners import Owners
+from fastcheckd.services.admission import Admission, Owners
 from fastcheckd.services.trainer import TrainerService
 
 

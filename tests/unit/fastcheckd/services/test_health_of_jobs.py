@@ -4,7 +4,7 @@ import pytest
 
 from fastcheck_proto.v1 import common_pb2, peer_pb2, registry_pb2
 from fastcheckd.services.admin_reports import Answers
-from fastcheckd.services.health_of_saves import (
+from fastcheckd.services.health_of_jobs import (
     FAILED_S_MIN,
     TRYING_S,
     UNCOMMITTED_S_FIRST,

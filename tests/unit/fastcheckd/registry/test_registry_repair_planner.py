@@ -8,8 +8,7 @@ from test_registry_redundancy import lose, make, node, rank, shard, step
 from fastcheck_proto.v1.registry_pb2 import NodeRecord
 from fastcheckd.registry.model import DOWN, UP, Job, Ref, ShardId, State
 from fastcheckd.registry.redundancy import RecordedReplica, survey
-from fastcheckd.registry.repair_orders import Order, Planner
-from fastcheckd.registry.repair_waits import GONE_GRACE_S, RETURN_GRACE_S, Absences
+from fastcheckd.registry.repair_planner import GONE_GRACE_S, RETURN_GRACE_S, Absences, Order, Planner
 
 A, B, C, D, E = (Ref(name, 1) for name in "abcde")
 

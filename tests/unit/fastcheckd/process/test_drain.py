@@ -3,9 +3,9 @@ import asyncio
 import pytest
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
-from fastcheckd import drain as drain_module
-from fastcheckd.drain import drain
 from fastcheckd.errors import RegistryError
+from fastcheckd.process import drain as drain_module
+from fastcheckd.process.drain import drain
 
 
 class Registry:

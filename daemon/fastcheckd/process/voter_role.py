@@ -15,10 +15,10 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence
 
-from .config import Config, Voter
-from .errors import ConfigError, InvalidRequestError
-from .log import Episode
-from .registry.known_voters import (
+from ..config import Config, Voter
+from ..errors import ConfigError, InvalidRequestError
+from ..log import Episode
+from ..registry.known_voters import (
     joining_file,
     read_voters,
     voters_file,
@@ -27,9 +27,9 @@ from .registry.known_voters import (
     with_voters,
     write_voters,
 )
-from .registry.raft.disk import sync_directory, write_file
-from .registry.raft.membership import voter_message
-from .registry.raft.voter_folder import make_private, read_marker, registry_folder
+from ..registry.raft.disk import sync_directory, write_file
+from ..registry.raft.membership import voter_message
+from ..registry.raft.voter_folder import make_private, read_marker, registry_folder
 from .supervisor import Supervisor
 
 logger = logging.getLogger(__name__)

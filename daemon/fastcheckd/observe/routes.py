@@ -7,18 +7,20 @@ on). May it be stopped (else wait, or drain it): that the registry answers.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
+from typing import Generic, TypeVar
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..errors import FastCheckdError
 from .agent_metrics import NodeFacts
-from .cached_answer import CachedAnswer
 from .families import CONTENT_TYPE
 from .http_edge import Handler, Response
-from .readiness import why_not_ready
+
+T = TypeVar("T")
 
 #: One scrape for all who scrape at once, and for a moment longer.
 METRICS_KEPT_S = 0.5
@@ -26,7 +28,37 @@ METRICS_KEPT_S = 0.5
 SAFE_TO_STOP_KEPT_S = 2.0
 
 
-def health_pages(
+class CachedAnswer(Generic[T]):
+    """The outcome of `ask`, errors included; asked at most once at a time, however many want it.
+
+    Args:
+        ask: bounded in time by itself.
+        keep_s: for so long after it came an answer is given again.
+    """
+
+    def __init__(self, ask: Callable[[], Awaitable[T]], keep_s: float) -> None:
+        self._ask = ask
+        self._keep_s = keep_s
+        self._asking: asyncio.Task[T] | None = None
+        self._good_until = 0.0
+
+    async def get(self) -> T:
+        """The answer; raises what asking raised."""
+        now = asyncio.get_running_loop().time()
+        if self._asking is None or (self._asking.done() and now >= self._good_until):
+            self._asking = asyncio.create_task(self._run())
+            # Whoever wanted it may be gone; the error is theirs, not the event loop's.
+            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._asking)
+
+    async def _run(self) -> T:
+        try:
+            return await self._ask()
+        finally:
+            self._good_until = asyncio.get_running_loop().time() + self._keep_s
+
+
+def health_routes(
     facts: Callable[[], NodeFacts], safe_to_stop: Callable[[], Awaitable[rpb.SafeToStopResponse]]
 ) -> dict[str, Handler]:
     """The three questions, by path.
@@ -41,7 +73,7 @@ def health_pages(
         return Response(HTTPStatus.OK, b"ok\n")
 
     async def readyz() -> Response:
-        reasons = why_not_ready(facts())
+        reasons = facts().why_not_ready()
         status = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
         return _json(status, {"ready": not reasons, "reasons": reasons})
 
@@ -62,7 +94,7 @@ def health_pages(
     return {"/livez": livez, "/readyz": readyz, "/safe-to-stop": may_stop}
 
 
-def metrics_page(scrape: Callable[[], Awaitable[bytes]]) -> dict[str, Handler]:
+def metrics_route(scrape: Callable[[], Awaitable[bytes]]) -> dict[str, Handler]:
     """`/metrics`."""
     shared = CachedAnswer(scrape, METRICS_KEPT_S)
 

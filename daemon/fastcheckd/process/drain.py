@@ -9,33 +9,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from fastcheck_proto.v1 import registry_pb2 as rpb
 
-from .errors import FastCheckdError
+from ..config import Config
+from ..errors import FastCheckdError
+from ..registry.client import RegistryClient
+from .runtime import stop_signal
+from .systemd import RelayedNotifier, one_line
 
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 1.5
 LOOK_INTERVAL_S = 1.0
-
-
-class DrainRegistry(Protocol):
-    """The part of the registry's client that a drain needs."""
-
-    async def set_draining(
-        self, request: rpb.SetDrainingRequest, timeout_s: float
-    ) -> rpb.SetDrainingResponse:
-        """Begin or end a drain."""
-
-    async def safe_to_stop(self, request: rpb.SafeToStopRequest, timeout_s: float) -> rpb.SafeToStopResponse:
-        """What stopping a node for good would cost."""
+#: To systemd, while a drain goes on: wait so much longer.
+EXTENSION_USEC = str(30 * 10**6)
 
 
 async def drain(
     node_id: str,
-    registry: DrainRegistry,
+    registry: RegistryClient,
     *,
     within_s: float,
     going_on: Callable[[str], None] = lambda _: None,
@@ -72,3 +66,23 @@ async def drain(
     except TimeoutError:
         logger.warning("stopping undrained after %g s: %s", within_s, why)
         return False
+
+
+async def drain_until_told(config: Config, registry: RegistryClient, notifier: RelayedNotifier) -> None:
+    """As long as it may take, or until whoever stops this node says so once more."""
+    at_once = stop_signal()
+    draining = asyncio.create_task(
+        drain(
+            config.node_id,
+            registry,
+            within_s=config.drain_on_stop_s,
+            # Each asks for so much more time than the unit allows for.
+            going_on=lambda why: notifier.tell(
+                STOPPING="1", STATUS=one_line(f"draining: {why}"), EXTEND_TIMEOUT_USEC=EXTENSION_USEC
+            ),
+        )
+    )
+    ends: set[asyncio.Future[Any]] = {draining, at_once}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    draining.cancel()
+    await asyncio.gather(draining, return_exceptions=True)

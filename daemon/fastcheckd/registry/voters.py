@@ -1,47 +1,39 @@
-"""Changes of the voters: one that is gone for good is replaced, or more are added. What is checked, whom it asks.
+"""What a leader does about the voters: replaces one that is gone for good, adds more, agrees with them on a schema.
 
 New nodes are asked first: if one cannot, nothing has changed. Then the engine changes its membership, one
 server at a time, and last the registry names the new voters to everyone. After any failure the same request
 goes on from where it stopped.
+
+A voter of an earlier version refuses commands that it does not know, and would have another state than the others from
+then on. So a leader asks all voters before it proposes a newer schema of the state, whichever version they run; one
+that does not answer may be such a one. What was agreed on is in the state, and outlasts leaders and voters that are
+down later.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Protocol, runtime_checkable
 
+from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
 from fastcheck_proto.v1 import registry_pb2
 
 from ..config import Voter, split_address
 from ..errors import FastCheckdError, InvalidRequestError, UnsafeError
 from . import commands
-from .model import DOWN, UP, state_name
+from .model import DOWN, SCHEMA, UP, state_name
+from .outward import Outward
 from .raft.consensus import Consensus
 from .raft.membership import voter_of
 
 CHANGE_TIMEOUT_S = 20.0
-#: A new voter's process takes a second or two to start.
-ANSWER_S = 1.0
+#: Between questions to a new voter, whose process takes a second or two to start.
 ANSWER_PAUSE_S = 0.2
-
-#: Asks a node's agent to become one of these voters: (node id, agent address, cluster id, voters, version of the
-#: state that this follows from).
-Ask = Callable[[str, str, str, Sequence[Voter], int, Sequence[Voter]], Awaitable[None]]
-#: The newest schema that the registry process of a voter knows; None: it does not answer within that time.
-KnowsSchema = Callable[[Voter, float], Awaitable[int | None]]
-
-
-@runtime_checkable
-class Replaceable(Protocol):
-    """An engine whose members can be replaced."""
-
-    async def add_member(self, new: Voter, *, timeout_s: float) -> None:
-        """Have `new` vote as well; repeating it completes it."""
-
-    async def replace_member(self, old: Voter, new: Voter, *, timeout_s: float) -> None:
-        """Have `new` vote in the place of `old`; repeating it completes it."""
+#: A voter that does not know a newer schema may be upgraded or come back any time.
+ASK_TIMEOUT_S = 1.0
+RETRY_S = 5.0
 
 
 async def replace_voter(
@@ -50,7 +42,7 @@ async def replace_voter(
     request: registry_pb2.ReplaceVoterRequest,
     *,
     at_ms: int,
-    ask: Ask,
+    outward: Outward,
 ) -> list[Voter]:
     """Replace one voter by another; at the leader. Returns all voters afterwards.
 
@@ -59,8 +51,6 @@ async def replace_voter(
         UnsafeError: the old one lives, or too few others do.
         NoQuorumError: not done in time; the same request goes on from there.
     """
-    if not isinstance(engine, Replaceable):
-        raise InvalidRequestError("the voters of this registry are those of its config")
     named = engine.read(lambda state: list(map(voter_of, state.voters)))
     # Until a first replacement the engine's are all there is to say; afterwards those may be between two.
     voters = named or sorted(engine.voters, key=lambda v: v.node_id)
@@ -72,7 +62,7 @@ async def replace_voter(
             # So that nobody takes the voters for fewer while one is gone and the other not there yet.
             await _name(engine, voters, at_ms)
         address = nodes[new.node_id].agent_address
-        await ask(new.node_id, address, cluster_id, after, _version(engine), voters)
+        await outward.become_voter(new.node_id, address, cluster_id, after, _version(engine), voters)
         await engine.replace_member(old, new, timeout_s=CHANGE_TIMEOUT_S)
         await _name(engine, after, at_ms)
     return after
@@ -84,8 +74,7 @@ async def add_voters(
     request: registry_pb2.AddVotersRequest,
     *,
     at_ms: int,
-    ask: Ask,
-    knows_schema: KnowsSchema,
+    outward: Outward,
 ) -> list[Voter]:
     """Have more nodes vote; at the leader. Returns all voters afterwards.
 
@@ -94,8 +83,6 @@ async def add_voters(
         UnsafeError: too few voters are healthy for one more.
         NoQuorumError: not done in time; the same request goes on from there.
     """
-    if not isinstance(engine, Replaceable):
-        raise InvalidRequestError("the voters of this registry are those of its config")
     # The log's: what the registry names may be older, after an addition that broke off or a recovery.
     voters = sorted(engine.voters, key=lambda v: v.node_id)
     nodes = engine.read(lambda state: deepcopy(state.nodes))
@@ -108,10 +95,10 @@ async def add_voters(
         return voters  # said again after it was done
     for new in added:
         address = nodes[new.node_id].agent_address
-        await ask(new.node_id, address, cluster_id, after, _version(engine), voters)
+        await outward.become_voter(new.node_id, address, cluster_id, after, _version(engine), voters)
     for new in added:
         # Of two voters both are needed: one that cannot be reached would end the quorum.
-        await _until_it_answers(new, engine.read(lambda state: state.schema), knows_schema)
+        await _until_it_answers(new, engine.read(lambda state: state.schema), outward)
         await engine.add_member(new, timeout_s=CHANGE_TIMEOUT_S)
     await _name(engine, after, at_ms)
     return after
@@ -128,10 +115,10 @@ async def _name(engine: Consensus, voters: Sequence[Voter], at_ms: int) -> None:
         raise FastCheckdError(f"the registry refused its new voters: {result.message}")
 
 
-async def _until_it_answers(voter: Voter, schema: int, knows_schema: KnowsSchema) -> None:
+async def _until_it_answers(voter: Voter, schema: int, outward: Outward) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + CHANGE_TIMEOUT_S
-    while (known := await knows_schema(voter, ANSWER_S)) is None:
+    while (known := await outward.knows_schema(voter, ASK_TIMEOUT_S)) is None:
         if loop.time() > deadline:
             raise UnsafeError(
                 f"the registry process of {voter.node_id} does not answer at {voter.registry_address}: nothing was "
@@ -243,3 +230,51 @@ def plan(
 def _at(host: str, address: str) -> str:
     port = split_address(address)[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+logger = logging.getLogger(__name__)
+
+
+def is_agreed(raft: Consensus, schema: int) -> bool:
+    """Whether commands of this schema count."""
+    return raft.read(lambda state: state.schema) >= schema
+
+
+async def agree(raft: Consensus, own_node_id: str, outward: Outward, schema: int) -> None:
+    """Have the state in this schema, if it is not yet.
+
+    Raises:
+        UnsafeError: some voter does not know it, or does not answer.
+        NoQuorumError: this voter does not lead.
+    """
+    if is_agreed(raft, schema):
+        return
+    others = [voter for voter in raft.voters if voter.node_id != own_node_id]
+    known = await asyncio.gather(*(outward.knows_schema(voter, ASK_TIMEOUT_S) for voter in others))
+    silent = [voter.node_id for voter, knows in zip(others, known, strict=True) if knows is None]
+    older = [
+        v.node_id for v, knows in zip(others, known, strict=True) if knows is not None and knows < schema
+    ]
+    if older:
+        raise UnsafeError(
+            f"the registry cannot do this before all voters run a version that knows it: upgrade {', '.join(older)}"
+        )
+    if silent:
+        raise UnsafeError(
+            "the registry cannot do this before all voters have said once that they know it: no answer from "
+            f"{', '.join(silent)}; start it, or replace it with 'fastcheck voters replace'"
+        )
+    await raft.propose(log_pb2.RegistryCommand(upgrade=schema))
+    logger.info("registry: all voters know schema %d of the state", schema)
+
+
+async def agree_in_time(raft: Consensus, own_node_id: str, outward: Outward, schema: int = SCHEMA) -> None:
+    """Try until it is agreed."""
+    while True:
+        try:
+            await agree(raft, own_node_id, outward, schema)
+        except FastCheckdError as error:
+            logger.info("registry: %s", error)
+            await asyncio.sleep(RETRY_S)
+        else:
+            return

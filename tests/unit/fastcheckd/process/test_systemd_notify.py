@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from fastcheckd.systemd import Notifier, one_line, report
+from fastcheckd.process.systemd import Notifier, one_line, report
 
 
 @pytest.fixture

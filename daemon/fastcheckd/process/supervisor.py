@@ -13,29 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fastcheck_proto.v1 import node_pb2 as pb
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 #: Of a message either way: the longest names seven voters.
 MESSAGE_BYTES_MAX = 64 << 10
-
-
-class DataProcess:
-    """The data process, as whoever watches it needs it."""
-
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
-
-    @property
-    def pid(self) -> int | None:
-        """Process id while it runs."""
-        return self._supervisor.processes.data.pid or None
-
-    def kill(self) -> None:
-        """SIGKILL it, for it to be started again."""
-        if (pid := self.pid) is not None:
-            self._supervisor.kill_data(pid)
 
 
 class Supervisor:
@@ -52,7 +35,6 @@ class Supervisor:
         self._number = self._registry_number = 0
         #: As the parent has last told them.
         self.processes = pb.NodeProcesses()
-        self.data = DataProcess(self)
         self._told = asyncio.Condition()
         self._on_refused: Callable[[Exception], None] | None = None
 
@@ -110,8 +92,13 @@ class Supervisor:
         async with self._told:
             await self._told.wait_for(lambda: self._is_answered and not self.processes.HasField("registry"))
 
+    @property
+    def data_pid(self) -> int | None:
+        """Process id of the data process while it runs."""
+        return self.processes.data.pid or None
+
     def kill_data(self, pid: int) -> None:
-        """SIGKILL the data process, if it still has this id."""
+        """SIGKILL the data process, for it to be started again, if it still has this id."""
         try:
             self._send(pb.ParentRequest(kill_data=pb.KillData(pid=pid)))
         except OSError as error:  # asked again as long as it hangs

@@ -1,4 +1,8 @@
-"""What the processes share: how they are stopped, and how they listen."""
+"""What the processes of a node share: how they are stopped, how they listen, how they tell the parent that they work.
+
+Signs of life go over a pipe: there is nobody to authenticate, nothing to bound but the pipe itself, and it works before
+and without everything that the process serves. A sign says nothing but that it was given, so its bytes are thrown away.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 #: How often a process looks whether its ports may be full.
 CROWD_LOOK_S = 2.0
+#: How often a process that works says so.
+LIVENESS_INTERVAL_S = 1.0
+_READ_BYTES_MAX = 4096
 
 
 def stop_signal() -> asyncio.Future[None]:
@@ -110,3 +117,24 @@ async def listening(server: grpc.aio.Server, socket: Path | None = None) -> Asyn
         yield
     finally:
         await server.stop(grace=0.2)
+
+
+class LivenessPipe:
+    """The end of the process that is watched; `fd` is its own from now on."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        os.set_blocking(fd, False)
+
+    def write(self) -> None:
+        """Once more. A full pipe has signs enough; a parent that is gone ends this process by other means."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._fd, b".")
+
+
+def read_liveness(fd: int) -> bool | None:
+    """Whether a sign of life was given since the last call; None: there is nobody any more who could give one."""
+    try:
+        return True if os.read(fd, _READ_BYTES_MAX) else None
+    except BlockingIOError:
+        return False

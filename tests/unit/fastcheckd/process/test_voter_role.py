@@ -10,6 +10,8 @@ import pytest
 from fastcheck_proto.v1 import node_pb2 as pb
 from fastcheckd.config import Config, Voter
 from fastcheckd.errors import InvalidRequestError
+from fastcheckd.process.supervisor import Supervisor
+from fastcheckd.process.voter_role import VoterRole
 from fastcheckd.registry.known_voters import (
     joining_file,
     read_voters,
@@ -19,8 +21,6 @@ from fastcheckd.registry.known_voters import (
     write_voters,
 )
 from fastcheckd.registry.raft.membership import voter_of
-from fastcheckd.supervisor import Supervisor
-from fastcheckd.voter_role import VoterRole
 
 A, B, C, D = (
     Voter(node_id=n, registry_address=f"127.0.0.1:{i}1", raft_address=f"127.0.0.1:{i}2")

@@ -1,4 +1,4 @@
-"""Which missing copies to make now, where, and from whom; how long to wait before trying again. Pure: `now` is given.
+"""Which missing copies to make now, where, and from whom; whom to wait for, and how long before trying again. Pure.
 
 Wanted at any moment is little: the copies that matter most, one per target, a bounded number in all. The
 rest is computed again when one of them is done, from the state as it is then.
@@ -12,21 +12,106 @@ from dataclasses import dataclass, field
 
 from fastcheck_proto.placement_groups import Groups, domain_of
 from fastcheck_proto.v1 import registry_log_pb2 as log_pb2
+from fastcheck_proto.v1 import registry_pb2 as rpb
 
 from ..placement import substitute
 from .loads import domain_label
-from .model import DOWN, Ref, ShardId, State
+from .model import DOWN, Ref, ShardId, State, is_live
 from .redundancy import (
     Shortage,
     Survey,
     counts,
     find_shard,
 )
-from .repair_waits import Attempts
 
 SOURCES_MAX = 8
 #: Shards that one planning looks at closely.
 LOOKS_MAX = 512
+#: A machine that restarts with its memory costs less than copying what it held; its daemon needs seconds for that.
+GONE_GRACE_S = 5.0
+#: A node that came back checks what it has first; as long as it says something, it is waited for.
+RETURN_GRACE_S = 5.0
+#: After a failure of a shard at a target, doubled with each.
+BACKOFF_S_MIN = 1.0
+BACKOFF_S_MAX = 60.0
+#: Of a shard that nobody can take or give at present.
+NO_TARGET_PAUSE_S = 5.0
+
+
+class Absences:
+    """Lives that are over, and for how long each is still waited for."""
+
+    def __init__(self) -> None:
+        self._gone_at: dict[Ref, float] = {}
+        #: The node is back, in this newer life, since then or since it last said something.
+        self._back: dict[str, tuple[int, float]] = {}
+        self._reported: dict[str, int] = {}
+
+    def heard(self, node: Ref, now: float, *, finished: bool) -> None:
+        """A node that came back has said what it holds: part of it, or the last part."""
+        self._back[node.node_id] = (node.incarnation, now)
+        if finished:
+            self._reported[node.node_id] = node.incarnation
+
+    def spared(self, dead: Set[Ref], nodes: Mapping[str, rpb.NodeRecord], now: float) -> frozenset[Ref]:
+        """Those of the lives that are over whose bytes may come back by themselves, soon."""
+        self._gone_at = {ref: self._gone_at.get(ref, now) for ref in dead}
+        names = {ref.node_id for ref in dead}
+        self._back = {name: seen for name, seen in self._back.items() if name in names}
+        self._reported = {name: life for name, life in self._reported.items() if name in names}
+        return frozenset(ref for ref in dead if self._is_spared(ref, nodes.get(ref.node_id), now))
+
+    def _is_spared(self, ref: Ref, node: rpb.NodeRecord | None, now: float) -> bool:
+        if node is None:
+            return False
+        if not is_live(node):
+            return now < self._gone_at[ref] + GONE_GRACE_S
+        incarnation = node.incarnation
+        if self._reported.get(ref.node_id) == incarnation:
+            return False
+        back, heard_at = self._back.get(ref.node_id, (0, 0.0))
+        if back != incarnation:
+            self._back[ref.node_id] = (incarnation, now)
+            return True
+        return now < heard_at + RETURN_GRACE_S
+
+
+class Attempts:
+    """What has failed, and when it may be tried again. Bounded by what is short."""
+
+    def __init__(self) -> None:
+        self._failures: dict[tuple[ShardId, str], int] = {}
+        self._not_before: dict[tuple[ShardId, str], float] = {}
+        self._resting: dict[ShardId, float] = {}
+
+    def failed(self, shard: ShardId, target: str, now: float) -> None:
+        """A copy could not be made there."""
+        count = self._failures[shard, target] = self._failures.get((shard, target), 0) + 1
+        self._not_before[shard, target] = now + min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** (count - 1))
+
+    def nobody(self, shard: ShardId, now: float) -> None:
+        """No target or no source was to be had."""
+        self._resting[shard] = now + NO_TARGET_PAUSE_S
+
+    def resting(self, shard: ShardId, now: float) -> bool:
+        """Whether the shard is not to be looked at now."""
+        return now < self._resting.get(shard, now)
+
+    def refused(self, shard: ShardId, now: float) -> set[str]:
+        """Targets that are not to be tried again now."""
+        if not self._not_before:
+            return set()
+        return {target for (which, target), at in self._not_before.items() if which == shard and now < at}
+
+    def membership_changed(self) -> None:
+        """There may be a target now."""
+        self._resting.clear()
+
+    def keep(self, short: Set[ShardId]) -> None:
+        """Forget what is not short any more."""
+        self._failures = {key: count for key, count in self._failures.items() if key[0] in short}
+        self._not_before = {key: at for key, at in self._not_before.items() if key[0] in short}
+        self._resting = {shard: at for shard, at in self._resting.items() if shard in short}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +267,7 @@ class Planner:
             self._groups[owner] = Groups({owner: owner_domain, **standing}, self.spread)
         recorded = find_shard(state, shortage.id)
         shards = [] if recorded is None else list(recorded[0].shards)
-        found = substitute(
+        return substitute(
             members=members,
             owner=owner,
             owner_domain=owner_domain,
@@ -190,7 +275,6 @@ class Planner:
             domains_of={n: domain_label(nodes[n], self.domain_key) for n in holders if n in nodes},
             job=shortage.id.job,
             rank=shortage.id.rank,
-            shard=shortage.id.shard,
             tolerate=self.tolerate,
             spread=self.spread,
             avoid=avoid,
@@ -198,7 +282,6 @@ class Planner:
             load=load,
             groups=self._groups[owner],
         )
-        return None if found is None else found.node_id
 
 
 def _sources(shortage: Shortage, unwell: Set[str], serving: Mapping[str, int]) -> tuple[Ref, ...]:
