@@ -32,7 +32,6 @@ from .growth import growth
 from .importing import importing
 from .limits import FramedTcp, Memcpy
 from .links import links
-from .plots import write_plots
 from .replicated import replicated
 from .report import Figure, print_table
 from .restoring import restoring
@@ -268,7 +267,6 @@ def main() -> None:
         action="store_true",
         help="little of everything, to see that it runs; not of every part",
     )
-    parser.add_argument("--plots", type=Path, help="write plots of this run into this folder, as SVG")
     paper_report.add_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()
@@ -284,9 +282,6 @@ def main() -> None:
     )
     path = write_results(arguments.out, results)
     print(f"every run: {path}")
-    if arguments.plots:
-        for plot in write_plots(results, arguments.plots):
-            print(f"plot: {plot}")
 
 
 if __name__ == "__main__":
