@@ -78,7 +78,7 @@ def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
 @pytest.fixture(scope="module")
 def _standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     with LocalCluster(tmp_path_factory.mktemp("standing") / "cluster") as cluster:
-        cluster.up(3, ram_budget="512MiB")
+        cluster.up(3, ram_budget="512MiB", settings={"keep_steps": 2})
         yield cluster
 
 

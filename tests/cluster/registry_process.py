@@ -54,16 +54,19 @@ class RegistryCluster:
             for i in range(count)
         )
         self.config = Config(
-            **{"cluster_id": "test", "node_id": "node-0", "voters": self.voters, "raft_key_file": key}
+            **{
+                "cluster_id": "test",
+                "node_id": "node-0",
+                "keep_steps": 2,
+                "voters": self.voters,
+                "raft_key_file": key,
+            }
             | values
         )
-        #: Config keys that differ from voter to voter.
-        self.settings_of: Callable[[str], dict[str, object]] | None = None
         self.processes: dict[str, Fork] = {}
 
     def config_of(self, node_id: str) -> Config:
-        own = self.settings_of(node_id) if self.settings_of else {}
-        return dataclasses.replace(self.config, node_id=node_id, state_dir=self.folder / node_id, **own)
+        return dataclasses.replace(self.config, node_id=node_id, state_dir=self.folder / node_id)
 
     def log(self, node_id: str) -> str:
         path = self.folder / f"{node_id}.log"

@@ -33,7 +33,7 @@ def cluster(tmp_path_factory):
     ):  # a source tree that is not installed has no entry points
         fsspec.register_implementation("fastcheck", "fastcheck.dcp.filesystem.FastCheckFileSystem")
     with LocalCluster(tmp_path_factory.mktemp("dcp") / "cluster") as made:
-        made.up(3, ram_budget="512MiB", settings={"codec": "always"})
+        made.up(3, ram_budget="512MiB", settings={"keep_steps": 2, "codec": "always"})
         yield made
 
 

@@ -25,7 +25,7 @@ def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dcp")
     with LocalCluster(folder / "cluster") as cluster:
         # Some ranks fail on purpose, and their step keeps the next one waiting for so long.
-        cluster.up(NODES, ram_budget="512MiB", settings={"quarantine_s": 2.0})
+        cluster.up(NODES, ram_budget="512MiB", settings={"quarantine_s": 2.0, "keep_steps": 2})
         (port,) = find_free_ports(1)
         ranks = []
         for rank in range(WORLD):

@@ -46,7 +46,7 @@ CHUNK_BYTES = 4 << 20
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     with LocalCluster(tmp_path_factory.mktemp("cluster")) as cluster:
-        cluster.up(5, tolerate=1, ram_budget="160MiB", settings={})
+        cluster.up(5, tolerate=1, ram_budget="160MiB", settings={"keep_steps": 2})
         cluster.kill(READER, wipe=True)
         until(lambda: node_states(cluster, RANKS[0])[READER] == "DOWN", "the reader's node to be called DOWN")
         made = Job(cluster, RANKS, megabytes=MEGABYTES)

@@ -25,10 +25,10 @@ def test_values_and_where_they_come_from(tmp_path):
     result = json.loads(done.stdout)
     schemas.check("config-show", result)
     found = {entry.pop("key"): entry for entry in result["keys"]}
-    assert found["tolerate"] == {"value": 1, "origin": "file", "where": str(file)}
+    assert found["tolerate"] == {"value": 2, "origin": "file", "where": str(file)}
     assert found["spread"] == {"value": 5, "origin": "variable", "where": "FASTCHECK_SPREAD"}
     assert found["labels"] == {"value": {"rack": "a1"}, "origin": "flag", "where": "--set labels"}
-    assert found["keep_steps"] == {"value": 2, "origin": "default", "where": ""}
+    assert found["keep_steps"] == {"value": 1, "origin": "default", "where": ""}
 
     table = show(*arguments, "--origin", FASTCHECK_SPREAD="5").stdout
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if line.strip()}
