@@ -31,10 +31,10 @@ def all_up(cluster):
     until(lambda: set(node_states(cluster, "node-0").values()) == {"UP"}, "all nodes to be UP")
 
 
-def test_every_node_is_restarted_in_turn_while_nothing_is_saved(make_cluster):
+def test_every_node_is_restarted_in_turn_while_nothing_is_saved(shared_cluster):
     """In good order, so each is DOWN at once. No newer step replaces what it had: that has to be its own again."""
-    cluster = make_cluster(4)
-    job = Job(cluster, NODES)
+    cluster = shared_cluster(4)
+    job = Job(cluster, NODES, "in-turn")
     for step in (1, 2):
         job.commit(step)
     for node in NODES:
@@ -56,9 +56,9 @@ def test_every_node_is_restarted_in_turn_while_nothing_is_saved(make_cluster):
 
 
 @in_good_order_or_not
-def test_the_whole_cluster_is_restarted_at_once_in_the_middle_of_a_save(make_cluster, how):
-    cluster = make_cluster(4)
-    job = Job(cluster, NODES, megabytes=4)
+def test_the_whole_cluster_is_restarted_at_once_in_the_middle_of_a_save(shared_cluster, how):
+    cluster = shared_cluster(4)
+    job = Job(cluster, NODES, "at-once", megabytes=4)
     for step in (1, 2):
         job.commit(step)
     handles = job.save(3)

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from tests.cluster.harness import Job, leader, until
+from tests.netlab.lab import Lab
 
 from fastcheck import Checkpointer, FastCheckError
 from fastcheck.admin import AdminClient
@@ -23,17 +24,19 @@ BOUND_S = 40.0
 
 
 class Incident:
-    """A lab with a job on it, what was committed, and what is known of the nodes' lives."""
+    """A lab with a job of its own on it, what was committed, and what is known of the nodes' lives."""
 
-    def __init__(self, lab):
+    def __init__(self, lab, name):
         self.lab = lab
+        self.name = name
+        self.job = None
         self.leader = until(lambda: leader(lab, "node-4"), "a leader")
         self.followers = [v for v in lab.voters if v != self.leader]
         self.others = [n for n in lab.node_ids if n not in lab.voters]
         self.newest = 0
 
     def train_on(self, *nodes):
-        self.job = Job(self.lab, list(nodes))
+        self.job = Job(self.lab, list(nodes), self.name)
         for _ in range(2):
             self.commit()
         self.lives = self.lab.members(nodes[0])
@@ -106,9 +109,21 @@ def loaded(job):
         return job.load()
 
 
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory, network_namespaces):
+    """One for all incidents: after each the network is healed, and all nodes are UP again by themselves."""
+    with Lab(tmp_path_factory.mktemp("partitions"), 5) as lab:
+        yield lab
+
+
 @pytest.fixture
-def incident(make_lab):
-    return Incident(make_lab(5))
+def incident(lab, request):
+    lab.network.heal()
+    lab.wait_up(lab.node_ids)
+    made = Incident(lab, request.node.name.removeprefix("test_").replace("_", "-")[:60].strip("-"))
+    yield made
+    if made.job is not None:
+        made.job.stop()
 
 
 def test_the_leader_is_cut_off_from_everybody(incident):

@@ -20,7 +20,6 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fastcheck import Checkpointer, DaemonUnavailableError, SaveTimeoutError, StateChangedError
 from fastcheck import copying as copying_module
-from fastcheck import fencing as fencing_module
 from fastcheck import lazy as lazy_module
 from fastcheck_proto.v1 import common_pb2
 
@@ -169,28 +168,6 @@ def test_without_the_fence_the_change_is_found_and_nothing_is_sealed(daemon, ckp
         state["net"][3].weight.add_(1)
     handle.result(timeout=60)
     assert same(loaded(ckpt, 6, state), wanted)
-
-
-@pytest.mark.parametrize("fenced", [True, False])
-def test_a_torn_state_would_be_seen_if_neither_fence_nor_check_were_there(daemon, ckpt, monkeypatch, fenced):
-    """The tests above can fail: the same loop without both seals bytes of two steps."""
-    if not fenced:
-        monkeypatch.setattr(fencing_module.Fence, "hold", lambda fence: None)
-        monkeypatch.setattr(lazy_module.LazyCopy, "_judge", lambda copy: [])
-    state = make(1)
-    before = bits(state)
-    gate = Watching(monkeypatch)
-    handle = ckpt.save(5, state, lazy=True)
-    gate.wait()
-    train(state)
-    after = bits(state)
-    gate.open()
-    handle.result(timeout=60)
-    found = loaded(ckpt, 5, state)
-    assert same(found, before) == fenced
-    if not fenced:
-        assert any(torch.equal(found[name], before[name]) for name in before)
-        assert any(torch.equal(found[name], after[name]) for name in after)
 
 
 def test_only_what_a_step_changes_is_left_for_later(daemon, ckpt, monkeypatch):

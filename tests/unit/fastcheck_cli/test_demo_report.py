@@ -79,63 +79,42 @@ def test_identical_runs(runs):
     assert (found.bit_identical, found.losses_identical, found.reasons) == (True, True, ())
 
 
-def test_one_final_state_that_differs(runs):
-    runs[1].final[1] = "other"
-    found = verdict(runs)
-    assert (found.bit_identical, found.losses_identical) == (False, True)
-    assert "rank 1" in found.reasons[0]
-
-
-def test_a_loaded_state_that_differs(runs):
-    runs[1].loaded[0] = (RESTORED, "other")
-    assert not verdict(runs).bit_identical
-
-
-@pytest.mark.parametrize("missing", ["final", "probed"])
-def test_a_digest_that_nobody_said_is_a_difference_not_a_match(runs, missing):
-    for run in runs:
-        getattr(run, missing).clear()
-    assert not verdict(runs).bit_identical
-
-
-def test_a_loss_that_differs_in_its_last_bit(runs):
-    runs[1].losses[5, 1] = (float.fromhex(loss(5, 1)) + 2**-50).hex()
-    found = verdict(runs)
-    assert (found.bit_identical, found.losses_identical) == (True, False)
-    assert "steps 5" in found.reasons[0]
-
-
-def test_a_step_that_nobody_trained(runs):
-    del runs[1].losses[6, 0]
-    assert not verdict(runs).losses_identical
-
-
-def test_ranks_that_loaded_different_steps(runs):
-    runs[1].loaded[1] = (2, "mid1")
-    found = verdict(runs)
-    assert not found.bit_identical
-    assert "did not all load one step" in found.reasons[0]
-
-
-def test_nothing_loaded_at_all(runs):
-    for rank in range(RANKS):
-        runs[1].loaded[rank] = (None, None)
-    assert not verdict(runs).bit_identical
-
-
-def test_a_committed_step_that_was_lost(runs):
+def lost_step(runs):
     """G1: what any rank saw committed before the loss must be there after it."""
     runs[0].committed_step = 4
+
+
+def no_digests(kind):
+    return lambda runs: [getattr(run, kind).clear() for run in runs]
+
+
+#: What is changed in one of the runs; whether bits and losses are the same then; a reason.
+DIFFERENCES = {
+    "another final state": (lambda r: r[1].final.update({1: "other"}), False, True, "rank 1"),
+    "another loaded state": (lambda r: r[1].loaded.update({0: (RESTORED, "other")}), False, True, ""),
+    "no final digests": (no_digests("final"), False, True, ""),
+    "no digests of the loaded step": (no_digests("probed"), False, True, ""),
+    "the last bit of a loss": (
+        lambda r: r[1].losses.update({(5, 1): (float.fromhex(loss(5, 1)) + 2**-50).hex()}), True, False, "steps 5",
+    ),
+    "a step that nobody trained": (lambda r: r[1].losses.pop((6, 0)), True, False, ""),
+    "ranks that loaded different steps": (
+        lambda r: r[1].loaded.update({1: (2, "mid1")}), False, True, "did not all load one step",
+    ),
+    "nothing loaded": (
+        lambda r: r[1].loaded.update(dict.fromkeys(range(RANKS), (None, None))), False, True, "",
+    ),
+    "a committed step that was lost": (lost_step, False, True, "step 4 had been committed"),
+    "one step with two losses": (lambda r: r[0].take(step_event(4, 0) | {"loss": loss(9, 9)}), True, False, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "bits", "losses", "reason"), DIFFERENCES.values(), ids=DIFFERENCES)
+def test_every_difference_is_noticed(runs, change, bits, losses, reason):
+    change(runs)
     found = verdict(runs)
-    assert not found.bit_identical
-    assert "step 4 had been committed" in found.reasons[0]
-
-
-def test_the_same_step_with_two_losses_is_a_conflict(runs):
-    event = step_event(4, 0)
-    event["loss"] = loss(9, 9)
-    runs[0].take(event)
-    assert not verdict(runs).losses_identical
+    assert (found.bit_identical, found.losses_identical) == (bits, losses)
+    assert found.reasons and reason in found.reasons[0]
 
 
 def the_summary(runs, timeline=None):

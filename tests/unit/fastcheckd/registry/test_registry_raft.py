@@ -3,12 +3,9 @@
 import asyncio
 import contextlib
 import dataclasses
-import pickle
 import pickletools
 import time
 
-import pysyncobj.pickle
-import pysyncobj.tcp_connection
 import pytest
 from tests.sockets import free_address
 from tests.unit.fastcheckd.registry.small_cluster import Command, large, register, upgrade
@@ -129,16 +126,6 @@ def test_the_schema_is_in_a_snapshot_soon_so_that_no_version_that_does_not_know_
         ConfigError, match=f"has schema {SCHEMA + 1}, this version reads {SCHEMA} to {SCHEMA}"
     ):
         asyncio.run(go_back())
-
-
-def test_the_engine_reads_only_plain_pickles(tmp_path):
-    class Attack:
-        def __reduce__(self):
-            return print, ("owned",)
-
-    for loads in (pysyncobj.pickle.loads, pysyncobj.tcp_connection.pickle.loads):
-        with pytest.raises(pickle.UnpicklingError):
-            loads(pickle.dumps(Attack()))
 
 
 def test_a_lost_log_is_for_the_operator(config):

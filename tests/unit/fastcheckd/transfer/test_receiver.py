@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from fastcheckd.errors import (
     FastCheckdError,
     FencedError,
     InvalidRequestError,
-    JobBudgetError,
     NoLeaseError,
     OverBudgetError,
     PeerError,
@@ -162,36 +160,6 @@ async def test_a_copy_of_an_earlier_process_is_checked_before_it_counts(tmp_path
             assert holder.counters.get("corrupt_found") == (not good)
 
 
-@in_a_loop
-async def test_chunks_that_are_here_by_digest_are_not_fetched(tmp_path: Path) -> None:
-    async with running_nodes(tmp_path, "owner", "holder") as (owner, holder):
-        first = owner.publish(DATA, step=5)
-        await owner.offer(holder, first)
-        changed = bytearray(DATA)
-        changed[CHUNK] ^= 1
-        second = owner.publish(changed, step=6)
-        answer = await owner.offer(holder, second)
-        assert answer.received_bytes == CHUNK
-        uses = {use.codec: (use.raw_bytes, use.encoded_bytes) for use in answer.codecs}
-        assert uses == {"raw": (CHUNK, CHUNK), "same": (SIZE - CHUNK, 0)}
-        assert holder.has_exactly(first, DATA)
-        assert holder.has_exactly(second, changed)
-        third = owner.publish(changed, step=7)
-        assert (await owner.offer(holder, third)).received_bytes == 0
-        assert holder.has_exactly(third, changed)
-
-
-@in_a_loop
-async def test_a_step_saved_again_with_other_bytes_takes_the_place_of_the_copy(tmp_path: Path) -> None:
-    async with running_nodes(tmp_path, "owner", "holder") as (owner, holder):
-        await owner.offer(holder, owner.publish(DATA))
-        other = some_bytes(SIZE, seed=2)
-        again = owner.publish(other)
-        await owner.offer(holder, again)
-        assert len(holder.store.held()) == 1
-        assert holder.has_exactly(again, other)
-
-
 # --- refused ----------------------------------------------------------------------------------------
 
 Change = Callable[[peer_pb2.ReplicateRequest], None]
@@ -233,14 +201,6 @@ async def test_a_bad_offer_is_refused_before_anybody_is_asked(tmp_path: Path) ->
             await owner.offer(holder, manifest, holder_incarnation=0)
         assert holder.counters.get("bytes_received") == 0
         assert holder.store.held() == []
-
-
-@in_a_loop
-async def test_a_newer_epoch_is_fine_and_teaches_nothing(tmp_path: Path) -> None:
-    async with running_nodes(tmp_path, "owner", "holder") as (owner, holder):
-        await owner.offer(holder, owner.publish(DATA, shard=0), epoch=10**9)
-        await owner.offer(holder, owner.publish(DATA, shard=1))
-        assert holder.identity.epoch == EPOCH
 
 
 @in_a_loop
@@ -323,20 +283,6 @@ async def test_a_copy_for_which_there_is_no_room_is_refused_and_the_others_stay(
         assert holder.has_exactly(first, DATA)
         assert holder.counters.get("offers_refused") == 1
         assert holder.counters.get("job_budget_refused") == 0
-
-
-@in_a_loop
-async def test_a_job_has_no_more_than_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver_module, "ROOM_WAIT_S", 0.01)
-    async with (
-        running_node(tmp_path, "owner") as owner,
-        running_node(tmp_path, "holder", job_budget_bytes=8 * CHUNK) as holder,
-    ):
-        await owner.offer(holder, owner.publish(DATA, shard=0))
-        with pytest.raises(JobBudgetError):
-            await owner.offer(holder, owner.publish(some_bytes(SIZE, seed=2), shard=1))
-        assert holder.counters.get("job_budget_refused") == holder.counters.get("offers_refused") == 1
-        await owner.offer(holder, owner.publish(DATA, job="another"))
 
 
 # --- lease, life and session ------------------------------------------------------------------------
@@ -734,17 +680,4 @@ async def test_a_manifest_that_is_proved_and_senseless_is_a_bad_source(tmp_path:
         holder.client.open = lies  # type: ignore[method-assign]
         with pytest.raises(PeerError, match="contradicts itself"):
             await owner.offer(holder, manifest)
-        assert holder.reserved_bytes == 0
-
-
-@in_a_loop
-async def test_a_holder_waits_no_longer_for_a_silent_owner_than_the_timeout(tmp_path: Path) -> None:
-    async with running_nodes(tmp_path, "owner", "holder", timeout_s=0.5) as (owner, holder):
-        manifest = owner.publish(DATA)
-        started = time.monotonic()
-        with BadWire(owner.server.port) as wire:
-            wire.stall_at = CHUNK
-            with pytest.raises(PeerError):
-                await owner.offer(holder, manifest, sources=[owner.ref(wire.port)])
-        assert time.monotonic() - started < 30
         assert holder.reserved_bytes == 0
