@@ -16,6 +16,7 @@ from fastcheckd.config import Config, Voter
 from fastcheckd.errors import ConfigError, InvalidRequestError, NoQuorumError
 from fastcheckd.registry import commands, model
 from fastcheckd.registry.model import SCHEMA
+from fastcheckd.registry.raft import adapter
 from fastcheckd.registry.raft import disk as disk_module
 from fastcheckd.registry.raft.adapter import Raft
 from fastcheckd.registry.state import snapshot
@@ -103,6 +104,8 @@ def test_a_restart_brings_everything_back_from_the_log_and_from_a_snapshot(confi
 def test_the_schema_is_in_a_snapshot_soon_so_that_no_version_that_does_not_know_it_goes_on_from_the_log(
     config, monkeypatch
 ):
+    monkeypatch.setattr(adapter, "COMPACTION_INTERVAL_S", 0.2)
+
     def schema_on_disk():
         path = config.state_dir / "registry" / "snapshot"
         return RaftSnapshot.FromString(path.read_bytes()[8:]).state.schema if path.exists() else 0

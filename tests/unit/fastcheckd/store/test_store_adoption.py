@@ -1,9 +1,6 @@
 """A new process finds what the old one held, and nothing that does not hold up."""
 
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -160,29 +157,6 @@ def test_chunks_that_an_earlier_process_left_are_checked_before_a_copy_counts_on
     draft.abandon()
     assert in_use(store) == CHUNK  # what is bad is not used again
     store.close()
-
-
-def test_a_process_killed_with_work_under_way_leaves_what_it_published(tmp_path):
-    script = """
-import os, signal, sys
-from pathlib import Path
-from store_helpers import manifest_of, open_store, payload, stage
-store = open_store(Path(sys.argv[1]))
-stage(store, payload(0, 5000), 0)
-stage(store, payload(1, 5001), 1)
-store.allocate(100_000, "staging.gpt.0.1").view[:5] = b"half "
-draft = store.draft(manifest_of(payload(5, 50_000), 5))
-draft.place(0)[:5] = b"half "
-(store.directory / "tmp" / "half.replica").write_bytes(b"half a manifest")
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "ram")], env=environment, timeout=60, check=False
-    )
-    assert done.returncode == -signal.SIGKILL
-    assert len(files_of(tmp_path / "ram")) == 4
-    assert_left(tmp_path / "ram", [0, 1], 0)
 
 
 def test_leftovers_are_removed(ram):
