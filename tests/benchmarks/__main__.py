@@ -24,7 +24,7 @@ from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
-from . import codec, lanes, lossy_resume, paper_report, placement, staging, status
+from . import codec, lanes, lossy_resume, paper_report, placement, staging
 from .codec_rows import print_rows
 from .detection import detection, soak
 from .entry import end_in_order_when_told, write_results
@@ -167,7 +167,6 @@ PARTS = (
     "idle",
     "import",
     "detection",
-    "status",
     "loop",
     "transfer",
     "staging",
@@ -210,7 +209,6 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
         "idle": lambda: idle(arguments.idle_seconds),
         "import": lambda: importing(arguments.rounds, say, quick=quick),
         "detection": lambda: detection(arguments.trials, say),
-        "status": lambda: status.measure(rounds, say),
         "soak": lambda: soak(arguments.minutes, say, arguments.burners),
         "loop": lambda: save_loop(3, width=64) if quick else save_loop(),
         "transfer": lambda: transfers(arguments.rounds),

@@ -8,8 +8,6 @@ import json
 import secrets
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.forks import Fork
@@ -25,15 +23,6 @@ _SERVER = "fastcheckd.registry_server"
 def free_ports(count: int) -> list[int]:
     """Outside of the range that connections are given theirs from: a voter that is started again finds its own free."""
     return find_free_ports(count)
-
-
-def wait_until(condition: Callable[[], object], deadline_s: float = 60.0, what: str = "condition") -> object:
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        if (value := condition()) not in (None, False):
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"{what} did not come true within {deadline_s} s")
 
 
 class RegistryCluster:

@@ -93,10 +93,13 @@ def test_a_provisional_step_is_restored_elsewhere_when_it_is_asked_for(make_clus
     job.start(["node-5", "node-0"])
     # Each is an answer once the registry has given none for long; what a load says that does not ask for it, and
     # waits for longer, is tested without a cluster.
-    with pytest.raises(InvalidArgumentError, match=r"Complete steps.*2"):
-        job.ranks[1].load(make_state(99, 0, 1), allow_provisional=True)
-    with pytest.raises(StepNotFoundError, match="2"):
-        job.ranks[1].load(make_state(99, 0, 1), step=77, allow_provisional=True)
+    with ThreadPoolExecutor(2) as threads:
+        newest = threads.submit(job.ranks[1].load, make_state(99, 0, 1), allow_provisional=True)
+        absent = threads.submit(job.ranks[0].load, make_state(99, 0, 0), step=77, allow_provisional=True)
+        with pytest.raises(InvalidArgumentError, match=r"Complete steps.*2"):
+            newest.result()
+        with pytest.raises(StepNotFoundError, match="2"):
+            absent.result()
     states = [make_state(99, 0, rank) for rank in range(job.world_size)]
     with ThreadPoolExecutor(job.world_size) as threads:
         loads = [

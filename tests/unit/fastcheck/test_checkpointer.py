@@ -9,11 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 from fake_daemon import FakeDaemon
+from tests.eventually import until
 
 from fastcheck import (
     Checkpointer,
@@ -47,13 +47,6 @@ STATE_BYTES = 40_000
 
 def make_state(value: float = 0.0) -> dict:
     return {"w": torch.full((STATE_BYTES // 4,), float(value)), "n": int(value)}
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met in time"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -155,7 +148,7 @@ def test_the_segment_is_held_until_the_load_is_over_and_no_longer(daemon, ckpt):
     looks = Looks()
     ckpt.load({"x": looks})
     assert not looks.seen
-    wait_until(lambda: "Load closed" in daemon.calls)
+    until(lambda: "Load closed" in daemon.calls)
 
 
 def test_a_large_state_is_copied_by_several_threads(daemon):
@@ -166,7 +159,7 @@ def test_a_large_state_is_copied_by_several_threads(daemon):
         back = {k: torch.zeros_like(v) for k, v in state.items()}
         assert ckpt.load(back) == 1
     assert all(torch.equal(back[k], wanted[k]) for k in wanted)
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("fastcheck")])
+    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("fastcheck")])
 
 
 def test_mappings_are_kept_while_the_file_stays_and_renewed_when_it_is_replaced(daemon, ckpt):
@@ -212,7 +205,7 @@ def test_nothing_views_the_segment_after_a_load(ckpt, releases):
 
     ckpt.save(1, make()).result(timeout=60)
     assert ckpt.load(make()) == 1
-    wait_until(lambda: releases == [True])
+    until(lambda: releases == [True])
 
 
 class Hides(torch.nn.Module):
@@ -230,7 +223,7 @@ def test_a_view_that_was_hidden_does_not_change_when_the_segment_is_reused(daemo
     ckpt.save(1, {"m": Hides()}).result(timeout=60)
     module = Hides()
     ckpt.load({"m": module})
-    wait_until(lambda: releases == [False])
+    until(lambda: releases == [False])
     path = daemon.memory.by_step(1).path
     with path.open("r+b") as file:
         file.write(b"\xa5" * path.stat().st_size)
@@ -309,7 +302,7 @@ def test_a_refusal_is_in_the_handle(daemon, ckpt, call, code, kind):
     assert handle.staged == (call == "sealed")
     daemon.refuse.clear()
     # Who is away is tried again in the background.
-    wait_until(lambda: ckpt.save(2, make_state()).exception(timeout=60) is None)
+    until(lambda: ckpt.save(2, make_state()).exception(timeout=60) is None)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +319,7 @@ def test_a_save_that_fails_later_says_why(tmp_path, code, kind):
             handle.result(timeout=0.01)
         assert isinstance(caught.value, TimeoutError)
         daemon.memory.tell(1, state=trainer_pb2.SAVE_STATE_REPLICATED)
-        wait_until(lambda: handle.replicated)
+        until(lambda: handle.replicated)
         assert not handle.committed
         assert not handle.done
         detail = common_pb2.ErrorDetail(code=getattr(common_pb2, f"ERROR_CODE_{code}"), message="told you")
@@ -451,31 +444,31 @@ def test_a_daemon_that_is_started_later_is_found(tmp_path):
         assert ckpt.save(1, make_state()).exception()
         with FakeDaemon(tmp_path):
             assert ckpt.load(make_state()) is None
-            wait_until(lambda: ckpt.save(2, make_state()).exception(timeout=60) is None)
+            until(lambda: ckpt.save(2, make_state()).exception(timeout=60) is None)
 
 
 def test_a_handle_survives_a_daemon_restart(tmp_path):
     first = FakeDaemon(tmp_path, auto_commit=False)
     with Checkpointer(job="gpt", address=first.address) as ckpt:
         handle = ckpt.save(1, make_state())
-        wait_until(lambda: handle._told)
+        until(lambda: handle._told)
         first.stop()
         assert not handle.done
         with FakeDaemon(tmp_path, first.memory, auto_commit=False) as second:
-            wait_until(lambda: "sealed" in second.calls)
+            until(lambda: "sealed" in second.calls)
             assert (second.memory.opened[-1].again, second.memory.opened[-1].session) == (True, 1)
             second.memory.commit(1)
             assert handle.result(timeout=60).committed
             assert second.memory.sessions == {ckpt._session.client_id: 1}
             second.auto_commit = True
-            wait_until(lambda: ckpt.save(2, make_state()).exception(timeout=60) is None)
+            until(lambda: ckpt.save(2, make_state()).exception(timeout=60) is None)
 
 
 def test_a_step_that_a_restarted_daemon_does_not_know_fails_its_handle(tmp_path):
     first = FakeDaemon(tmp_path, auto_commit=False)
     with Checkpointer(job="gpt", address=first.address) as ckpt:
         handle = ckpt.save(1, make_state())
-        wait_until(lambda: handle._told)
+        until(lambda: handle._told)
         first.stop()
         with FakeDaemon(tmp_path), pytest.raises(SaveFailedError, match="no such save"):
             handle.result(timeout=60)
@@ -502,7 +495,7 @@ def test_a_stream_cut_by_a_restart_while_save_copies_fails_that_handle_and_no_ot
             copy(flat, segment, **rest)
             first.stop()
             restarted.append(FakeDaemon(tmp_path, first.memory))
-            wait_until(lambda: ckpt._session.is_open and "Session" in restarted[0].calls)
+            until(lambda: ckpt._session.is_open and "Session" in restarted[0].calls)
 
         monkeypatch.setattr(ckpt._transport._copier, "copy", cut)
         handle = ckpt.save(2, make_state(2))
@@ -524,9 +517,9 @@ def test_a_daemon_that_hangs_costs_a_moment_once_and_is_used_again_when_it_wakes
     process = subprocess.Popen(arguments, env=env, stdin=subprocess.PIPE)
     try:
         with Checkpointer(job="gpt", address=f"unix://{tmp_path}/fastcheckd.sock") as ckpt:
-            wait_until(lambda: ckpt.save(0, make_state()).exception(timeout=60) is None)
+            until(lambda: ckpt.save(0, make_state()).exception(timeout=60) is None)
             assert ckpt.save(1, make_state()).result(timeout=60).committed
-            wait_until(lambda: len(ckpt._session._lent.held) == 2)
+            until(lambda: len(ckpt._session._lent.held) == 2)
             process.send_signal(signal.SIGSTOP)
             started = time.monotonic()
             for step in (2, 3):  # into the segments that it has; nobody has to answer for that
@@ -537,7 +530,7 @@ def test_a_daemon_that_hangs_costs_a_moment_once_and_is_used_again_when_it_wakes
                 assert isinstance(ckpt.save(step, make_state()).exception(), DaemonUnavailableError)
             assert time.monotonic() - started < 25, "half a second each"
             process.send_signal(signal.SIGCONT)
-            wait_until(lambda: ckpt.save(80, make_state()).exception(timeout=60) is None)
+            until(lambda: ckpt.save(80, make_state()).exception(timeout=60) is None)
     finally:
         process.kill()
         process.wait()
@@ -565,7 +558,7 @@ def test_a_data_process_that_moved_is_found_within_the_next_save(tmp_path):
             assert "sealed" in first.calls
             agent.socket = second.socket
             first.stop()
-            wait_until(lambda: "Session" in second.calls and ckpt._session.is_open)
+            until(lambda: "Session" in second.calls and ckpt._session.is_open)
             assert ckpt.save(2, make_state()).result(timeout=60).committed
             assert "sealed" in second.calls
 

@@ -15,7 +15,7 @@ import threading
 import pytest
 import torch
 from fake_daemon import FakeDaemon
-from test_checkpointer import wait_until
+from tests.eventually import until
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fastcheck import Checkpointer, DaemonUnavailableError, SaveTimeoutError, StateChangedError
@@ -109,7 +109,7 @@ def bits(state: dict) -> dict[str, torch.Tensor]:
 
 def loaded(ckpt: Checkpointer, step: int, like: dict) -> dict[str, torch.Tensor]:
     other = make(99, type(like["optimizer"]))
-    wait_until(lambda: step in ckpt.steps())
+    until(lambda: step in ckpt.steps())
     assert ckpt.load(other, step=step) == step
     return bits(other)
 
@@ -445,7 +445,7 @@ def test_the_hook_is_gone_after_close_and_after_a_checkpointer_that_nobody_close
     del ckpt
     gc.collect()
     assert len(hooks) == before
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("fastcheck-session")])
+    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("fastcheck-session")])
 
 
 def test_a_program_that_ends_right_after_a_lazy_save_has_it_sealed(daemon):

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from fake_daemon import FakeDaemon
-from test_checkpointer import wait_until
+from tests.eventually import until
 
 from fastcheck import Checkpointer, OutOfMemoryError, UnsupportedStateError
 from fastcheck import copying as copying_module
@@ -123,7 +123,7 @@ def test_closing_does_not_wait_for_pages(daemon, ckpt, monkeypatch):
     assert time.monotonic() - started < 10, "a slice, and not all pages or the time that they may take"
     preparing.join(10)
     assert not preparing.is_alive()
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("fastcheck")])
+    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("fastcheck")])
 
 
 @pytest.mark.parametrize("kernel", ["new", "old"])

@@ -7,6 +7,7 @@ import pickletools
 import time
 
 import pytest
+from tests.eventually import eventually
 from tests.sockets import free_address
 from tests.unit.fastcheckd.registry.small_cluster import Command, large, register, upgrade
 
@@ -26,13 +27,6 @@ from fastcheckd.registry.state import snapshot
 def config(tmp_path):
     voter = Voter(node_id="solo", registry_address=free_address(), raft_address=free_address())
     return Config(cluster_id="test", node_id="solo", voters=(voter,), state_dir=tmp_path / "state")
-
-
-async def eventually(condition, deadline_s=60.0):
-    end = asyncio.get_running_loop().time() + deadline_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < end, "did not come true"
-        await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
