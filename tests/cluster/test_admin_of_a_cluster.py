@@ -63,18 +63,6 @@ def test_every_question_has_the_answer_that_scripts_expect(shared_cluster):
     inspected = asked(cluster, "inspect", "gpt", 3)
     assert inspected["step"] == 3
 
-    for command in (
-        ["status"],
-        ["nodes"],
-        ["jobs"],
-        ["checkpoints", "gpt"],
-        ["replicas", "gpt"],
-        ["inspect", "gpt", "3"],
-    ):
-        for form in ("table", "yaml"):
-            done = cli(*command, "-o", form, "--address", cluster.address("node-0"))
-            assert done.returncode == 0 and done.stdout.strip(), (command, form, done.stderr)
-
 
 def test_exit_codes_for_what_cannot_be_asked(shared_cluster):
     cluster = shared_cluster(4)

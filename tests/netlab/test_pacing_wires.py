@@ -86,7 +86,7 @@ def test_a_flow_of_the_trainer_keeps_nine_tenths_and_the_copy_is_made(make_lab) 
     lab.network.shape("node-0", MBIT_PER_S)
     flow = Flow(lab, "node-0", "node-1")
     time.sleep(5)  # the flow alone: what it is compared with
-    began, done = map(float, lab.train("node-0", SAVE, "24").split())
+    began, done = map(float, lab.train("node-0", SAVE, "32").split())
     samples = flow.finish()
     alone = rate(samples, began - 3.5, began)
     beside = rate(samples, began, min(done, samples[-1][1]))
