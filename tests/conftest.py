@@ -11,8 +11,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 #: Begun first: in the end no worker is left alone with one of them.
 LONG_FILES = {
-    *("test_without_quorum.py", "test_partitions.py", "test_torchrun.py", "test_dcp_ranks.py"),
-    *("test_upgrading.py", "test_repair.py", "test_detection.py", "test_g6_outages.py"),
+    *("test_without_quorum.py", "test_repair.py", "test_torchrun.py", "test_dcp_ranks.py"),
+    *("test_admin_of_a_cluster.py", "test_attacks.py", "test_upgrading.py", "test_detection.py"),
+    *("test_readme.py", "test_g6_outages.py", "test_attacks_by_trainers.py", "test_kills.py"),
 }
 
 

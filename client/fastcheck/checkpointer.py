@@ -349,6 +349,7 @@ class Checkpointer:
         self._closing.set()
         self._session.close()
         self._daemon.close()
+        self._transport.interrupt()  # a `prepare` under way has the lock until its pages are there
         with self._lock:
             self._transport.close()
             self._layouts.close()

@@ -131,6 +131,10 @@ class SharedMemory:
         self._unmapping.append(thread)
         thread.start()
 
+    def interrupt(self) -> None:
+        """Touch no more pages."""
+        self._prefaulter.close()
+
     def close(self) -> None:
         """End threads, forget mappings."""
         for thread in self._unmapping:

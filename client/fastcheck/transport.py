@@ -85,6 +85,10 @@ class Transport(Protocol):
         """
         ...
 
+    def interrupt(self) -> None:
+        """End what `prepare` is still waiting for: nobody will save."""
+        ...
+
     def close(self) -> None:
         """End threads, forget memory."""
         ...

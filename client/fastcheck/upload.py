@@ -102,6 +102,9 @@ class UploadTransport:
         ready, buffer = received
         yield Loaded(ready, buffer.tensor[: ready.state_bytes])
 
+    def interrupt(self) -> None:
+        """Nothing is waited for."""
+
     def close(self) -> None:
         """Nothing is kept between calls."""
 

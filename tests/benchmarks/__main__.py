@@ -24,7 +24,7 @@ from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
-from . import codec, lanes, lossy_resume, paper_report, placement, staging, status
+from . import codec, lanes, lossy_resume, paper_report, placement, staging
 from .codec_rows import print_rows
 from .detection import detection, soak
 from .entry import end_in_order_when_told, write_results
@@ -32,7 +32,6 @@ from .growth import growth
 from .importing import importing
 from .limits import FramedTcp, Memcpy
 from .links import links
-from .plots import write_plots
 from .replicated import replicated
 from .report import Figure, print_table
 from .restoring import restoring
@@ -168,7 +167,6 @@ PARTS = (
     "idle",
     "import",
     "detection",
-    "status",
     "loop",
     "transfer",
     "staging",
@@ -211,7 +209,6 @@ def measure(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, An
         "idle": lambda: idle(arguments.idle_seconds),
         "import": lambda: importing(arguments.rounds, say, quick=quick),
         "detection": lambda: detection(arguments.trials, say),
-        "status": lambda: status.measure(rounds, say),
         "soak": lambda: soak(arguments.minutes, say, arguments.burners),
         "loop": lambda: save_loop(3, width=64) if quick else save_loop(),
         "transfer": lambda: transfers(arguments.rounds),
@@ -268,7 +265,6 @@ def main() -> None:
         action="store_true",
         help="little of everything, to see that it runs; not of every part",
     )
-    parser.add_argument("--plots", type=Path, help="write plots of this run into this folder, as SVG")
     paper_report.add_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     arguments = parser.parse_args()
@@ -284,9 +280,6 @@ def main() -> None:
     )
     path = write_results(arguments.out, results)
     print(f"every run: {path}")
-    if arguments.plots:
-        for plot in write_plots(results, arguments.plots):
-            print(f"plot: {plot}")
 
 
 if __name__ == "__main__":

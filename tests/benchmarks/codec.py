@@ -23,11 +23,9 @@ from fastcheckd.codec.encoder import Encoded, encode
 from fastcheckd.codec.fit import Fits
 from fastcheckd.digests import chunk_digest
 
-from .codec_rows import Rate, Row
+from .codec_rows import Rate, Row, goal_of
 from .compressors import COMPRESSORS, Compressor
-from .goals import goal_of
-from .quantising import quantised
-from .sequences import Pair, pairs, sequences
+from .sequences import Pair, pairs, quantised, sequences
 
 Bytes = npt.NDArray[np.uint8]
 

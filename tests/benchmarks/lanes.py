@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -21,7 +19,6 @@ from pathlib import Path
 
 import psutil
 import torch
-import xxhash
 from tests.netlab.lab import ROOT, Lab
 from tests.netlab.wires import why_not
 
@@ -29,7 +26,7 @@ from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
-from .limits import FRAME_BYTES, FramedTcp, frames
+from .limits import FramedTcp
 from .report import Figure
 
 #: Gbit/s, and how long a put is to take at that rate, in seconds: long enough that its beginning does not count, and
@@ -126,60 +123,6 @@ def lane_cpu(rounds: int) -> list[Figure]:
                     limit_runs.append(limit.cpu_s() / (CPU_STATE_BYTES / 1e9))
     name = "lane without codec, CPU of both ends, digests included"
     return [Figure(name, "s/GB", runs, limit_runs, "framed TCP with xxh3", "<= 0.35")]
-
-
-def sending_ways(rounds: int) -> list[Figure]:
-    """CPU of both ends per 10^9 bytes: hashed, then sent from the mapping or by `sendfile` from its file."""
-    size = 64 * FRAME_BYTES
-    runs: dict[str, list[float]] = {"sendmsg": [], "sendfile": []}
-    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
-        os.posix_fallocate(file.fileno(), 0, size)
-        with mmap.mmap(file.fileno(), size) as mapped, memoryview(mapped) as view:
-            for start in range(0, size, mmap.PAGESIZE):
-                view[start] = 1
-            limit = FramedTcp(size, 1)
-            receiver = psutil.Process(limit._receiver.pid)
-
-            def from_mapping(sock: socket.socket, low: int, high: int) -> None:
-                while low < high:
-                    low += sock.send(view[low:high])
-
-            def from_file(sock: socket.socket, low: int, high: int) -> None:
-                while low < high:
-                    low += os.sendfile(sock.fileno(), file.fileno(), low, high - low)
-
-            ways: dict[str, Callable[[socket.socket, int, int], None]]
-            ways = {"sendmsg": from_mapping, "sendfile": from_file}
-            try:
-                for _ in range(rounds):
-                    for name, send in ways.items():
-                        before = time.process_time() + _cpu_s(receiver)
-                        _send_all(limit._port, view, send)
-                        used_s = time.process_time() + _cpu_s(receiver) - before
-                        runs[name].append(used_s / (size / 1e9))
-            finally:
-                limit.close()
-    return [
-        Figure(
-            "hashed, then sent by sendfile, CPU of both ends",
-            "s/GB",
-            runs["sendfile"],
-            runs["sendmsg"],
-            "sendmsg",
-        )
-    ]
-
-
-def _send_all(port: int, view: memoryview, send: Callable[[socket.socket, int, int], None]) -> None:
-    with socket.create_connection(("127.0.0.1", port)) as sock:
-        sock.sendall(b"\0")
-        for low, high in frames(len(view), 0, 1):
-            with view[low:high] as chunk:
-                xxhash.xxh3_128_digest(chunk)
-            sock.sendall(bytes(64), socket.MSG_MORE)
-            send(sock, low, high)
-        sock.shutdown(socket.SHUT_WR)
-        sock.recv(1)
 
 
 def link_shares(rounds: int) -> list[Figure]:
@@ -306,7 +249,6 @@ def _cpu_s(process: psutil.Process) -> float:
 
 ROWS: dict[str, Callable[[int], list[Figure]]] = {
     "cpu": lane_cpu,
-    "ways": sending_ways,
     "shares": link_shares,
     "allreduce": all_reduces,
 }

@@ -1,4 +1,4 @@
-"""The same training steps over links of several rates, sent raw, by the planner's choice, and always encoded.
+"""The same training steps over links of several rates, sent raw, by the policy's choice, and always encoded.
 
 A cluster of each kind lives in one network namespace whose loopback is shaped (tbf), so that whatever leaves a
 daemon goes at the link's rate. The kinds take turns step by step, so that a noisy moment hits all of them.
@@ -27,8 +27,8 @@ from .report import Figure
 #: Gbit/s; None: the loopback as it is, faster than any network.
 RATES: tuple[float | None, ...] = (1.0, 2.5, 10.0, None)
 KINDS = ("never", "auto", "always")
-#: First steps find cold memory, no base, and a planner that tries both ways before it settles.
-WARM_UP = 12
+#: First steps find cold memory, no base, and a policy that knows nothing of the link yet.
+WARM_UP = 5
 TIMEOUT_S = 1800
 
 

@@ -22,9 +22,8 @@ from fastcheck.state.fill import fill
 from fastcheck.state.layouts import Layouts
 from fastcheck_proto.v1 import layout_pb2 as pb
 
-from .quantising import quantised
 from .seed_noise import CONTROL, Experiment, Outcome
-from .sequences import Snapshot, State, cosine, decay_groups, snapshot
+from .sequences import Snapshot, State, cosine, decay_groups, quantised, snapshot
 
 CONTEXT, BATCH = 64, 8
 #: Bytes at the end of the text that no batch of the training holds.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from fastcheck.demo.model import GPT, batch, corpus
 from fastcheck.state.flatten import flatten
 from fastcheck.state.layouts import Layouts
 from fastcheck_proto.v1 import layout_pb2 as pb
+from fastcheckd.codec.chunk_plan import parse_layout
+from fastcheckd.codec.lossy import quantise
 
 State = dict[str, object]
 
@@ -305,3 +307,16 @@ def sparse_embedding(steps: int) -> Training:
         return loss.item()
 
     return Training(step, {"model": model, "optimizer": optimizer})
+
+
+def quantised(snapshot: Snapshot, base: Snapshot | None, precision: pb.Precision) -> Snapshot:
+    """The snapshot with what `precision` allows lost; `base` is the lossy snapshot that holders have, if any."""
+    layout = pb.StateLayout()
+    layout.CopyFrom(snapshot.layout)
+    layout.precision.CopyFrom(precision)
+    data, start = snapshot.bytes.copy(), 0
+    for plan in parse_layout(layout, len(data)):
+        place = slice(start, start + plan.bytes)
+        quantise(data.data[place], None if base is None else base.bytes.data[place], plan)
+        start += plan.bytes
+    return replace(snapshot, bytes=data, layout=layout)

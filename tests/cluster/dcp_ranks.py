@@ -154,36 +154,6 @@ def one_dimension_to_others() -> None:
         same(state["model"])
 
 
-@case
-def two_dimensions_to_others() -> None:
-    save({"model": distributed(square(), Shard(0), Shard(1))})
-    for mesh, placements in (
-        (line(), (Shard(0),)),
-        (line(), (Shard(1),)),
-        (square(), (Replicate(), Shard(0))),
-    ):
-        state = {"model": distributed(mesh, *placements, seed=None)}
-        load(state)
-        same(state["model"])
-
-
-@case
-def four_to_two_and_two_to_four() -> None:
-    two = dist.new_group([0, 1])
-    mesh = DeviceMesh("cpu", [0, 1])
-    save({"model": distributed(line(), Shard(0))}, name="dcp-four")
-    if dist.get_rank() < 2:
-        state = {"model": distributed(mesh, Shard(0), seed=None)}
-        load(state, name="dcp-four", process_group=two)
-        same(state["model"])
-        save({"model": distributed(mesh, Shard(1), seed=2)}, name="dcp-two", process_group=two)
-    dist.barrier()
-    for mesh, placements in ((line(), (Shard(0),)), (square(), (Shard(0), Shard(1)))):
-        state = {"model": distributed(mesh, *placements, seed=None)}
-        load(state, name="dcp-two")
-        same(state["model"], seed=2)
-
-
 class Net(nn.Module):
     """Tied weights, a buffer, and extra state."""
 
@@ -258,31 +228,6 @@ def same_app(one: App, other: App) -> None:
         assert torch.equal(tensor, theirs[name]), name
     assert one.model.seen == other.model.seen
     assert one.optimizer.param_groups[0]["lr"] == other.optimizer.param_groups[0]["lr"]
-
-
-@case
-def fsdp2_to_other_meshes() -> None:
-    app = App(line())
-    app.train(3)
-    save({"app": app})
-    for other in (App(line(), seed=5), App(square()["dp", "tp"], seed=6)):  # the second: HSDP
-        load({"app": other})
-        same_app(app, other)
-        other.train(1)
-
-
-@case
-def tensor_parallel_to_fsdp_and_back() -> None:
-    app = App(square(), tp=True)
-    save({"app": app})
-    other = App(line(), seed=5)
-    load({"app": other})
-    same_app(app, other)
-    other.train(2)
-    save({"app": other}, step=2)
-    back = App(square(), tp=True, seed=9)
-    load({"app": back}, step=2)
-    same_app(other, back)
 
 
 @case
@@ -407,25 +352,6 @@ def steps_and_jobs_that_are_not_there() -> None:
 
 
 @case
-def a_rank_that_fails_fails_the_save() -> None:
-    class Fragile(DefaultSavePlanner):
-        def resolve_data(self, write_item: Any) -> Any:
-            if dist.get_rank() == 2:
-                raise RuntimeError("rank 2 stumbles")
-            return super().resolve_data(write_item)
-
-    state = {"model": distributed(line(), Shard(0))}
-    save(state)
-    refused(lambda: save(state, step=2, planner=Fragile()), "rank 2 stumbles")
-    refused(lambda: load(state, step=2), "Committed steps", ": 1")
-    state = {"model": distributed(line(), Shard(0), seed=3)}
-    save(state, step=3)
-    found = {"model": distributed(line(), Shard(1), seed=None)}
-    load(found, step=3)
-    same(found["model"], seed=3)
-
-
-@case
 def asynchronously_in_a_thread() -> None:
     app = App(line())
     writer = FastCheckWriter(job())
@@ -483,25 +409,6 @@ def asynchronously_in_a_process() -> None:
 
 
 @case
-def without_collectives() -> None:
-    if "use_collectives" not in inspect.signature(dcp.save).parameters:
-        return
-    save(
-        {"model": distributed(line(), Shard(0)), "plain": torch.arange(5.0), "epoch": 3},
-        use_collectives=False,
-    )
-    found = {
-        "model": distributed(square(), Shard(0), Shard(1), seed=None),
-        "plain": torch.zeros(5),
-        "epoch": 0,
-    }
-    load(found)
-    same(found["model"])
-    assert torch.equal(found["plain"], torch.arange(5.0))
-    assert found["epoch"] == 3
-
-
-@case
 def each_rank_by_itself() -> None:
     """no_dist: every rank is a job of its own."""
     name = f"{job()}-{dist.get_rank()}"
@@ -509,20 +416,6 @@ def each_rank_by_itself() -> None:
     found = {"mine": torch.zeros(3)}
     load(found, name=name, no_dist=True)
     assert torch.equal(found["mine"], torch.full((3,), float(dist.get_rank())))
-
-
-@case
-def cached_plans() -> None:
-    if "enable_plan_caching" not in inspect.signature(DefaultSavePlanner).parameters:
-        return
-    writer = FastCheckWriter(job())
-    for step in (1, 2, 3):
-        state = {"model": distributed(line(), Shard(0), seed=step)}
-        planner = DefaultSavePlanner(enable_plan_caching=True)
-        dcp.save(state, checkpoint_id=step, storage_writer=writer, planner=planner)
-    found = {"model": distributed(square(), Shard(0), Shard(1), seed=None)}
-    load(found, step=3)
-    same(found["model"], seed=3)
 
 
 def data_parallel(width: int = 24) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -678,29 +571,6 @@ def shared_tensors_are_stored_once() -> None:
     load(found)
     assert torch.equal(found["a"], one)
     assert torch.equal(found["b"], one)
-
-
-@case
-def by_url_with_no_class() -> None:
-    class Fragile(DefaultSavePlanner):
-        def resolve_data(self, write_item: Any) -> Any:
-            if dist.get_rank() == 2:
-                raise RuntimeError("rank 2 stumbles")
-            return super().resolve_data(write_item)
-
-    url = f"fastcheck://{job()}"
-    state = {"model": distributed(line(), Shard(0)), "epoch": 3}
-    dcp.save(state, checkpoint_id=f"{url}/step-1")
-    fs = fsspec.filesystem("fastcheck")
-    names = [name.rpartition("/")[2] for name in fs.ls(f"{url}/step-1", detail=False)]
-    assert names == [".metadata", *(f"__{rank}_0.distcp" for rank in range(WORLD))]
-    refused(lambda: dcp.save(state, checkpoint_id=f"{url}/step-2", planner=Fragile()), "rank 2 stumbles")
-    assert not fs.exists(f"{url}/step-2")
-    dcp.save(state, checkpoint_id=f"{url}/step-3")
-    found = {"model": distributed(square(), Shard(0), Shard(1), seed=None), "epoch": 0}
-    dcp.load(found, checkpoint_id=f"{url}/step-3")
-    same(found["model"])
-    assert found["epoch"] == 3
 
 
 @case

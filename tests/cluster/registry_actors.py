@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import grpc.aio
 
@@ -49,6 +49,17 @@ async def connected(config: Config) -> AsyncIterator[RegistryClient]:
         yield client
     finally:
         await client.close()
+
+
+async def leader_of(client: RegistryClient) -> str:
+    """Node id of the registry's leader, as soon as there is one."""
+
+    async def known() -> str | None:
+        view = await client.view(5)
+        return view.leader if view.has_leader else None
+
+    found: str = await eventually(known)
+    return found
 
 
 class Node(node_pb2_grpc.NodeServiceServicer):
@@ -107,12 +118,9 @@ class Node(node_pb2_grpc.NodeServiceServicer):
         self.heartbeats.cancel()
         await asyncio.wait([self.heartbeats])
 
-    async def stop_answering(self) -> None:
-        await self._server.stop(None)
-
     async def stop(self) -> None:
         await self.stop_heartbeats()
-        await self.stop_answering()
+        await self._server.stop(None)
 
 
 @contextlib.asynccontextmanager
@@ -122,21 +130,6 @@ async def nodes(client: RegistryClient, config: Config, count: int) -> AsyncIter
         yield started
     finally:
         await asyncio.gather(*(node.stop() for node in started))
-
-
-@contextlib.asynccontextmanager
-async def nodes_with_certificates(
-    config_of: Callable[[str], Config], count: int
-) -> AsyncIterator[tuple[list[RegistryClient], list[Node]]]:
-    """Nodes that each speak for themselves alone, under a certificate, and their ways to the registry."""
-    async with contextlib.AsyncExitStack() as stack:
-        clients, started = [], []
-        for i in range(count):
-            config = config_of(f"n{i}")
-            clients.append(await stack.enter_async_context(connected(config)))
-            started.append(await Node(config, f"n{i}").start(clients[-1]))
-            stack.push_async_callback(started[-1].stop)
-        yield clients, started
 
 
 class Rank:

@@ -8,8 +8,6 @@ import json
 import secrets
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.forks import Fork
@@ -25,15 +23,6 @@ _SERVER = "fastcheckd.process.registry"
 def free_ports(count: int) -> list[int]:
     """Outside of the range that connections are given theirs from: a voter that is started again finds its own free."""
     return find_free_ports(count)
-
-
-def wait_until(condition: Callable[[], object], deadline_s: float = 60.0, what: str = "condition") -> object:
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        if (value := condition()) not in (None, False):
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"{what} did not come true within {deadline_s} s")
 
 
 class RegistryCluster:
@@ -54,17 +43,19 @@ class RegistryCluster:
             for i in range(count)
         )
         self.config = Config(
-            **{"cluster_id": "test", "node_id": "node-0", "voters": self.voters, "raft_key_file": key}
-            | {"keep_steps": 2}
-            | values,
+            **{
+                "cluster_id": "test",
+                "node_id": "node-0",
+                "keep_steps": 2,
+                "voters": self.voters,
+                "raft_key_file": key,
+            }
+            | values
         )
-        #: Config keys that differ from voter to voter.
-        self.settings_of: Callable[[str], dict[str, object]] | None = None
         self.processes: dict[str, Fork] = {}
 
     def config_of(self, node_id: str) -> Config:
-        own = self.settings_of(node_id) if self.settings_of else {}
-        return dataclasses.replace(self.config, node_id=node_id, state_dir=self.folder / node_id, **own)
+        return dataclasses.replace(self.config, node_id=node_id, state_dir=self.folder / node_id)
 
     def log(self, node_id: str) -> str:
         path = self.folder / f"{node_id}.log"

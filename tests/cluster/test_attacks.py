@@ -13,7 +13,6 @@ import resource
 import secrets
 import socket
 import struct
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -42,8 +41,7 @@ from fastcheck_proto.v1 import (
     trainer_pb2,
     trainer_pb2_grpc,
 )
-from fastcheckd.chunks import ChunkTable
-from fastcheckd.transfer.frames import FrameHeader, Hello, Kind, pack_frame, pack_hello, pack_want
+from fastcheckd.transfer.frames import FrameHeader, Hello, Kind, pack_frame, pack_hello
 
 VICTIM = "node-1"
 #: A node may say about an attack this much, however long it lasts.
@@ -225,29 +223,6 @@ def test_ten_thousand_idle_connections_cost_one_port_and_nobody_elses_steps(clus
     assert said() == logged + 1
 
 
-def test_a_crowd_without_tickets_does_not_stop_a_lane(cluster: LocalCluster) -> None:
-    port, over = ports_of(cluster)["lane"], threading.Event()
-
-    def crowd() -> None:
-        with contextlib.ExitStack() as stack:
-            for _ in range(1000):
-                with contextlib.suppress(OSError):
-                    stack.enter_context(dial(port))
-            over.wait(60)
-
-    before = counters(cluster, VICTIM)["lane_rejected"]
-    with unharmed(cluster, "beside-strangers") as commit:
-        strangers = threading.Thread(target=crowd)
-        strangers.start()
-        try:
-            for _ in range(3):
-                commit()
-        finally:
-            over.set()
-            strangers.join()
-        until(lambda: counters(cluster, VICTIM)["lane_rejected"] >= before + 1000, "all to be counted")
-
-
 def string_fields(of: Descriptor, depth: int = 0) -> Iterator[tuple[str, ...]]:
     """Paths to all text in a message: field after field."""
     for field in of.fields:
@@ -379,41 +354,6 @@ def test_huge_sizes_are_refused_before_there_is_memory_for_them(cluster: LocalCl
             sock.sendall(http2.message(b"x" * 1000, announced=64 << 20))
         commit()
         assert not [m for m in replicas_on_disk(cluster, VICTIM) if m.parent.name == "giant"]
-
-
-def test_a_replayed_ticket_opens_nothing(cluster: LocalCluster) -> None:
-    ports = ports_of(cluster)
-    with (
-        unharmed(cluster, "replayed") as commit,
-        grpc.insecure_channel(f"127.0.0.1:{ports['data']}") as channel,
-    ):
-        peer = peer_pb2_grpc.PeerServiceStub(channel)
-        held = peer.ListReplicas(peer_pb2.ListReplicasRequest(job="replayed"), timeout=60).replicas[0]
-        get = peer_pb2.OpenRequest(
-            cluster_id=config_of(cluster)["cluster_id"], key=held.key, digest=held.digest, streams=1
-        )
-        opened = peer.Open(get, timeout=60)
-        (ticket,) = opened.tickets
-        before = counters(cluster, VICTIM)["lane_rejected"]
-        chunks = len(ChunkTable.of(opened.manifest))
-        assert len(said_by_lane(ports["lane"], ticket, chunks)) > held.bytes
-        for _ in range(3):
-            assert said_by_lane(ports["lane"], ticket, chunks) == b""
-        assert said_by_lane(ports["lane"], bytes(32), chunks) == b""
-        until(lambda: counters(cluster, VICTIM)["lane_rejected"] == before + 4, "all to be counted")
-        commit()
-
-
-def said_by_lane(port: int, ticket: bytes, chunks: int) -> bytes:
-    """What the lane answers to who asks for all chunks of a shard."""
-    said = b""
-    with dial(port) as sock:
-        want = b"".join(pack_want(range(chunks)))
-        sock.sendall(pack_hello(Hello(ticket)) + want + pack_frame(FrameHeader(kind=Kind.END)))
-        with contextlib.suppress(ConnectionResetError):
-            while piece := sock.recv(1 << 16):
-                said += piece
-    return said
 
 
 def test_what_is_planted_in_the_store_of_a_stopped_node_is_not_followed(

@@ -15,7 +15,7 @@ from fastcheck import Checkpointer, OutOfMemoryError
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
 
-MEGABYTES = 1024
+MEGABYTES = 512
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def segments(cluster, node):
 
 
 def test_trainers_killed_while_their_first_memory_is_allocated_leave_nothing_behind(cluster):
-    for attempt in range(10):
+    for attempt in range(6):
         before = segments(cluster, "node-0")
         with SteeredRank(cluster, "node-0", "killed", megabytes=MEGABYTES) as trainer:
             trainer.load()

@@ -1,4 +1,4 @@
-"""The guides' examples for Hugging Face, Lightning and Accelerate: killed, resumed, and left without a daemon."""
+"""The guides' examples for PyTorch, Hugging Face, Lightning, Accelerate: killed, resumed, left without a daemon."""
 
 from collections.abc import Iterator
 
@@ -14,6 +14,10 @@ def cluster(tmp_path_factory) -> Iterator[LocalCluster]:
     with LocalCluster(tmp_path_factory.mktemp("cluster")) as cluster:
         cluster.up(2, tolerate=1, ram_budget="256MiB")
         yield cluster
+
+
+def test_a_plain_loop_resumes_with_the_same_numbers_and_batches(cluster, tmp_path):
+    is_killed_and_resumed(cluster, tmp_path, "plain.py", "plain", kill_at=20, committed=16)
 
 
 def test_a_hugging_face_trainer_resumes_from_memory_that_is_newer_than_its_disk(cluster, tmp_path):

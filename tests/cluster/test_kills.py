@@ -1,6 +1,6 @@
 """Kills of random processes under a job that saves without pause: no committed step is lost, loads are exact.
 
-Where `test_chaos.py` lets one fault after the other happen to a job that waits for it, here nobody waits for anybody:
+Nobody waits for anybody:
 the moment of each kill is drawn from the seed, and falls where it falls in a save. Machines that lose their memory too
 are at most as many at once as the cluster tolerates. `FASTCHECK_KILLS_SEED` replays a failure.
 """

@@ -9,7 +9,6 @@ from tests.cluster.harness import DEADLINE_S, until
 
 from fastcheck import Checkpointer, FastCheckError
 from fastcheck.local import LocalCluster
-from fastcheck.segments import MappedSegment
 
 
 class Run:
@@ -134,22 +133,3 @@ def test_a_daemon_that_is_killed_during_lazy_saves_leaves_training_alone(make_cl
         steps = ckpt.steps()
         assert newest in steps
     assert_resumes(cluster, steps[-1], saved[steps[-1]])
-
-
-def test_the_first_save_gets_the_memory_that_was_prepared(make_cluster):
-    cluster = make_cluster(2)
-    run = Run(seed=1)
-    with trainer(cluster) as ckpt:
-        ckpt.prepare(run.state)
-        segments = list(ckpt._transport._cache._segments.values())
-        assert segments and all(segment.warm for segment in segments)
-        run.train()
-        wanted = run.bits()
-        got: list[MappedSegment] = []
-        get = ckpt._transport._cache.get
-        ckpt._transport._cache.get = lambda ref: got.append(get(ref)) or got[-1]
-        handle = ckpt.save(run.step, run.state, lazy=True)
-        run.train()
-        handle.result(timeout=DEADLINE_S)
-        assert got[0] in segments and handle.stats["waited_s"] == 0
-    assert_resumes(cluster, 1, wanted)

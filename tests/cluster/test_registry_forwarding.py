@@ -3,13 +3,10 @@
 import asyncio
 import contextlib
 
-import grpc
-import grpc.aio
 import pytest
-from tests.cluster.registry_actors import Rank, connected, eventually, nodes
+from tests.cluster.registry_actors import Rank, connected, leader_of, nodes
 from tests.cluster.registry_process import RegistryCluster
 
-from fastcheck_proto.conventions import ERROR_METADATA_KEY, FORWARDED_METADATA_KEY
 from fastcheck_proto.v1 import node_pb2, registry_pb2
 from fastcheckd.counters import Counters
 from fastcheckd.errors import FencedError, NoQuorumError, NotHeldError, UnsafeError
@@ -17,7 +14,6 @@ from fastcheckd.registry.client import RegistryClient
 from fastcheckd.registry.outward import GrpcStubs
 
 COMMITTED = registry_pb2.REPORT_STATE_COMMITTED
-FORWARDED = ((FORWARDED_METADATA_KEY, "1"),)
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +54,7 @@ def address_of(cluster, node_id):
 
 
 async def leader_address(cluster, client):
-    async def known():
-        return (await client.view(5)).leader
-
-    return address_of(cluster, await eventually(known))
+    return address_of(cluster, await leader_of(client))
 
 
 def test_a_client_that_is_cut_off_from_the_leader_goes_on_through_a_follower(cluster):
@@ -89,23 +82,6 @@ def test_a_client_that_is_cut_off_from_the_leader_goes_on_through_a_follower(clu
     asyncio.run(scenario())
 
 
-def test_a_follower_forwards_what_was_not_forwarded_yet(cluster):
-    async def scenario():
-        async with connected(cluster.config) as client:
-            leader = await leader_address(cluster, client)
-            follower = next(v.registry_address for v in cluster.voters if v.registry_address != leader)
-            stubs = GrpcStubs()
-            request = registry_pb2.LookupRequest(job="x")
-            assert not (await stubs(follower).Lookup(request, timeout=60)).HasField("record")
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stubs(follower).Lookup(request, timeout=5, metadata=FORWARDED)
-            assert dict(refused.value.trailing_metadata())[ERROR_METADATA_KEY] == "ERROR_CODE_NO_QUORUM"
-            assert leader in refused.value.details()
-            await stubs.close()
-
-    asyncio.run(scenario())
-
-
 def test_a_client_asks_a_leader_that_a_view_names_itself(cluster):
     async def scenario():
         async with around(cluster) as (client, cuts):
@@ -115,30 +91,6 @@ def test_a_client_asks_a_leader_that_a_view_names_itself(cluster):
             assert cuts.calls == [leader]
 
     asyncio.run(scenario())
-
-
-def test_without_a_leader_nothing_is_forwarded(tmp_path):
-    cluster = RegistryCluster(tmp_path, 3)
-    cluster.start("node-0")
-    cluster.start("node-1")
-
-    async def scenario():
-        async with around(cluster) as (client, cuts):
-            leader = await leader_address(cluster, client)
-            survivor = next(v for v in cluster.voters[:2] if v.registry_address != leader)
-            cluster.kill(next(v.node_id for v in cluster.voters if v.registry_address == leader))
-            with pytest.raises(NoQuorumError):
-                await client.lookup(registry_pb2.LookupRequest(job="x"), timeout_s=3)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await cuts.real(survivor.registry_address).Lookup(
-                    registry_pb2.LookupRequest(job="x"), timeout=5
-                )
-            assert dict(refused.value.trailing_metadata())[ERROR_METADATA_KEY] == "ERROR_CODE_NO_QUORUM"
-
-    try:
-        asyncio.run(scenario())
-    finally:
-        cluster.stop_all()
 
 
 def test_the_client_goes_by_the_voters_that_a_view_names(cluster):

@@ -12,7 +12,7 @@ import signal
 
 import pytest
 from tests.cluster.linearizability import Operation, check
-from tests.cluster.registry_actors import Rank, eventually, nodes
+from tests.cluster.registry_actors import Rank, eventually, leader_of, nodes
 from tests.cluster.registry_process import RegistryCluster
 
 from fastcheck_proto.v1 import common_pb2, registry_pb2
@@ -133,14 +133,6 @@ def cluster(tmp_path):
     cluster.start_all()
     yield cluster
     cluster.stop_all()
-
-
-async def leader_of(client):
-    async def known():
-        view = await client.view(5)
-        return view.leader if view.has_leader else None
-
-    return await eventually(known)
 
 
 async def committed(history, more):

@@ -217,6 +217,28 @@ def test_what_a_restarted_data_process_finds_bad_is_repaired(make_cluster: Make)
     until_copies(cluster, "node-0")
 
 
+def test_a_node_that_is_killed_while_it_copies_from_the_first_holder_is_replaced(make_cluster: Make) -> None:
+    """The owner is lost, so the first holder is the only source, and nobody may wait for the second one."""
+    cluster = make_cluster(5, chunk_bytes=65536, repair_bytes_per_s=1 << 20, codec="never", spread=1)
+    job = Job(cluster, ["node-4"], megabytes=4)
+    job.commit(1)
+    job.stop()
+    first = first_holder(cluster, "node-4")
+    others = [node for node in cluster.node_ids if node not in {"node-4", first}]
+    cluster.kill("node-4", wipe=True)
+
+    def copying() -> str | None:
+        return next((node for node in others if counters(cluster, node)["bytes_received"]), None)
+
+    second = until(copying, "a node to copy from the first holder")
+    assert not counters(cluster, second)["replicas_repaired"], "it is in the middle of it"
+    cluster.kill(second, wipe=True)
+    until_copies(cluster, first)
+    assert {node for row in replicas(cluster, first) for node in having(row)} <= {*others, first} - {second}
+    job.start([first])
+    assert job.load() == 1
+
+
 def test_repair_lets_a_save_go_first(make_cluster: Make) -> None:
     cluster = make_cluster(3, chunk_bytes=65536, repair_bytes_per_s=1 << 20, codec="never")
     big = Job(cluster, ["node-0"], name="big", megabytes=16)

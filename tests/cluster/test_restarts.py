@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 from tests.cluster.harness import Job, counters, node_states, until
-from tests.cluster.training import Training
 
 NODES = [f"node-{i}" for i in range(4)]
 #: What goes on in good order is seen with every upgrade as well (`test_upgrading.py`).
@@ -32,32 +31,10 @@ def all_up(cluster):
     until(lambda: set(node_states(cluster, "node-0").values()) == {"UP"}, "all nodes to be UP")
 
 
-@in_good_order_or_not
-def test_every_node_is_restarted_in_turn_under_a_job_that_saves(make_cluster, how):
-    cluster = make_cluster(4)
-    job = Job(cluster, NODES)
-    training = Training(job)
-    training.start()
-    training.goes_on(2)
-    for node in NODES:
-        told = training.newest
-        stop(cluster, node, how)
-        cluster.start(node)
-        training.goes_on()  # with the same trainers: their handles find the daemon again
-        assert counters(cluster, node)["manifests_adopted"] > 0
-        assert job.ranks[0].steps()[-1] > told
-    training.end()
-    job.start()
-    assert job.load() >= training.newest
-    for step in job.ranks[0].steps():
-        assert job.load(step) == step
-    job.commit(training.step + 1)
-
-
-def test_every_node_is_restarted_in_turn_while_nothing_is_saved(make_cluster):
+def test_every_node_is_restarted_in_turn_while_nothing_is_saved(shared_cluster):
     """In good order, so each is DOWN at once. No newer step replaces what it had: that has to be its own again."""
-    cluster = make_cluster(4)
-    job = Job(cluster, NODES)
+    cluster = shared_cluster(4)
+    job = Job(cluster, NODES, "in-turn")
     for step in (1, 2):
         job.commit(step)
     for node in NODES:
@@ -79,9 +56,9 @@ def test_every_node_is_restarted_in_turn_while_nothing_is_saved(make_cluster):
 
 
 @in_good_order_or_not
-def test_the_whole_cluster_is_restarted_at_once_in_the_middle_of_a_save(make_cluster, how):
-    cluster = make_cluster(4)
-    job = Job(cluster, NODES, megabytes=4)
+def test_the_whole_cluster_is_restarted_at_once_in_the_middle_of_a_save(shared_cluster, how):
+    cluster = shared_cluster(4)
+    job = Job(cluster, NODES, "at-once", megabytes=4)
     for step in (1, 2):
         job.commit(step)
     handles = job.save(3)

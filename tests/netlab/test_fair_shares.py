@@ -13,8 +13,8 @@ from tests.cluster.harness import Job, assert_same, make_state, until
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300), pytest.mark.usefixtures("network_namespaces")]
 
-MBIT_PER_S = 400
-MEGABYTES = 64
+MBIT_PER_S = 600
+MEGABYTES = 56
 CHUNK_BYTES = 256 << 10
 NODE = "node-3"
 #: When the first rank is done the other has this part of its own bytes, at least. TCP shares by connection, and of a

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from tests.cluster.harness import Job, leader, until
+from tests.netlab.lab import Lab
 
 from fastcheck import Checkpointer, FastCheckError
 from fastcheck.admin import AdminClient
@@ -23,17 +24,19 @@ BOUND_S = 40.0
 
 
 class Incident:
-    """A lab with a job on it, what was committed, and what is known of the nodes' lives."""
+    """A lab with a job of its own on it, what was committed, and what is known of the nodes' lives."""
 
-    def __init__(self, lab):
+    def __init__(self, lab, name):
         self.lab = lab
+        self.name = name
+        self.job = None
         self.leader = until(lambda: leader(lab, "node-4"), "a leader")
         self.followers = [v for v in lab.voters if v != self.leader]
         self.others = [n for n in lab.node_ids if n not in lab.voters]
         self.newest = 0
 
     def train_on(self, *nodes):
-        self.job = Job(self.lab, list(nodes))
+        self.job = Job(self.lab, list(nodes), self.name)
         for _ in range(2):
             self.commit()
         self.lives = self.lab.members(nodes[0])
@@ -106,9 +109,21 @@ def loaded(job):
         return job.load()
 
 
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory, network_namespaces):
+    """One for all incidents: after each the network is healed, and all nodes are UP again by themselves."""
+    with Lab(tmp_path_factory.mktemp("partitions"), 5) as lab:
+        yield lab
+
+
 @pytest.fixture
-def incident(make_lab):
-    return Incident(make_lab(5))
+def incident(lab, request):
+    lab.network.heal()
+    lab.wait_up(lab.node_ids)
+    made = Incident(lab, request.node.name.removeprefix("test_").replace("_", "-")[:60].strip("-"))
+    yield made
+    if made.job is not None:
+        made.job.stop()
 
 
 def test_the_leader_is_cut_off_from_everybody(incident):
@@ -160,21 +175,6 @@ def test_a_minority_is_cut_off_and_commits_nothing(incident):
     assert apart.load() == newest
 
 
-def test_a_majority_on_the_other_side_takes_over_from_a_leader_in_the_minority(incident):
-    lab, minority = incident.lab, [incident.leader, incident.others[0]]
-    incident.train_on(incident.followers[0], incident.others[1])
-    lab.network.isolate(*minority)
-    incident.commit()
-    # The old leader may still believe that it leads. It must not be able to say so.
-    with Checkpointer("gpt", rank=0, world_size=2, address=lab.address(minority[1])) as behind:
-        state = incident.job.state(0, 0)
-        with pytest.raises(FastCheckError):
-            behind.load(state)
-    incident.heal()
-    assert incident.load_on(*minority) == incident.newest
-    incident.commit()
-
-
 def test_one_link_between_two_nodes_is_cut(incident):
     """They are owner and holder of each other's copies; everything goes by the other nodes."""
     one, other = incident.others
@@ -199,26 +199,14 @@ def test_the_link_between_a_node_and_the_leader_is_cut(incident):
     incident.nobody_was_down(other)
 
 
-@pytest.mark.parametrize("lost", ["to the leader", "from the leader"])
-def test_one_direction_between_a_node_and_the_leader_is_cut(incident, lost):
+def test_one_direction_between_a_node_and_the_leader_is_cut(incident):
     cut_off, other = incident.others
     incident.train_on(cut_off, other)
-    way = (cut_off, incident.leader) if lost == "to the leader" else (incident.leader, cut_off)
-    incident.lab.network.cut_way(*way)
+    incident.lab.network.cut_way(cut_off, incident.leader)
     incident.commit_while_suspected(cut_off, other)
     incident.nobody_was_down(other)
     incident.heal()
     incident.nobody_was_down(other)
-
-
-def test_a_voter_hears_the_leader_and_cannot_answer(incident):
-    """One direction between voters: the other follower is a majority with the leader."""
-    deaf_to = incident.followers[0]
-    incident.train_on(*incident.others)
-    incident.lab.network.cut_way(deaf_to, incident.leader)
-    for _ in range(3):
-        incident.commit()
-    incident.heal()
 
 
 def test_a_slow_and_distant_network_is_slow_and_nothing_else(incident):

@@ -18,6 +18,8 @@ BATCH = 100
 WINDOWS = 10_000
 #: A planted defect is found within so many.
 PLANTED_SEEDS = 500
+#: Of rare ones, a seed that has found them: tried first. Whatever changes in the simulation may make it another one.
+FOUND_BY = {"leads_on_with_a_full_disk": 96, "loads_void_nothing_of_others": 58}
 
 
 def story(outcome):
@@ -57,7 +59,8 @@ def test_every_seed_keeps_every_promise(first):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_defect_is_found(name):
-    for outcome in run_seeds(range(1, PLANTED_SEEDS + 1), 1, PLANTS[name]):
+    seeds = [FOUND_BY.get(name, 1), *range(1, PLANTED_SEEDS + 1)]
+    for outcome in run_seeds(seeds, 1, PLANTS[name]):
         if outcome.violation is not None:
             print(f"{name}: seed {outcome.seed}: {outcome.violation}")
             return

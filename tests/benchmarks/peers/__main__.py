@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from ..entry import end_in_order_when_told, write_results
-from ..plots import write_plots
 from ..workload import WIDTH, width_of
 from .catalogue import BY_KEY, CATALOGUE, OURS, PEERS, TORCHSTORE, Entry
 from .rows import markdown, print_sides, side_of
@@ -73,7 +72,6 @@ def main() -> None:
     )
     parser.add_argument("--venv-torchstore", type=Path, default=ROOT / ".venv-peers-torchstore")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--plots", type=Path, help="write plots of this run into this folder, as SVG")
     arguments = parser.parse_args()
     end_in_order_when_told()
     keys = arguments.only.split(",") if arguments.only else list(BY_KEY)
@@ -101,9 +99,6 @@ def main() -> None:
     path = write_results(arguments.out, results, "-peers")
     path.with_suffix(".md").write_text(markdown(sides))
     print(f"every round: {path}")
-    if arguments.plots:
-        for plot in write_plots(results, arguments.plots):
-            print(f"plot: {plot}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-#: What a table, a plot and the JSON call the figures, and what each is.
+#: What a table and the JSON call the figures, and what each is.
 FIGURES = {
     "first": "first save blocks",
     "blocked": "save blocks",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 
 import pytest
 import torch
 from fake_daemon import FakeDaemon
-from test_checkpointer import wait_until
+from tests.eventually import until
 
 from fastcheck import Checkpointer, OutOfMemoryError, UnsupportedStateError
 from fastcheck import copier as copier_module
@@ -117,10 +118,12 @@ def test_closing_does_not_wait_for_pages(daemon, ckpt, monkeypatch):
     preparing = threading.Thread(target=ckpt.prepare, args=(make(),))
     preparing.start()
     assert entered.wait(10)
+    started = time.monotonic()
     ckpt.close()
+    assert time.monotonic() - started < 10, "a slice, and not all pages or the time that they may take"
     preparing.join(10)
     assert not preparing.is_alive()
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("fastcheck")])
+    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("fastcheck")])
 
 
 @pytest.mark.parametrize("kernel", ["new", "old"])

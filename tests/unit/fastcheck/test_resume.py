@@ -147,7 +147,7 @@ class Noisy(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("own_generator", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("at", [3, 7, 9])
+@pytest.mark.parametrize("at", [3, 9])
 def test_a_stateful_data_loader_goes_on_wherever_it_was(workers, own_generator, at):
     """In the middle of an epoch, at its end, in the next one. What workers draw themselves begins anew."""
 

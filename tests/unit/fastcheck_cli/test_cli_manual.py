@@ -1,14 +1,16 @@
-"""The man page and the help: complete, fresh, and with examples that work."""
+"""The man page, the help and the pictures: complete, fresh, and with examples that work."""
 
 import re
 import shlex
 import shutil
 import subprocess
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
+from tests.cluster import screenshots
 
 from fastcheck.cli import manual
 from fastcheck.cli.app import cli
@@ -81,3 +83,24 @@ def test_every_example_is_a_line_that_the_command_takes(name, command):
 def test_help_has_the_examples_a_line_each():
     text = CliRunner().invoke(cli, ["drain", "--help"]).stdout
     assert re.search(r"^\s+fastcheck drain node-7 --undo$", text, re.M)
+
+
+def test_every_view_has_a_picture_that_the_page_shows():
+    page = (screenshots.FOLDER.parent / "cli.md").read_text()
+    shown = re.findall(r"\]\(screenshots/([a-z-]+)\.svg\)", page)
+    made = {path.stem for path in screenshots.FOLDER.glob("*.svg")}
+    assert sorted(shown) == sorted(screenshots.NAMES) and made == set(screenshots.NAMES), (
+        "run: make screenshots"
+    )
+
+
+@pytest.mark.parametrize("name", screenshots.NAMES)
+def test_a_picture_is_svg_and_asks_nobody(name):
+    text = (screenshots.FOLDER / f"{name}.svg").read_text()
+    assert ET.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
+    assert not re.search(r"url\(['\"]?https?:|href=", text)
+
+
+def test_what_is_printed_in_colour_is_drawn_in_colour():
+    svg = screenshots.draw("x", 40, "status", "health  \x1b[1;32mOK\x1b[0m\n")
+    assert "health" in svg and re.search(r"\.x-r\d+ \{ fill: #[0-9a-f]{6};font-weight: bold", svg)

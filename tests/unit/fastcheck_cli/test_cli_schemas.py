@@ -11,7 +11,6 @@ from tests import schemas
 
 from fastcheck.cli.app import cli
 from fastcheck.cli.manual import walk
-from fastcheck_proto.v1 import common_pb2, registry_pb2
 
 
 def asked(*arguments):
@@ -43,54 +42,6 @@ def test_each_is_a_schema_that_says_its_version_and_requires_what_it_promises(pa
         assert schema["properties"]["schema_version"] == {"const": 1}
         optional = set(schema["properties"]) - set(schema["required"])
         assert optional <= {"verdict", "killed_pids"}
-
-
-QUESTIONS = [
-    ["status"],
-    ["nodes"],
-    ["jobs"],
-    ["checkpoints", "gpt"],
-    ["replicas", "gpt"],
-    ["inspect", "gpt", "5"],
-    ["verify", "gpt"],
-    ["history"],
-    ["voters"],
-    ["safe-to-stop", "node-1"],
-    ["top", "--count", "1"],
-    ["top", "--interval", "0.2"],
-    ["drain", "node-1", "--yes"],
-    ["drain", "node-1", "--yes", "--wait", "5"],
-    ["delete", "gpt", "4", "--dry-run"],
-    ["delete", "gpt", "--all", "--yes"],
-]
-
-
-@pytest.mark.parametrize("command", QUESTIONS, ids=" ".join)
-@pytest.mark.parametrize("day", ["good", "bad"])
-def test_the_answers_are_as_their_schemas_say(address, world, command, day):
-    if day == "bad":
-        world.states["node-2"] = registry_pb2.NODE_STATE_DOWN
-        world.refusing.add("node-1")
-        world.bad = {"node-0": [common_pb2.ShardKey(job="gpt", step=5, rank=0, shard=2)]}
-        world.running_ranks = [0]
-        world.redundancy = registry_pb2.GetRedundancyResponse(short_shards=1, last_failure="no room")
-    if command == ["delete", "gpt", "--all", "--yes"] and day == "bad":
-        command = [*command, "--even-if-running"]
-    world.polls_until_safe = 0
-    schemas.check(schemas.of_command(command[0]), asked(*command, "--address", address))
-
-
-def test_what_changes_the_membership_answers_as_its_schema_says(address, world):
-    schemas.check(
-        "voters-replace", asked("voters", "replace", "node-1", "node-2", "--yes", "--address", address)
-    )
-    world.states["node-2"] = registry_pb2.NODE_STATE_DOWN
-    schemas.check("forget", asked("forget", "node-2", "--yes", "--address", address))
-
-
-@pytest.mark.parametrize("extra", [[], ["--domains", "2"], ["--losses", "3"]])
-def test_a_plan_is_as_its_schema_says(extra):
-    schemas.check("plan", asked("plan", "--nodes", "8", *extra))
 
 
 def test_a_key_that_is_missing_wrong_or_not_in_the_schema_is_noticed(address):

@@ -79,69 +79,42 @@ def test_identical_runs(runs):
     assert (found.bit_identical, found.losses_identical, found.reasons) == (True, True, ())
 
 
-def one_final_state(before, after, reference):
-    after.final[1] = "other"
-
-
-def one_loaded_state(before, after, reference):
-    after.loaded[0] = (RESTORED, "other")
-
-
-def no_final_digest(*runs):
-    for run in runs:
-        run.final.clear()
-
-
-def no_digest_at_the_restored_step(*runs):
-    for run in runs:
-        run.probed.clear()
-
-
-def different_steps(before, after, reference):
-    after.loaded[1] = (2, "mid1")
-
-
-def nothing_loaded(before, after, reference):
-    after.loaded.update(dict.fromkeys(range(RANKS), (None, None)))
-
-
-def a_committed_step_lost(before, after, reference):
+def lost_step(runs):
     """G1: what any rank saw committed before the loss must be there after it."""
-    before.committed_step = 4
+    runs[0].committed_step = 4
 
 
-def the_last_bit_of_a_loss(before, after, reference):
-    after.losses[5, 1] = (float.fromhex(loss(5, 1)) + 2**-50).hex()
+def no_digests(kind):
+    return lambda runs: [getattr(run, kind).clear() for run in runs]
 
 
-def a_step_that_nobody_trained(before, after, reference):
-    del after.losses[6, 0]
+#: What is changed in one of the runs; whether bits and losses are the same then; a reason.
+DIFFERENCES = {
+    "another final state": (lambda r: r[1].final.update({1: "other"}), False, True, "rank 1"),
+    "another loaded state": (lambda r: r[1].loaded.update({0: (RESTORED, "other")}), False, True, ""),
+    "no final digests": (no_digests("final"), False, True, ""),
+    "no digests of the loaded step": (no_digests("probed"), False, True, ""),
+    "the last bit of a loss": (
+        lambda r: r[1].losses.update({(5, 1): (float.fromhex(loss(5, 1)) + 2**-50).hex()}), True, False, "steps 5",
+    ),
+    "a step that nobody trained": (lambda r: r[1].losses.pop((6, 0)), True, False, ""),
+    "ranks that loaded different steps": (
+        lambda r: r[1].loaded.update({1: (2, "mid1")}), False, True, "did not all load one step",
+    ),
+    "nothing loaded": (
+        lambda r: r[1].loaded.update(dict.fromkeys(range(RANKS), (None, None))), False, True, "",
+    ),
+    "a committed step that was lost": (lost_step, False, True, "step 4 had been committed"),
+    "one step with two losses": (lambda r: r[0].take(step_event(4, 0) | {"loss": loss(9, 9)}), True, False, ""),
+}  # fmt: skip
 
 
-def a_step_with_two_losses(before, after, reference):
-    before.take(step_event(4, 0) | {"loss": loss(9, 9)})
-
-
-@pytest.mark.parametrize(
-    ("differ", "bits", "losses", "reason"),
-    [
-        (one_final_state, False, True, "rank 1"),
-        (one_loaded_state, False, True, "rank 0"),
-        (no_final_digest, False, True, "final state"),
-        (no_digest_at_the_restored_step, False, True, "loaded state"),
-        (different_steps, False, True, "did not all load one step"),
-        (nothing_loaded, False, True, "did not all load one step"),
-        (a_committed_step_lost, False, True, "step 4 had been committed"),
-        (the_last_bit_of_a_loss, True, False, "steps 5"),
-        (a_step_that_nobody_trained, True, False, "steps 6"),
-        (a_step_with_two_losses, True, False, "steps 4"),
-    ],
-)
-def test_every_kind_of_difference_is_noticed(runs, differ, bits, losses, reason):
-    differ(*runs)
+@pytest.mark.parametrize(("change", "bits", "losses", "reason"), DIFFERENCES.values(), ids=DIFFERENCES)
+def test_every_difference_is_noticed(runs, change, bits, losses, reason):
+    change(runs)
     found = verdict(runs)
     assert (found.bit_identical, found.losses_identical) == (bits, losses)
-    assert reason in found.reasons[0]
+    assert found.reasons and reason in found.reasons[0]
 
 
 def the_summary(runs, timeline=None):

@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.eventually import until
 
 from fastcheck.admin import AdminClient
 from fastcheck.local import LocalCluster
@@ -45,13 +45,6 @@ def running(*command):
             yield process
         finally:
             process.kill()
-
-
-def until(condition, what, timeout_s=60):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def of_cluster(folder):

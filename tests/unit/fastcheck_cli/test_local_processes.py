@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
+from tests.eventually import until
 
 from fastcheck.local.processes import (
     ProcessRef,
@@ -39,13 +39,6 @@ def tree():
     kill_all(ref)
     agent.wait(10)
     agent.stdout.close()
-
-
-def until(condition, timeout_s=60):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.02)
 
 
 def test_kill_all_leaves_nothing(tree):

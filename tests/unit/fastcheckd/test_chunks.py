@@ -1,8 +1,10 @@
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcheck_proto.v1 import common_pb2 as pb
+from fastcheckd import digests
 from fastcheckd.chunks import CHUNK_LENGTH_MAX, CHUNKS_MAX, ChunkTable
 from fastcheckd.errors import InvalidRequestError
 
@@ -51,3 +53,13 @@ def test_chunks_of_any_sizes_tile_the_shard(lengths):
 def test_a_manifest_whose_chunks_do_not_make_its_shard_is_refused(fields):
     with pytest.raises(InvalidRequestError):
         ChunkTable.of(pb.ShardManifest(**fields))
+
+
+def test_digests_are_xxh3_128_big_endian():
+    assert digests.chunk_digest(b"abc") == xxhash.xxh3_128(b"abc").digest()
+    assert len(digests.shard_digest(b"")) == digests.DIGEST_BYTES
+
+
+@pytest.mark.parametrize("data", [b"", b"x", bytes(range(256))])
+def test_a_digest_of_a_view_is_that_of_the_bytes(data):
+    assert digests.chunk_digest(memoryview(data)) == digests.chunk_digest(data)

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from fastcheck import InvalidArgumentError
+from fastcheck.dcp.checkpointer_pool import CheckpointerOptions, checkpointer_of, close_job
 from fastcheck.dcp.save_plans import check_complete, complete_plans
 
 
@@ -43,3 +44,25 @@ def test_what_metadata_names_and_nobody_writes_is_refused_by_name():
     elsewhere = [dataclasses.replace(written[0], offset=torch.Size([1])), *written[1:]]
     with pytest.raises(InvalidArgumentError, match="lacks"):
         check_complete(metadata, elsewhere)
+
+
+NOWHERE = CheckpointerOptions(address="unix:///nowhere.sock")
+
+
+def test_two_savers_at_once():
+    try:
+        with checkpointer_of("gpt", 0, 1, NOWHERE) as seat:
+            with (
+                pytest.raises(
+                    InvalidArgumentError, match="rank 0 of job 'gpt' is just being saved by another"
+                ),
+                checkpointer_of("gpt", 0, 1, NOWHERE),
+            ):
+                raise AssertionError("both have it")
+            with checkpointer_of("bert", 0, 1, NOWHERE) as other:
+                assert other is not seat
+        with checkpointer_of("gpt", 0, 1, NOWHERE) as again:
+            assert again is seat
+    finally:
+        close_job("gpt")
+        close_job("bert")

@@ -112,22 +112,6 @@ def test_a_node_that_is_asked_waits_with_an_empty_log_to_be_added(tmp_path):
     voting(config, scenario)
 
 
-def test_a_newer_view_that_names_those_of_before_does_not_stop_a_node_that_was_asked(tmp_path):
-    """Of many things that change a view none may have been the voters."""
-    config = config_of(tmp_path, "d")
-
-    async def scenario(node):
-        await node.voter_role.become("test", [A, C, D], version=5, named=[A])
-        remember(config, [A], 9)
-        await node.voter_role.look()
-        assert node.runs == D and joining_file(config).exists()
-        remember(config, [A, C, D], 10)
-        await node.voter_role.look()
-        assert node.runs == D and node.started == [D] and not joining_file(config).exists()
-
-    voting(config, scenario)
-
-
 def test_what_was_named_before_a_node_was_asked_does_not_stop_it(tmp_path):
     config = config_of(tmp_path, "d")
 

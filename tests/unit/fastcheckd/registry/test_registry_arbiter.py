@@ -136,25 +136,6 @@ def test_nobody_is_asked_anything_while_everybody_is_heard():
     asyncio.run(story())
 
 
-def test_a_dead_node_is_proposed_as_down_with_the_reason_after_asking_voters_and_nodes():
-    async def story():
-        office = Office()
-        await office.settle()
-        office.falls_silent("n5", Finding.REFUSED)
-        await office.judge_until(lambda: office.state_of("n5") == "DOWN")
-        node = office.engine.state.nodes["n5"]
-        assert node.reason.startswith("ended: ") and node.since_ms == 7
-        asked = set(office.world.asked)
-        assert {("probe", "n5"), ("n1", "n5"), ("n2", "n5")} <= asked
-        through = {who for who, _ in asked} - {"probe", "n0", "n1", "n2"}
-        assert through == {"n3:1", "n4:1"}, "nodes that are no voters, and not the suspect"
-        await office.judge_until(lambda: not office.arbiter.suspects)
-        assert office.changes >= 2
-        assert all(office.state_of(f"n{i}") == "UP" for i in range(5))
-
-    asyncio.run(story())
-
-
 def test_at_most_three_nodes_are_asked_to_ask():
     async def story():
         office = Office(nodes=12)
@@ -168,22 +149,6 @@ def test_at_most_three_nodes_are_asked_to_ask():
     asyncio.run(story())
 
 
-def test_a_node_that_all_others_reach_stays_suspect_with_its_reason_and_is_avoided():
-    async def story():
-        office = Office()
-        await office.settle()
-        office.beating.discard("n4")  # its beats do not come; it answers
-        life = ("n4", 5)
-        await office.judge_until(lambda: len([a for a in office.world.asked if a[0] == "probe"]) >= 5)
-        assert office.arbiter.suspects == office.arbiter.avoided == {life}
-        assert office.arbiter.why(life).startswith("SILENT") and office.engine.proposed == 0
-        office.beating.add("n4")
-        await office.judge_until(lambda: not office.arbiter.suspects)
-        assert office.arbiter.why(life) == ""
-
-    asyncio.run(story())
-
-
 def test_one_round_at_a_time_about_a_node_and_a_bounded_number_in_all():
     async def story():
         office = Office(nodes=60)
@@ -192,21 +157,6 @@ def test_one_round_at_a_time_about_a_node_and_a_bounded_number_in_all():
             office.falls_silent(f"n{i}", Finding.REFUSED)
         await office.judge_until(lambda: all(office.state_of(f"n{i}") == "DOWN" for i in range(3, 60)))
         assert office.world.at_once_max <= 16
-
-    asyncio.run(story())
-
-
-def test_without_a_quorum_it_proposes_again_until_it_is_decided():
-    async def story():
-        office = Office()
-        await office.settle()
-        office.engine.quorum = False
-        office.falls_silent("n3", Finding.REFUSED)
-        await office.judge_until(lambda: office.engine.proposed >= 3)
-        assert office.state_of("n3") == "UP"
-        assert not office.detector.renews(("n3", 4), asyncio.get_running_loop().time()), "meanwhile no lease"
-        office.engine.quorum = True
-        await office.judge_until(lambda: office.state_of("n3") == "DOWN")
 
     asyncio.run(story())
 

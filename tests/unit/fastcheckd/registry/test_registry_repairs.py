@@ -127,36 +127,6 @@ def holders(state: State) -> set[str]:
     return {holder.node_id for record in kept.ranks for one in record.shards for holder in one.holders}
 
 
-def test_all_that_a_dead_node_held_is_made_elsewhere_and_committed() -> None:
-    state = committed()
-    down(state, "n2")
-
-    async def story(repairs: Repairs, engine: OneVoter, nodes: Nodes) -> None:
-        assert repairs.redundancy().short_shards == 4
-        await eventually(repairs, lambda: repairs.redundancy().short_shards == 0)
-        found = repairs.redundancy()
-        assert (found.repaired, found.repair_failures, found.wanted_copies) == (4, 0, 2)
-        assert "n2" not in holders(state)
-        assert len(nodes.fetched) == 4 and len({shard for _, shard in nodes.fetched}) == 4
-        assert nodes.most_running <= 4  # one for each node at most
-
-    play(state, story)
-
-
-def test_a_target_that_fails_is_replaced_by_another_and_the_failure_is_told() -> None:
-    state = committed()
-    down(state, "n2")
-
-    async def story(repairs: Repairs, engine: OneVoter, nodes: Nodes) -> None:
-        nodes.fails = {"n3:2", "n0:2", "n1:2"}
-        await eventually(repairs, lambda: repairs.redundancy().short_shards == 0)
-        assert holders(state) == {"n4"}
-        found = repairs.redundancy()
-        assert found.repair_failures > 0 and "out of order" in found.last_failure
-
-    play(state, story)
-
-
 def test_orders_to_a_node_that_dies_are_called_off() -> None:
     state = committed()
     down(state, "n2")

@@ -14,6 +14,7 @@ import zlib
 
 import pytest
 from tests.certificates import Authority
+from tests.eventually import eventually
 from tests.sockets import ends, free_address
 from tests.unit.fastcheckd.registry.small_cluster import large
 
@@ -24,13 +25,6 @@ from fastcheckd.registry.commands import noop
 from fastcheckd.registry.raft import transport
 from fastcheckd.registry.raft.adapter import Raft
 from fastcheckd.registry.raft.tls import Tls, named_node, node_uri
-
-
-async def eventually(condition, deadline_s=60.0):
-    end = asyncio.get_running_loop().time() + deadline_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < end, "did not come true"
-        await asyncio.sleep(0.01)
 
 
 class Voters:

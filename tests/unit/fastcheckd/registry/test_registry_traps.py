@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from pysyncobj.monotonic import monotonic
+from tests.eventually import eventually
 from tests.sockets import free_address
 from tests.unit.fastcheckd.registry.small_cluster import forget
 
@@ -28,13 +29,6 @@ from fastcheckd.registry.raft.adapter import Raft
 from fastcheckd.registry.raft.messages import Seal, derive_key
 
 ROOT = Path(__file__).resolve().parents[4]
-
-
-async def eventually(condition, deadline_s=60.0):
-    end = asyncio.get_running_loop().time() + deadline_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < end, "did not come true"
-        await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager

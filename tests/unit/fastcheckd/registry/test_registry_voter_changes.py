@@ -5,6 +5,7 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
+from tests.eventually import eventually
 from tests.sockets import free_address
 from tests.unit.fastcheckd.registry import small_cluster
 from tests.unit.fastcheckd.registry.small_cluster import set_state
@@ -25,13 +26,6 @@ from fastcheckd.registry.raft.membership import (
 )
 from fastcheckd.registry.state import snapshot
 from fastcheckd.registry.voters import add_voters, plan, plan_added, replace_voter
-
-
-async def eventually(condition, deadline_s=60.0):
-    end = asyncio.get_running_loop().time() + deadline_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < end, "did not come true"
-        await asyncio.sleep(0.01)
 
 
 def voter(name):

@@ -1,9 +1,12 @@
+"""Whom a restore asks, in which order, and how it is counted."""
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import registry_pb2 as rpb
 from fastcheckd.restore.plan import other_sources, plan_fetch
+from fastcheckd.restore.tally import Tally
 
 
 def node(name: str, state: rpb.NodeState.ValueType = rpb.NODE_STATE_UP) -> rpb.NodeRecord:
@@ -67,3 +70,36 @@ def test_every_known_copy_is_in_the_plan_once(holders, states):
     nodes = {n: node(n, s) for n, s in states.items()}
     for names, plan in zip(holders, sources(plan_fetch(record(holders), nodes, "me")), strict=True):
         assert sorted(plan) == sorted({*names, "own"} & set(nodes) - {"me"})
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_rate_is_that_of_late_and_holders_are_counted_once():
+    clock = Clock()
+    tally = Tally(clock)
+    tally.begin(1000)
+    assert tally.look().bytes_per_s == 0
+    tally.local_bytes = 100
+    for second in range(1, 20):
+        clock.now = float(second)
+        tally.came("a" if second % 2 else "b", 10 if second < 12 else 30)
+        seen = tally.look()
+    assert (seen.bytes_done, seen.bytes_total, seen.holders) == (100 + 11 * 10 + 8 * 30, 1000, 2)
+    assert seen.bytes_per_s == 30
+
+
+def test_a_step_that_turns_out_incomplete_does_not_count_for_the_next_one():
+    clock = Clock()
+    tally = Tally(clock)
+    tally.begin(1000)
+    tally.came("a", 400)
+    tally.look()
+    tally.begin(500)
+    clock.now = 1.0
+    seen = tally.look()
+    assert (seen.bytes_done, seen.bytes_total, seen.bytes_per_s) == (0, 500, 0)

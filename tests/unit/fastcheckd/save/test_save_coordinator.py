@@ -22,7 +22,6 @@ from fastcheck_proto.v1 import trainer_pb2 as tpb
 from fastcheckd.errors import (
     FastCheckdError,
     FencedError,
-    InvalidRequestError,
     NoQuorumError,
     NotHeldError,
     OverBudgetError,
@@ -178,36 +177,6 @@ def test_shards_end_where_chunks_end(tmp_path):
         third = await node.save(3, next_step(STATE), layout_of(*lengths[::-1]))
         assert third.encoded_bytes >= len(STATE)
         assert copies(holders, 3) == next_step(STATE)
-
-    in_world(tmp_path, body)
-
-
-def test_fewer_chunks_than_holders_are_fewer_shards(tmp_path):
-    async def body(node, registry, holders):
-        await node.save(1, STATE[:CHUNK])
-        assert len(registry.reports[-1].record.shards) == 1
-
-    in_world(tmp_path, body)
-
-
-@pytest.mark.parametrize(
-    "layout", [layout_of(CHUNK), layout_of(8 * CHUNK, 1), layout_of(0, 8 * CHUNK), layout_of(*[0] * 3)]
-)
-def test_a_layout_that_does_not_fit_is_refused_at_the_seal(tmp_path, layout):
-    async def body(node, registry, holders):
-        with pytest.raises(InvalidRequestError):
-            await node.stage(1, STATE, layout)
-        await node.save(2, STATE)
-
-    in_world(tmp_path, body)
-
-
-def test_a_layout_of_an_unknown_version_is_no_layout(tmp_path):
-    async def body(node, registry, holders):
-        layout = layout_of(8 * CHUNK)
-        layout.schema = 99
-        await node.save(1, STATE, layout)
-        assert not any(h.manifest.chunk_lengths for h in node.store.held("gpt"))
 
     in_world(tmp_path, body)
 
@@ -421,18 +390,6 @@ def held_bytes_kept(store, step):
     return found
 
 
-def test_with_enough_memory_every_step_stays_as_it_is(tmp_path):
-    async def body(node, registry, holders):
-        state = STATE
-        for step in (1, 2, 3):
-            await node.save(step, state)
-            state = next_step(state, step)
-        assert all(held.is_whole for held in node.store.held("gpt"))
-        assert node.counters.get("deltas_made") == 0
-
-    in_world(tmp_path, body)
-
-
 def test_a_step_that_is_not_committed_leaves_the_one_before_as_it_is(tmp_path):
     async def body(node, registry, holders):
         await node.save(1, STATE)
@@ -552,20 +509,6 @@ def test_of_steps_that_another_rank_does_not_save_the_newest_few_stay(tmp_path):
             "owner",
             7,
         )
-        registry.waiting = False
-        await node.save(12, STATE)
-
-    in_world(tmp_path, body, stall_after_s=0.05)
-
-
-def test_where_memory_is_short_none_of_them_stays(tmp_path):
-    async def body(node, registry, holders):
-        node.store.allocate(BUDGET - 7 * len(STATE) // 2, "staging.other.0.1")
-        await node.save(1, STATE)
-        registry.waiting, registry.absent = True, [1]
-        for step in range(2, 12):
-            await node.stage(step, next_step(STATE, step))
-        assert 1 in {h.key.step for h in node.store.held("gpt")}
         registry.waiting = False
         await node.save(12, STATE)
 

@@ -1,9 +1,7 @@
 """Saves while the registry is silent: replicated all the same, called provisional, committed when it is back."""
 
 import asyncio
-import time
 
-import pytest
 from tests.unit.fastcheckd.save.save_harness import BUDGET, CHUNK, next_step, noise, running_world
 from tests.unit.fastcheckd.transfer.transfer_harness import eventually
 
@@ -53,26 +51,6 @@ async def provisional(node, step, state=None):
     return save
 
 
-def test_a_silent_registry_makes_a_step_provisional_and_its_return_commits_it(tmp_path):
-    async def body(node, registry, holders):
-        await node.save(1, state_of(1))
-        registry.silent = True
-        save = await provisional(node, 2)
-        assert not save.done and save.copies == 1
-        assert save.report().state == tpb.SAVE_STATE_PROVISIONAL
-        assert copy_of(holders, 2) == state_of(2)
-        for store in (node.store, *(holder.store for holder in holders)):
-            assert all(held.manifest.provisional for held in store.held("gpt", 2))
-            assert not any(held.manifest.provisional for held in store.held("gpt", 1))
-        assert len(registry.reports) == 1, "not reported before somebody is there to answer"
-        registry.silent = False
-        await node.done(save)
-        assert save.state == tpb.SAVE_STATE_COMMITTED
-        assert registry.reports[-1].step == 2
-
-    in_world(tmp_path, body)
-
-
 def test_ten_provisional_steps_leave_the_committed_one_and_the_newest_three(tmp_path):
     async def body(node, registry, holders):
         await node.save(1, state_of(1))
@@ -91,25 +69,6 @@ def test_ten_provisional_steps_leave_the_committed_one_and_the_newest_three(tmp_
             assert copy_of(holders, step) == state_of(step)
 
     in_world(tmp_path, body, codec="always")
-
-
-def test_many_saves_in_a_row_do_not_wait_for_each_other(tmp_path):
-    async def body(node, registry, holders):
-        await node.save(1, state_of(1))
-        registry.silent = True
-        saves = []
-        for step in range(2, 22):
-            started = time.monotonic()
-            saves.append(await node.stage(step, state_of(step)))
-            assert time.monotonic() - started < 5
-        await eventually(lambda: saves[-1].provisional, within_s=60)
-        for old in saves[:-3]:
-            with pytest.raises(SupersededError, match="step"):
-                await node.done(old)
-        registry.silent = False
-        await node.done(saves[-1])
-
-    in_world(tmp_path, body)
 
 
 def test_a_reported_step_is_never_given_up_nor_dropped(tmp_path):

@@ -67,10 +67,25 @@ def names(found):
     return [(c.code, admin_pb2.Health.Name(c.severity).removeprefix("HEALTH_")) for c in found]
 
 
-def test_a_whole_cluster_has_no_codes_and_is_ok():
-    found = codes(view(a=UP, b=UP), replicas={"a": [holds()], "b": [holds()]}, steps=[step()])
-    assert names(found) == []
-    assert worst(found) == admin_pb2.HEALTH_OK
+@pytest.mark.parametrize(
+    ("replicas", "expected"),
+    [
+        pytest.param({"a": [holds()], "b": [holds()]}, None, id="a whole cluster"),
+        pytest.param({"a": [], "b": [holds()]}, None, id="a lost owner leaves the copies"),
+        pytest.param({"a": [holds()], "b": []}, "DEGRADED", id="a lost copy, the owner has its bytes"),
+        pytest.param({"a": [], "b": []}, "CRITICAL", id="nobody holds it"),
+        pytest.param({"a": []}, "DEGRADED", id="a silent node may hold it"),
+        pytest.param({"a": [], "b": [holds(digest=b"x" * 16)]}, "CRITICAL", id="another digest"),
+        pytest.param(
+            {"a": [], "b": [holds(number=4), holds(job="other")]}, "CRITICAL", id="other steps and jobs"
+        ),
+    ],
+)
+def test_a_shard_with_too_few_copies_is_told_and_critical_only_when_provably_lost(replicas, expected):
+    found = codes(view(a=UP, b=UP), replicas=replicas, steps=[step()])
+    assert names(found) == ([("REPLICA_SHORT", expected)] if expected else [])
+    assert worst(found) == admin_pb2.Health.Value(f"HEALTH_{expected or 'OK'}")
+    assert not expected or ("step 5 of job gpt" in found[0].detail and "rank 0 shard 0" in found[0].detail)
 
 
 def test_no_quorum_is_critical_and_comes_first():
@@ -131,38 +146,6 @@ def test_memory_of_a_silent_node_is_what_its_heartbeat_said():
     seen = view(a=UP)
     seen.nodes[0].ram_used_bytes = 99
     assert ("MEMORY_NEAR_FULL", "DEGRADED") in names(codes(seen, stats={}))
-
-
-def test_a_lost_copy_degrades_while_the_owner_still_has_its_bytes():
-    found = codes(view(a=UP, b=UP), replicas={"a": [holds()], "b": []}, steps=[step()])
-    assert names(found) == [("REPLICA_SHORT", "DEGRADED")]
-    assert "rank 0 shard 0" in found[0].detail
-    assert "step 5 of job gpt" in found[0].detail
-
-
-def test_a_lost_owner_alone_leaves_the_copies_and_no_code():
-    found = codes(view(a=UP, b=UP), replicas={"a": [], "b": [holds()]}, steps=[step()])
-    assert names(found) == []
-
-
-def test_a_shard_that_nobody_holds_is_critical():
-    found = codes(view(a=UP, b=UP), replicas={"a": [], "b": []}, steps=[step()])
-    assert names(found) == [("REPLICA_SHORT", "CRITICAL")]
-
-
-def test_a_shard_is_not_given_up_while_a_node_that_may_hold_it_is_silent():
-    found = codes(view(a=UP, b=UP), replicas={"a": []}, steps=[step()])
-    assert names(found) == [("REPLICA_SHORT", "DEGRADED")]
-
-
-def test_a_copy_with_another_digest_does_not_count():
-    found = codes(view(a=UP, b=UP), replicas={"a": [], "b": [holds(digest=b"x" * 16)]}, steps=[step()])
-    assert names(found) == [("REPLICA_SHORT", "CRITICAL")]
-
-
-def test_copies_of_other_steps_and_jobs_do_not_count():
-    held = {"a": [], "b": [holds(number=4), holds(job="other")]}
-    assert names(codes(view(a=UP, b=UP), replicas=held, steps=[step()])) == [("REPLICA_SHORT", "CRITICAL")]
 
 
 def test_bytes_published_by_another_node_after_a_restore_count_as_a_copy():

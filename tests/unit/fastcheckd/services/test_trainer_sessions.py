@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 import pytest
 import torch
+from tests.eventually import until
 from tests.trainer_session import SpokenSession
 from tests.unit.fastcheckd.save.save_harness import BUDGET, CHUNK, Node, Registry, running_world
 
@@ -128,14 +129,6 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def state(value: float = 1.0, size: int = CHUNK) -> dict[str, torch.Tensor]:
     return {"x": torch.full((size,), float(value))}
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
-    return found
 
 
 def stream_of(world: World, job: str = "gpt") -> Any:

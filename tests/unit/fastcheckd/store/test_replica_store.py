@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 import pytest
 from store_helpers import (
     CHUNK,
     COPY,
-    OWNER,
     fill,
     in_use,
     manifest_of,
@@ -25,7 +23,6 @@ from store_helpers import (
 from fastcheckd.errors import (
     CorruptError,
     InvalidRequestError,
-    JobBudgetError,
     NotHeldError,
     OverBudgetError,
     StoreError,
@@ -36,21 +33,6 @@ from fastcheckd.errors import (
 def store(tmp_path):
     store = open_store(tmp_path / "ram")
     yield store
-    store.close()
-
-
-def test_a_copy_is_what_was_put_and_survives_a_restart(tmp_path):
-    data = weights(1, 3 * CHUNK + 400)
-    store = open_store(tmp_path / "ram")
-    assert read(store, put(store, data)) == data
-    store.close()
-    store = open_store(tmp_path / "ram")
-    (held,) = store.held("gpt")
-    assert held.verified_at_ms == 0 and held.is_whole and held.kind == COPY
-    assert read(store, held) == data and store.verify(held)
-    assert store.held()[0].verified_at_ms > 0
-    assert put(store, trained(data, 2), 2, base=store.held()[0]).key.step == 2
-    assert read(store, store.held("gpt", 1)[0]) == data
     store.close()
 
 
@@ -204,17 +186,6 @@ def test_a_lean_draft_of_bytes_that_do_not_shrink_is_refused_with_the_numbers(tm
     store.close()
 
 
-def test_one_job_may_have_so_much(tmp_path):
-    store = open_store(tmp_path / "ram", job_budget_bytes=6 * CHUNK)
-    put(store, weights(1))
-    with pytest.raises(JobBudgetError):
-        store.draft(manifest_of(weights(2), 2))
-    put(store, weights(2), job="other")
-    store.drop(store.held("gpt")[0])
-    put(store, weights(2), 2)
-    store.close()
-
-
 def test_chunks_of_unlike_sizes_leave_no_memory_behind(store):
     for round_ in range(6):
         for number, lengths in enumerate(([5000, 70000, 100], [4096] * 7, [200000], [1, 2, 3])):
@@ -227,22 +198,6 @@ def test_chunks_of_unlike_sizes_leave_no_memory_behind(store):
     for held in store.held():
         store.drop(held)
     assert in_use(store) == 0
-
-
-def test_a_segment_of_an_older_session_is_not_used_again(store):
-    held = stage(store, weights(1), 1, session=1)
-    store.retire("gpt", 0, 2)
-    store.drop(held)
-    assert store.count_segments("staging.gpt.0.1") == 0
-
-
-def test_a_copy_never_lies_where_a_trainer_can_write(store):
-    segment = store.allocate(4 * CHUNK, "staging.gpt.0.1")
-    with pytest.raises(InvalidRequestError):
-        store.publish(manifest_of(weights(1)), segment, 0, verified=True)
-    with pytest.raises(InvalidRequestError):
-        store.publish(manifest_of(weights(1), kind=OWNER, session=2), segment, 0, verified=True)
-    store.release(segment)
 
 
 @pytest.mark.parametrize("damaged", ["raw", "delta"])
@@ -271,31 +226,6 @@ def test_a_good_replica_that_is_called_bad_stays(store):
     held = put(store, weights(1))
     store.condemn(held, "somebody said so")
     assert store.find(held.key, COPY) is not None
-
-
-def damage(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
-def test_what_does_not_hold_up_is_dropped_at_start_and_the_rest_stays(tmp_path):
-    store = open_store(tmp_path / "ram")
-    for rank in range(4):
-        put(store, weights(rank), rank=rank)
-    store.close()
-    manifests = sorted((tmp_path / "ram" / "manifests" / "gpt").iterdir())
-    damage(manifests[0], 40)
-    manifests[1].rename(manifests[1].with_name("9-9-0-copy.replica"))
-    (tmp_path / "ram" / "ways").mkdir()
-    (tmp_path / "ram" / "segments" / ("0" * 32 + ".seg")).write_bytes(bytes(4096))
-    (tmp_path / "ram" / "manifests" / "gpt" / "1-0-0-copy.shard").write_bytes(b"of the first design")
-    store = open_store(tmp_path / "ram")
-    assert [held.key.rank for held in store.held()] == [2, 3]
-    assert all(read(store, held) == weights(held.key.rank) for held in store.held())
-    assert not (tmp_path / "ram" / "ways").exists()
-    assert all(path.suffix == ".slab" for path in (tmp_path / "ram" / "segments").iterdir())
-    store.close()
 
 
 @pytest.mark.parametrize(("damaged", "kept"), [(False, [0, 2]), (True, [2])])

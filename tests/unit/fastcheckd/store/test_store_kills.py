@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ SIZE = 24 * CHUNK
 LEAN = 42 * CHUNK
 
 
+@functools.cache
 def data_of(kind: int, step: int) -> bytes:
     """Of each step of a life."""
     data = weights(kind, SIZE)

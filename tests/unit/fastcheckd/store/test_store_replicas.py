@@ -3,7 +3,6 @@
 import contextlib
 import stat
 import threading
-from pathlib import Path
 
 import pytest
 from store_helpers import (
@@ -262,21 +261,6 @@ def test_some_chunks_of_a_shard_are_copied_and_checked(store):
     assert store.find(held.key, held.kind) is None
 
 
-def test_a_chunk_that_is_decoded_against_a_bad_one_is_an_error_and_both_go(store, counters):
-    """The newer step's bytes are bad: that is what is not used again."""
-    base = put(store, weights(1))
-    newer = put(store, trained(weights(1), 2), 2, base=base)
-    place = newer.content[2].form.place
-    place.view[100] ^= 1
-    with store.reading(base) as opened:
-        with opened.chunk(1):
-            pass
-        with pytest.raises(CorruptError), opened.chunk(2):
-            pass
-    assert store.held() == [] and counters.get("corrupt_found") == 2
-    assert place.bad and not base.content[2].form.place.bad
-
-
 def test_a_draft_does_not_publish_a_chunk_that_was_found_bad_meanwhile(store):
     data = payload(1, 4 * CHUNK)
     held = put(store, data)
@@ -424,19 +408,6 @@ def test_readers_and_writers_at_once_see_whole_shards_only(store):
     for held in store.held():
         store.drop(held)
     assert in_use(store) == 0
-
-
-@pytest.mark.parametrize("name", ["segments", "manifests", "tmp"])
-def test_a_linked_folder_is_refused(tmp_path: Path, name):
-    ram = tmp_path / "ram"
-    open_store(ram).close()
-    (ram / name).rmdir()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "file").touch()
-    (ram / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StoreError, match="symbolic link"):
-        open_store(ram)
-    assert (tmp_path / "elsewhere" / "file").exists()
 
 
 def test_a_linked_or_open_directory_is_refused(tmp_path):

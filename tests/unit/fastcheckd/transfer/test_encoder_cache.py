@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.eventually import until
 from trained_state import TrainedState
 from transfer_harness import CHUNK, Node, damage, idle, in_a_loop, manifest_of, running_nodes, some_bytes
 
@@ -118,13 +119,6 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return found
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_each_chunk_is_encoded_once_for_two_holders(bench: Bench, encoded: list[bytes]) -> None:
     with bench.encoder(readers=2) as encoder:
         for _ in range(2):
@@ -166,7 +160,7 @@ def test_while_one_chunk_is_sent_the_next_two_are_encoded_and_no_more(
             index, _ = next(payloads)
             assert index == sent
             due = min(COUNT, sent + 1 + AHEAD)
-            eventually(lambda due=due: len(encoded) == due)  # type: ignore[misc]
+            until(lambda due=due: len(encoded) == due)  # type: ignore[misc]
         assert next(payloads, None) is None
     assert len(encoded) == COUNT
 
@@ -217,7 +211,7 @@ def test_one_that_leaves_does_not_take_away_what_another_waits_for(
             found: list[tuple[int, Payload]] = []
             reader = threading.Thread(target=lambda: found.extend(payloads))
             reader.start()
-            eventually(lambda: len(encoder._kept) == AHEAD + 1)
+            until(lambda: len(encoder._kept) == AHEAD + 1)
             bench_channel, other = bench.channel, socket.socketpair()
             bench.channel = Channel(other[0], "another", 5.0)
             bench.channel.end()

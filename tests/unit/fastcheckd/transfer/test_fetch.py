@@ -415,21 +415,6 @@ async def test_another_digest_or_cluster_is_not_what_is_held(tmp_path: Path) -> 
 
 
 @in_a_loop
-async def test_a_source_that_is_not_there_is_told_of(tmp_path: Path) -> None:
-    async with running_nodes(tmp_path, "source", "reader", timeout_s=1.0) as (source, reader):
-        manifest = source.publish(DATA)
-        no_control, no_lane, nowhere = source.ref(), source.ref(lane_port=unused_port()), source.ref()
-        no_control.data_address = f"127.0.0.1:{unused_port()}"
-        nowhere.lane_address = "no-such-address"
-        for ref in (no_control, no_lane, nowhere):
-            fetch = reader.begin_fetch(manifest)
-            assert await reader.run(fetch, [ref]) is None
-            assert fetch.failures.unreached == [ref]
-            assert fetch.bad_copies == 1
-        assert reader.counters.get("copies_missing") == 3
-
-
-@in_a_loop
 async def test_a_wire_gone_silent_is_given_up_after_the_timeout(tmp_path: Path) -> None:
     async with running_nodes(tmp_path, "source", "reader", timeout_s=0.3) as (source, reader):
         manifest = source.publish(DATA)
@@ -551,16 +536,6 @@ async def test_a_byte_flipped_in_an_encoded_chunk_is_asked_for_again_and_comes_a
         assert source.counters.get("chunks_resent") == 1
         assert reader.counters.get("corrupt_received") == 1
         assert len(source.store.held()) == 1
-
-
-@in_a_loop
-async def test_a_replica_gone_bad_is_found_although_it_was_encoded(tmp_path: Path) -> None:
-    data = mixed()
-    async with running_nodes(tmp_path, "source", "reader", codec="always") as (source, reader):
-        manifest = source.publish(data)
-        damage(source.store.held()[0], CHUNK + 7)
-        await none_comes(reader, manifest, source.ref())
-        await eventually(lambda: source.store.held() == [])
 
 
 def test_each_load_may_ask_for_an_equal_part() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from transfer_harness import (
     Node,
     damage,
     eventually,
-    idle,
     in_a_loop,
     manifest_of,
     running_node,
@@ -37,7 +35,6 @@ from fastcheckd.errors import (
     FastCheckdError,
     FencedError,
     InvalidRequestError,
-    JobBudgetError,
     NoLeaseError,
     OverBudgetError,
     PeerError,
@@ -163,36 +160,6 @@ async def test_a_copy_of_an_earlier_process_is_checked_before_it_counts(tmp_path
             assert holder.counters.get("corrupt_found") == (not good)
 
 
-@in_a_loop
-async def test_chunks_that_are_here_by_digest_are_not_fetched(tmp_path: Path) -> None:
-    async with running_nodes(tmp_path, "owner", "holder") as (owner, holder):
-        first = owner.publish(DATA, step=5)
-        await owner.offer(holder, first)
-        changed = bytearray(DATA)
-        changed[CHUNK] ^= 1
-        second = owner.publish(changed, step=6)
-        answer = await owner.offer(holder, second)
-        assert answer.received_bytes == CHUNK
-        uses = {use.codec: (use.raw_bytes, use.encoded_bytes) for use in answer.codecs}
-        assert uses == {"raw": (CHUNK, CHUNK), "same": (SIZE - CHUNK, 0)}
-        assert holder.has_exactly(first, DATA)
-        assert holder.has_exactly(second, changed)
-        third = owner.publish(changed, step=7)
-        assert (await owner.offer(holder, third)).received_bytes == 0
-        assert holder.has_exactly(third, changed)
-
-
-@in_a_loop
-async def test_a_step_saved_again_with_other_bytes_takes_the_place_of_the_copy(tmp_path: Path) -> None:
-    async with running_nodes(tmp_path, "owner", "holder") as (owner, holder):
-        await owner.offer(holder, owner.publish(DATA))
-        other = some_bytes(SIZE, seed=2)
-        again = owner.publish(other)
-        await owner.offer(holder, again)
-        assert len(holder.store.held()) == 1
-        assert holder.has_exactly(again, other)
-
-
 # --- refused ----------------------------------------------------------------------------------------
 
 Change = Callable[[peer_pb2.ReplicateRequest], None]
@@ -234,14 +201,6 @@ async def test_a_bad_offer_is_refused_before_anybody_is_asked(tmp_path: Path) ->
             await owner.offer(holder, manifest, holder_incarnation=0)
         assert holder.counters.get("bytes_received") == 0
         assert holder.store.held() == []
-
-
-@in_a_loop
-async def test_a_newer_epoch_is_fine_and_teaches_nothing(tmp_path: Path) -> None:
-    async with running_nodes(tmp_path, "owner", "holder") as (owner, holder):
-        await owner.offer(holder, owner.publish(DATA, shard=0), epoch=10**9)
-        await owner.offer(holder, owner.publish(DATA, shard=1))
-        assert holder.identity.epoch == EPOCH
 
 
 @in_a_loop
@@ -324,20 +283,6 @@ async def test_a_copy_for_which_there_is_no_room_is_refused_and_the_others_stay(
         assert holder.has_exactly(first, DATA)
         assert holder.counters.get("offers_refused") == 1
         assert holder.counters.get("job_budget_refused") == 0
-
-
-@in_a_loop
-async def test_a_job_has_no_more_than_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver_module, "ROOM_WAIT_S", 0.01)
-    async with (
-        running_node(tmp_path, "owner") as owner,
-        running_node(tmp_path, "holder", job_budget_bytes=8 * CHUNK) as holder,
-    ):
-        await owner.offer(holder, owner.publish(DATA, shard=0))
-        with pytest.raises(JobBudgetError):
-            await owner.offer(holder, owner.publish(some_bytes(SIZE, seed=2), shard=1))
-        assert holder.counters.get("job_budget_refused") == holder.counters.get("offers_refused") == 1
-        await owner.offer(holder, owner.publish(DATA, job="another"))
 
 
 # --- lease, life and session ------------------------------------------------------------------------
@@ -735,134 +680,4 @@ async def test_a_manifest_that_is_proved_and_senseless_is_a_bad_source(tmp_path:
         holder.client.open = lies  # type: ignore[method-assign]
         with pytest.raises(PeerError, match="contradicts itself"):
             await owner.offer(holder, manifest)
-        assert holder.reserved_bytes == 0
-
-
-# --- encoded, and short of room ---------------------------------------------------------------------
-
-
-def slightly_changed(data: bytearray, seed: int) -> bytearray:
-    """Another byte in each chunk."""
-    changed = bytearray(data)
-    for at in range(seed, len(data), CHUNK):
-        changed[at] ^= 0x55
-    return changed
-
-
-@in_a_loop
-async def test_chunks_come_encoded_against_the_step_that_both_have(tmp_path: Path) -> None:
-    async with running_nodes(tmp_path, "owner", "holder") as (owner, holder):
-        data = {5: DATA}
-        manifests = {5: owner.publish(DATA, step=5)}
-        await owner.offer(holder, manifests[5])
-        for step in (6, 7, 8):
-            data[step] = slightly_changed(data[step - 1], step)
-            manifests[step] = owner.publish(data[step], step=step)
-            with owner.announced(manifests[step]) as shard:
-                answer = await owner.offer(holder, manifests[step])
-            assert answer.received_bytes < SIZE / 10
-            await idle(owner)
-            assert shard.sent_bytes == answer.received_bytes
-            assert shard.chunks_encoded >= 5, "17 bytes are hardly worth it"
-            assert shard.moved_at("holder") > 0
-            assert shard.encoding[0] == SIZE
-            assert sum(use.raw_bytes for use in answer.codecs) == SIZE
-        for step, manifest in manifests.items():
-            assert holder.has_exactly(manifest, data[step]), step
-        assert holder.counters.get("corrupt_received") == 0
-
-
-@in_a_loop
-async def test_a_holder_short_of_room_keeps_both_steps_and_both_are_exact(tmp_path: Path) -> None:
-    size = 40 * CHUNK
-    async with (
-        running_node(tmp_path, "owner") as owner,
-        running_node(tmp_path, "holder", budget_bytes=4 << 20) as holder,
-    ):
-        data = {5: some_bytes(size)}
-        manifests = {5: owner.publish(data[5], step=5)}
-        await owner.offer(holder, manifests[5])
-        for step in (6, 7):
-            data[step] = slightly_changed(data[step - 1], step)
-            manifests[step] = owner.publish(data[step], step=step)
-            with owner.announced(manifests[step], fraction=0.0):  # lean, whatever the policy says
-                answer = await owner.offer(holder, manifests[step])
-            assert answer.received_bytes < size / 10
-            assert holder.copy(manifests[step]).is_whole
-            assert not holder.copy(manifests[step - 1]).is_whole, "the step before is reverse deltas now"
-        for step, manifest in manifests.items():
-            assert holder.has_exactly(manifest, data[step]), step
-        assert holder.store.usage().used_bytes <= 4 << 20
-        reader = holder.begin_fetch(manifests[5])
-        assert await owner.run(reader, [holder.ref()]) is not None
-        assert reader.wanted.into == data[5], "an older step is read like any other"
-
-
-@pytest.mark.parametrize("offered_next", [6, 7])
-@in_a_loop
-async def test_a_lean_copy_that_fails_in_the_middle_leaves_the_step_before_exact(
-    tmp_path: Path, offered_next: int
-) -> None:
-    size = 40 * CHUNK
-    async with (
-        running_node(tmp_path, "owner", streams=1) as owner,
-        running_node(tmp_path, "holder", budget_bytes=4 << 20, streams=1, timeout_s=2.0) as holder,
-    ):
-        data = some_bytes(size)
-        first = owner.publish(data, step=5)
-        await owner.offer(holder, first)
-        changed = slightly_changed(data, 9)
-        second = owner.publish(changed, step=6)
-        with owner.announced(second), BadWire(owner.server.port) as wire:
-            wire.cut_at = 2000
-            with pytest.raises(PeerError):
-                await owner.offer(holder, second, sources=[owner.ref(wire.port)])
-        assert holder.has_exactly(first, data)
-        assert len(holder.store.held()) == 1
-        if offered_next != second.key.step:  # it is given up, and the next one has the same base
-            changed = slightly_changed(changed, 4)
-            second = owner.publish(changed, step=offered_next)
-        with owner.announced(second):
-            await owner.offer(holder, second)
-        assert holder.has_exactly(first, data)
-        assert holder.has_exactly(second, changed)
-
-
-@pytest.mark.parametrize("streams", [1, 2, 4])
-@in_a_loop
-async def test_a_chunk_that_the_holder_decodes_otherwise_comes_again_as_it_is(
-    tmp_path: Path, streams: int
-) -> None:
-    """The holder's base is not what its digests say: as if both ends computed differently."""
-    count = 60
-    async with running_nodes(tmp_path, "owner", "holder", streams=streams) as (owner, holder):
-        data = some_bytes(count * CHUNK)
-        first = owner.publish(data, step=5)
-        await owner.offer(holder, first)
-        bad = range(0, count, 3)
-        for index in bad:
-            damage(holder.copy(first), index * CHUNK + 9)
-        changed = slightly_changed(data, 1)
-        second = owner.publish(changed, step=6)
-        with owner.announced(second):
-            answer = await owner.offer(holder, second)
-        assert holder.has_exactly(second, changed)
-        assert len(bad) * CHUNK < answer.received_bytes < (len(bad) + 5) * CHUNK
-        assert holder.counters.get("corrupt_received") == len(bad)
-        await idle(owner)
-        assert owner.counters.get("chunks_resent") == len(bad)
-        assert holder.counters.get("corrupt_reported") == 0
-        assert len(owner.store.held()) == 2
-
-
-@in_a_loop
-async def test_a_holder_waits_no_longer_for_a_silent_owner_than_the_timeout(tmp_path: Path) -> None:
-    async with running_nodes(tmp_path, "owner", "holder", timeout_s=0.5) as (owner, holder):
-        manifest = owner.publish(DATA)
-        started = time.monotonic()
-        with BadWire(owner.server.port) as wire:
-            wire.stall_at = CHUNK
-            with pytest.raises(PeerError):
-                await owner.offer(holder, manifest, sources=[owner.ref(wire.port)])
-        assert time.monotonic() - started < 30
         assert holder.reserved_bytes == 0

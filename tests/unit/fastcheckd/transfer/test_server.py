@@ -7,10 +7,11 @@ import logging
 import random
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from lane_stand import COUNT, DATA, END, read_all, standing, want
+from tests.eventually import until
 
 from fastcheck_proto.v1 import peer_pb2
 from fastcheckd.counters import Counters
@@ -143,13 +144,6 @@ def test_a_reader_that_asks_for_nothing_is_left_after_the_timeout() -> None:
         started = time.monotonic()
         assert read_all(sock) == b""
         assert time.monotonic() - started < 20
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_crowd_without_tickets_keeps_nobody_out() -> None:

@@ -9,7 +9,6 @@ import math
 import random
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import grpc.aio
+from tests.eventually import eventually
 
 from fastcheck_proto.v1 import common_pb2 as pb
 from fastcheck_proto.v1 import peer_pb2, peer_pb2_grpc
@@ -110,13 +110,6 @@ def codec_pool(threads: int = 2) -> Iterator[CodecPool]:
         yield pool
     finally:
         pool.close()
-
-
-async def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.01)
 
 
 async def idle(node: Node) -> None:
