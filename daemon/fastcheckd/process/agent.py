@@ -52,7 +52,6 @@ from .runtime import (
     listening,
     private_directory,
     stop_signal,
-    watching_crowds,
 )
 from .supervisor import Supervisor
 from .systemd import RelayedNotifier, report
@@ -283,7 +282,6 @@ async def run(
     async with (
         listening(server, config.agent_socket),
         health_ports(config, agent.facts, agent.durations, registry, health, dialer.certificates),
-        watching_crowds(),
     ):
         await health.set("", health_pb2.HealthCheckResponse.SERVING)
         agent.start()
