@@ -34,7 +34,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from fastcheck.dcp import FastCheckReader, FastCheckWriter
@@ -181,15 +180,10 @@ class Net(nn.Module):
 class App:
     """A Stateful with model and optimizer, as the documentation of DCP has it."""
 
-    def __init__(self, mesh: DeviceMesh, *, tp: bool = False, seed: int = 0) -> None:
+    def __init__(self, mesh: DeviceMesh, *, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.model = Net()
-        if tp:
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(self.model, mesh["tp"], plan)
-            fully_shard(self.model, mesh=mesh["dp"])
-        else:
-            fully_shard(self.model, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def train(self, steps: int) -> None:

@@ -8,15 +8,8 @@ import pytest
 from tests.cluster.harness import process_of, until
 from tests.cluster.lockstep import LockstepJob
 
-from fastcheck.admin import AdminClient
-
 #: Commits are wanted again this long after the node is back: its trainer's SDK looks for it every 8 s at least.
 GOES_ON_S = 25.0
-
-
-def ram_used(cluster, node):
-    with AdminClient(cluster.address(node), timeout_s=5) as admin:
-        return next(n["ram_used_bytes"] for n in admin.nodes()["nodes"] if n["node_id"] == node)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """One real registry process, and what it answers."""
 
 import asyncio
-import socket
 
 import pytest
 from tests.cluster.registry_actors import Node, Rank, connected, eventually, nodes
@@ -80,33 +79,6 @@ def test_from_placement_to_commit_to_lookup(registry):
     play(registry, scenario)
 
 
-def test_a_new_process_fences_the_one_before(registry):
-    async def scenario(client, started):
-        old, other = (Rank(client, started[i], i, 2, job="fence") for i in range(2))
-        assert await old.open("old") < await other.open("other")
-        assert await old.open("old") == old.session, "the same process, asking again"
-        waiting = asyncio.create_task(old.report(1, wait_s=10))
-        await asyncio.sleep(0)
-        new = Rank(client, started[2], 0, 2, job="fence")
-
-        async def reported():
-            steps = await client.list_job_steps(registry_pb2.ListJobStepsRequest(job="fence"), timeout_s=5)
-            return steps.steps and steps.steps[0].ranks == 1
-
-        await eventually(reported)
-        await new.open("new")
-        response = await waiting
-        assert response.state == REFUSED and response.error.code == common_pb2.ERROR_CODE_FENCED
-        with pytest.raises(FencedError):
-            await old.place(2)
-        # The other rank alone commits nothing; with the new process it does.
-        late = asyncio.create_task(other.save(1))
-        assert (await new.save(1)).state == COMMITTED
-        assert (await late).state == COMMITTED
-
-    play(registry, scenario)
-
-
 def test_a_lost_holder_is_reported_while_waiting(registry):
     async def scenario(client, started):
         rank, other = (Rank(client, started[i], i, 2, job="lost") for i in range(2))
@@ -123,20 +95,6 @@ def test_a_lost_holder_is_reported_while_waiting(registry):
         both = await asyncio.gather(rank.save(1), other.save(1))
         assert {r.state for r in both} == {COMMITTED}
         await started[3].register(client)
-
-    play(registry, scenario)
-
-
-def test_a_step_that_was_overtaken_is_superseded(registry):
-    async def scenario(client, started):
-        ranks = [Rank(client, started[i], i, 2, job="overtaken") for i in range(2)]
-        for rank in ranks:
-            await rank.open(f"c{rank.rank}")
-        overtaken = asyncio.create_task(ranks[0].save(1))
-        both = await asyncio.gather(*(rank.save(2) for rank in ranks))
-        assert {r.state for r in both} == {COMMITTED}
-        response = await overtaken
-        assert response.state == REFUSED and response.error.code == common_pb2.ERROR_CODE_SUPERSEDED
 
     play(registry, scenario)
 
@@ -212,19 +170,6 @@ def test_an_unregistered_node_is_fenced_by_the_leader(registry):
         assert stranger.ref == common_pb2.NodeRef(node_id="stranger", incarnation=99)
 
     play(registry, scenario, count=1)
-
-
-def test_a_taken_port_names_the_key(registry, tmp_path):
-    cluster = RegistryCluster(tmp_path, 1)
-    host, port = cluster.voters[0].registry_address.split(":")
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind((host, int(port)))
-        taken.listen()
-        cluster.start("node-0")
-        assert cluster.processes["node-0"].wait(15) != 0
-    last = cluster.log("node-0").strip().splitlines()[-1]
-    assert "ConfigError" in last and "registry_address" in last and port in last
 
 
 def test_without_a_registry_calls_end_in_time(tmp_path):

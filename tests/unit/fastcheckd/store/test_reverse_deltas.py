@@ -15,7 +15,6 @@ from store_helpers import (
     in_use,
     manifest_of,
     open_store,
-    payload,
     put,
     read,
     stage,
@@ -39,14 +38,6 @@ def store(tmp_path):
 def deepest(store, replica) -> int:
     """Through how many others a chunk of a replica is decoded."""
     return max(len(chunk.chain()) for chunk in replica.content) - 1
-
-
-def test_the_owners_replica_lies_in_its_segment(store):
-    data = weights(1)
-    held = stage(store, data, 1)
-    assert held.segment is not None and bytes(held.view) == data and held.is_whole
-    store.drop(held)
-    assert len(store.free_segments("staging.gpt.0.1")) == 1
 
 
 def test_an_older_step_of_the_owner_gives_its_segment_back_and_is_the_same(tmp_path):
@@ -84,22 +75,6 @@ def test_without_room_to_thin_all_stays_as_it_was(tmp_path):
     assert older.segment is not None and read(store, older) == weights(1)
     assert in_use(store) == 8 * CHUNK
     store.close()
-
-
-def test_steps_go_in_any_order_and_all_memory_comes_back(store):
-    steps = [weights(1)]
-    base = put(store, steps[0])
-    for step in range(2, 5):
-        steps.append(trained(steps[-1], step))
-        base = put(store, steps[-1], step, base=base)
-    held = {each.key.step: each for each in store.held()}
-    for gone in (4, 2, 1):
-        store.drop(held.pop(gone))
-        for step, replica in held.items():
-            assert read(store, replica) == steps[step - 1]
-    store.drop(held.pop(3))
-    store.drop(base)  # dropped already
-    assert in_use(store) == 0 and store.held() == [] and store.job_bytes() == {}
 
 
 def test_deltas_are_counted(tmp_path):
@@ -201,20 +176,6 @@ def test_a_kept_step_needs_no_memory_for_steps_that_came_and_went(store, kind):
         size.append(in_use(store))
         assert read(store, kept) == data and deepest(store, kept) == 1
     assert max(size) - min(size) <= 2 * CHUNK and size[0] <= 1.5 * 16 * CHUNK
-
-
-def test_where_deltas_do_not_pay_the_kept_step_gets_its_own_bytes_again(store):
-    noise = payload(1, 4 * CHUNK)
-    changed = bytearray(noise)
-    for start in range(0, len(noise), CHUNK):
-        changed[start] ^= 1
-    kept = put(store, noise)
-    middle = put(store, bytes(changed), 2, base=kept)
-    put(store, payload(3, 4 * CHUNK), 3, base=middle)
-    assert deepest(store, kept) == 1 and middle.is_whole, "what does not shrink stays as it is"
-    store.drop(middle)
-    assert kept.is_whole and read(store, kept) == noise
-    assert in_use(store) == 8 * CHUNK
 
 
 def test_a_step_that_fails_lets_go_of_its_segment_although_an_older_one_led_to_it(store):
