@@ -52,6 +52,7 @@ from .runtime import (
     listening,
     private_directory,
     stop_signal,
+    watching_crowds,
 )
 from .supervisor import Supervisor
 from .systemd import RelayedNotifier, report
@@ -282,6 +283,7 @@ async def run(
     async with (
         listening(server, config.agent_socket),
         health_ports(config, agent.facts, agent.durations, registry, health, dialer.certificates),
+        watching_crowds(),
     ):
         await health.set("", health_pb2.HealthCheckResponse.SERVING)
         agent.start()

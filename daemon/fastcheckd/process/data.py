@@ -66,7 +66,7 @@ from ..transfer.replication_pacing import ReplicationPacing
 from ..transfer.server import TransferServer
 from ..transfer.tickets import TicketOffice
 from ..view import LastView, ViewFollower
-from .runtime import listen_tcp, listening, stop_signal
+from .runtime import listen_tcp, listening, stop_signal, watching_crowds
 
 if TYPE_CHECKING:
     from ..tokens import Tokens
@@ -321,7 +321,7 @@ async def run(config: Config) -> None:
     observe_pb2_grpc.add_ObserveServiceServicer_to_server(observed, near)
     process.server.start()
     try:
-        async with listening(far), listening(near, config.data_socket):
+        async with listening(far), listening(near, config.data_socket), watching_crowds():
             following = asyncio.create_task(process.view.run(), name="view")
             pacing = asyncio.create_task(process.pacing.run(), name="pacing")
             process.maintenance.start()

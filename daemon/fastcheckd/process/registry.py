@@ -44,6 +44,7 @@ from .runtime import (
     listening,
     private_directory,
     stop_signal,
+    watching_crowds,
 )
 
 logger = logging.getLogger(__name__)
@@ -275,7 +276,7 @@ async def run(config: Config, liveness: LivenessPipe) -> None:
     failing = asyncio.create_task(server.wait_failed(), name="registry-failure")
     try:
         ends: set[asyncio.Future[Any]] = {stopping, failing}
-        async with listening(near, config.registry_socket):
+        async with listening(near, config.registry_socket), watching_crowds():
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
             raise RegistryError(f"this voter stops, to be started anew: {failing.result()}")

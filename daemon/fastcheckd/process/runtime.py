@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import stat
@@ -18,7 +19,12 @@ import grpc.aio
 
 from ..dialer import Dialer
 from ..errors import ConfigError
+from ..rpc import connections_max
 
+logger = logging.getLogger(__name__)
+
+#: How often a process looks whether its ports may be full.
+CROWD_LOOK_S = 2.0
 #: How often a process that works says so.
 LIVENESS_INTERVAL_S = 1.0
 _READ_BYTES_MAX = 4096
@@ -35,6 +41,41 @@ def stop_signal() -> asyncio.Future[None]:
 
     loop.add_signal_handler(signal.SIGTERM, stop)
     return stopping
+
+
+@contextlib.asynccontextmanager
+async def watching_crowds() -> AsyncIterator[None]:
+    """Say so when a port may be full: gRPC turns away whoever comes next, and tells nobody."""
+    watching = asyncio.create_task(_watch_crowds(), name="crowds")
+    try:
+        yield
+    finally:
+        watching.cancel()
+
+
+def _open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  the names are all that is needed
+
+
+async def _watch_crowds() -> None:
+    crowded, most = False, connections_max()
+    while True:
+        await asyncio.sleep(CROWD_LOOK_S)
+        try:
+            count = _open_descriptors()
+        except OSError:  # none is left to look with
+            count = most
+        if crowded == (count >= most):
+            continue
+        crowded = not crowded
+        if crowded:
+            logger.warning(
+                "%d descriptors are open; a port that has %d connections turns others away: look who connects (ss -tn)",
+                count,
+                most,
+            )
+        else:
+            logger.info("%d descriptors are open: the ports have room again", count)
 
 
 def private_directory(path: Path) -> None:
