@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 import torch
-from tests.netlab.lab import ROOT, Lab
-from tests.netlab.wires import why_not
+from tests.netlab.lab import Lab
+from tests.netlab.wires import ROOT, why_not
 
 from fastcheck import Checkpointer
 from fastcheck.admin import AdminClient
