@@ -289,7 +289,11 @@ class Replicator:
             raw_bytes, encoded_bytes, cpu_s = out.encoding
             self._policy.encoded(_route(shard), raw_bytes=raw_bytes, encoded_bytes=encoded_bytes, cpu_s=cpu_s)
             self._policy.sent(
-                _route(shard), sent_bytes=out.sent_bytes, busy_s=out.busy_s, idle_cores=idle_cores
+                _route(shard),
+                sent_bytes=out.sent_bytes,
+                busy_s=out.busy_s,
+                seconds=seconds,
+                idle_cores=idle_cores,
             )
 
     async def _sample(self, shards: list[Shard]) -> None:

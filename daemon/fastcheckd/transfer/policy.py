@@ -10,7 +10,8 @@ encoded, a fast one as much as the cores keep up with.
 
 `encode` is the rate of one thread times the cores that were idle while the step before was sent: where sending itself,
 or the trainer, already takes all cores (loopback), encoding only costs. Rate and ratio come from a small sample of the
-chunks that went raw, encoded after the commit.
+chunks that went raw, encoded after the commit. A node that encodes for others decodes for others, too: the share must
+still pay if the same cores do both.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 
 #: Encoding must promise to be faster by this factor: it costs cores.
 SPEEDUP_MIN = 1.05
+#: Also if the same cores have to decode as much, for others: that takes this part of encoding's time.
+DECODE_SHARE = 0.7
 #: A shard of fewer bytes vanishes in socket buffers: how long it took says nothing about the link.
 LINK_BYTES_MIN = 8 << 20
 #: Share of a shard's chunks that a sample encodes, at least one chunk.
@@ -39,18 +42,21 @@ _RESTORE_LOOK_EVERY = 64
 _RESTORE_WORTH = 0.9
 
 
-def best_fraction(*, link: float, encode: float, ratio: float) -> tuple[float, float]:
-    """Share of the bytes to encode, and the speed-up over raw, by the formula above.
+def speedup(fraction: float, *, link: float, encode: float, ratio: float) -> float:
+    """How much sooner than raw a shard is sent of which a share is encoded, by the formula above."""
+    return 1 / (link * max(fraction / encode, (1 - fraction + fraction / ratio) / link))
+
+
+def best_fraction(*, link: float, encode: float, ratio: float) -> float:
+    """Share of the bytes to encode, by the formula above.
 
     Args:
         link, encode: bytes per second, `link` above 0.
         ratio: raw over encoded bytes of what is encoded, above 0.
     """
     if ratio <= 1 or encode <= 0:
-        return 0.0, 1.0
-    fraction = min(1.0, 1 / (link / encode + 1 - 1 / ratio))
-    pace = max(fraction / encode, (1 - fraction + fraction / ratio) / link)
-    return fraction, 1 / (link * pace)
+        return 0.0
+    return min(1.0, 1 / (link / encode + 1 - 1 / ratio))
 
 
 def is_chosen(index: int, fraction: float) -> bool:
@@ -92,8 +98,13 @@ class ReplicationPolicy:
             return 0.0
         assert known.link and known.ratio and known.idle_cores is not None and self._encode
         cores = min(self._threads, known.idle_cores) / max(1, sharing)
-        fraction, speedup = best_fraction(link=known.link, encode=self._encode * cores, ratio=known.ratio)
-        return fraction if speedup >= SPEEDUP_MIN else 0.0
+        encode = self._encode * cores
+        fraction = best_fraction(link=known.link, encode=encode, ratio=known.ratio)
+        if not fraction:
+            return 0.0
+        with_decoding = encode / (1 + DECODE_SHARE)
+        gain = speedup(fraction, link=known.link, encode=with_decoding, ratio=known.ratio)
+        return fraction if gain >= SPEEDUP_MIN else 0.0
 
     def wants_sample(self, route: Hashable) -> bool:
         """Whether a step that went raw should be sampled, after its commit."""
@@ -102,22 +113,27 @@ class ReplicationPolicy:
         known = self._route(route)
         return known.ratio is None or known.sample_age >= SAMPLE_EVERY
 
-    def sent(self, route: Hashable, *, sent_bytes: int, busy_s: float, idle_cores: float) -> None:
+    def sent(
+        self, route: Hashable, *, sent_bytes: int, busy_s: float, seconds: float, idle_cores: float
+    ) -> None:
         """A shard was replicated.
+
+        The link carries at least what it carried in all the time that this took. It carries no more than what went
+        while a connection was sending: a link with pauses empties the sockets' buffers, and looks faster than it is.
+        What was known before is corrected to lie between both.
 
         Args:
             sent_bytes: on the lane, to all holders.
             busy_s: in which at least one of its connections was sending.
+            seconds: that it took.
             idle_cores: that nothing else used meanwhile; what encoding used counts as idle.
         """
         known = self._route(route)
         known.sample_age += 1
         known.idle_cores = _blend(known.idle_cores, idle_cores)
         if sent_bytes >= LINK_BYTES_MIN and busy_s > 0:
-            # A link that has changed a lot is believed at once: an average of both would be wrong for steps.
-            rate = sent_bytes / busy_s
-            alike = known.link is not None and 0.5 < rate / known.link < 2
-            known.link = _blend(known.link, rate) if alike else rate
+            least, most = sent_bytes / max(seconds, busy_s), sent_bytes / busy_s
+            known.link = most if known.link is None else min(max(known.link, least), most)
 
     def encoded(self, route: Hashable, *, raw_bytes: int, encoded_bytes: int, cpu_s: float) -> None:
         """Chunks were encoded against their base, for holders or as a sample."""
