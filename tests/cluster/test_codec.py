@@ -87,7 +87,9 @@ def test_steps_travel_small_through_the_loss_of_a_holder_and_of_the_owners_proce
         until(lambda: node_states(cluster, "node-0")["node-2"] == "DOWN", "node-2 to be DOWN")
         rebased = save(ckpt, training, 4)
         stats = save(ckpt, training, 5)
-        assert stats["ratio"] > RATIO_MIN and stats["ratio"] >= 0.9 * rebased["ratio"]
+        # Whoever took the lost copy's place had no base, unless a repair was faster than the save.
+        assert rebased["ratio"] < RATIO_MIN or counters(cluster, "node-1")["replicas_repaired"]
+        assert stats["ratio"] > RATIO_MIN
         assert_bits(load(cluster, 5), training.bits())
 
     owner = process_of(cluster, "node-0", "data")

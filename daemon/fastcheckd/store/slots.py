@@ -141,12 +141,7 @@ class SlotPool:
         except BaseException:
             for place in places.values():
                 self.free(place)
-            with self._changed:
-                untouched = [slab for slab in self._slabs.values() if not slab.used_bytes]
-                for slab in untouched:
-                    self._forget(slab)
-            for slab in untouched:
-                self._pools.give_back(slab.file)
+            self._give_back_untouched()
             raise
         return [places[at] for at in range(len(lengths))]
 
@@ -174,6 +169,15 @@ class SlotPool:
                 slab = self._enter(self._pools.allocate(lack, SLAB_POOL), deltas=False)
                 with self._changed:
                     self._insert(slab, 0, slab.file.size_bytes)
+
+    def _give_back_untouched(self) -> None:
+        """Slabs that were made for a step that found no room after all. Not while one is being entered."""
+        with self._growing, self._changed:
+            untouched = [slab for slab in self._slabs.values() if not slab.used_bytes]
+            for slab in untouched:
+                self._forget(slab)
+        for slab in untouched:
+            self._pools.give_back(slab.file)
 
     def free(self, place: Slot) -> None:
         """Nobody refers to the slot any more. A bad one is not used again."""

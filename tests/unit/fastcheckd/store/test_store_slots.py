@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,3 +114,28 @@ def test_a_small_chunk_that_every_step_has_keeps_no_slab_from_the_next_one(tmp_p
             slots.free(place)
         older, newer = newer, slots.take_all(lengths[1:], "gpt")
     assert pools.usage().used_bytes == need
+
+
+def test_a_step_that_finds_no_room_takes_no_slab_from_another_that_is_just_made(tmp_path, monkeypatch):
+    pools = SegmentPools(tmp_path, 8 << 20)
+    slots = SlotPool(pools, 8 << 20)
+    enter = slots._enter
+    refused = []
+
+    def enter_beside_another(*args, **options):
+        """A slab is known, nothing in it is taken yet, and a step of another thread ends without room."""
+        slab = enter(*args, **options)
+        if not refused:
+            refused.append(Thread(target=slots._give_back_untouched))
+            refused[0].start()
+            refused[0].join(0.2)
+        return slab
+
+    monkeypatch.setattr(slots, "_enter", enter_beside_another)
+    places = [slots.take(1 << 20, "gpt") for _ in range(3)]
+    refused[0].join()
+    assert len({place.file for place in places}) == 3, "each fills a slab, and no slab is given out twice"
+    for place in places:
+        slots.free(place)
+    usage = pools.usage()
+    assert usage.used_bytes == usage.free_bytes and slots.free_bytes == 0 and pools.job_bytes() == {}
